@@ -1,0 +1,38 @@
+# `make tune` and `make test` do everything on a fresh Linux x86_64 machine with Python 3.10 or later.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PLUGINS := nvidia metax iluvatar cambricon
+# The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
+TORCH := torch==2.13.0
+TESTS ?=
+
+.PHONY: setup tune test lint bench clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH) -e ".[dev,megatron]"
+	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
+	touch $@
+
+tune: setup
+	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest $(TESTS)
+
+bench: setup
+	$(BIN)/python benchmarks/between_trials.py
+	$(BIN)/python benchmarks/build_space.py
+
+clean:
+	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

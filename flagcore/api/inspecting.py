@@ -1,0 +1,109 @@
+"""What is here: devices, plugins, engines, and what is missing for which."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from flagcore import __version__, plugins
+from flagcore.errors import FlagError, NoDevice
+
+
+def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the devices of this machine with what plugins know of their chips. Raises NoDevice if there is none."""
+    loaded = plugins.load_plugins(without)
+    found = loaded.devices()
+    if not found:
+        failed = "".join(f"; {failure}" for failure in loaded.failures)
+        raise NoDevice(f"no device found by the installed plugins ({', '.join(_names(loaded)) or 'none'}){failed}")
+    return [_device(loaded, device) for device in found]
+
+
+def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return one record a plugin, loaded or failed, with its chips and the reason of every failure."""
+    loaded = plugins.load_plugins(without)
+    loaded.devices()
+    chips = loaded.chips()
+    records: list[dict[str, Any]] = [
+        {
+            "name": plugin.name,
+            "distribution": plugin.distribution,
+            "version": plugin.version,
+            "status": "loaded",
+            "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
+            "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
+        }
+        for plugin in loaded.plugins
+    ]
+    known = {record["name"] for record in records}
+    records += [
+        {
+            "name": failure.name,
+            "distribution": failure.distribution,
+            "version": None,
+            "status": "failed",
+            "chips": [],
+            "problem": str(failure),
+        }
+        for failure in loaded.failures
+        if failure.name not in known
+    ]
+    return records
+
+
+def doctor() -> list[dict[str, Any]]:
+    """Return one record a thing that flagcore may need: what it is for, its version or None, and what mends it."""
+    records: list[dict[str, Any]] = [
+        _part("flagcore", "the tuner", __version__, ""),
+        _part("python", "3.10 or later", platform.python_version(), "install a newer Python"),
+    ]
+    for name in plugins.names(plugins.WORKLOADS):
+        try:
+            engine = plugins.workload(name)
+        except FlagError as error:
+            records.append(_part(name, "engine", None, str(error)))
+            continue
+        for module, requirement in engine.modules.items():
+            distribution = requirement.split(">")[0].split("=")[0].split("<")[0]
+            mend = f"pip install 'flagcore[{name}]'"
+            records.append(_part(distribution, f"engine {name} ({module})", _version(distribution), mend))
+    for record in plugin_table():
+        name, loaded = record["distribution"] or record["name"], record["status"] == "loaded"
+        records.append(
+            _part(name, f"plugin {record['name']}", record["version"] if loaded else None, record["problem"] or "")
+        )
+    return records
+
+
+def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
+    chip = loaded.find_chip(device.chip)
+    flops = chip.dense_flops_per_second if chip else {}
+    best = next((name for name in ("bf16", "fp16", "fp32") if name in flops), None)
+    return {
+        "index": device.index,
+        "name": device.chip,
+        "chip": chip.name if chip else None,
+        "plugin": loaded.owner(device.chip) if chip else None,
+        "memory_gib": device.memory_bytes / 2**30 if device.memory_bytes else None,
+        "peak_tflops": flops[best].value / 1e12 if best else None,
+        "peak_precision": best,
+        "peak_source": flops[best].source.kind if best else None,
+        "driver": device.driver or None,
+    }
+
+
+def _part(name: str, purpose: str, found: str | None, mend: str) -> dict[str, Any]:
+    return {"name": name, "for": purpose, "version": found, "ok": found is not None, "mend": mend if not found else ""}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _names(loaded: plugins.LoadedPlugins) -> list[str]:
+    return [plugin.name for plugin in loaded.plugins]

@@ -1,0 +1,77 @@
+"""flag devices, plugins, schema and doctor."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from flagcore.cli import options
+
+
+@click.command("devices")
+@options.output
+@options.plugins
+def devices_command(form: str, without: tuple[str, ...]) -> None:
+    """List the accelerators of this machine and what plugins know of them."""
+    from flagcore import api
+    from flagcore.report.formats import render
+
+    columns = {
+        "index": "index",
+        "name": "name",
+        "chip": "chip",
+        "plugin": "plugin",
+        "memory GiB": "memory_gib",
+        "peak TFLOP/s": "peak_tflops",
+        "precision": "peak_precision",
+        "source": "peak_source",
+        "driver": "driver",
+    }
+    click.echo(render(api.devices(without), form, columns))
+
+
+@click.group("plugins")
+def plugins_command() -> None:
+    """Look at the installed plugins."""
+
+
+@plugins_command.command("list")
+@options.output
+@options.plugins
+def plugins_list(form: str, without: tuple[str, ...]) -> None:
+    """List every plugin with its chips; one that failed with the reason."""
+    from flagcore import api
+    from flagcore.report.formats import render
+
+    records = api.plugin_table(without)
+    columns = {
+        "plugin": "name",
+        "distribution": "distribution",
+        "version": "version",
+        "status": "status",
+        "chips": "chips",
+        "problem": "problem",
+    }
+    if form in ("table", "csv"):
+        records = [{**record, "chips": " ".join(record["chips"])} for record in records]
+    click.echo(render(records, form, columns))
+
+
+@click.command("schema")
+def schema_command() -> None:
+    """Print the JSON Schema of a spec, for editors and checkers."""
+    from flagcore.spec import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+@click.command("doctor")
+@options.output
+def doctor_command(form: str) -> None:
+    """Tell what is installed, what is missing for which engine, and what mends it."""
+    from flagcore import api
+    from flagcore.report.formats import render
+
+    columns = {"what": "name", "for": "for", "version": "version", "ok": "ok", "to mend it": "mend"}
+    click.echo(render(api.doctor(), form, columns))

@@ -1,0 +1,84 @@
+"""The group of commands, and the one place where errors become messages and exit codes."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from flagcore import __version__
+from flagcore.errors import FlagError
+
+COMMANDS = {
+    "devices": "flagcore.cli.inspect",
+    "doctor": "flagcore.cli.inspect",
+    "estimate": "flagcore.cli.predict",
+    "explain": "flagcore.cli.predict",
+    "plugins": "flagcore.cli.inspect",
+    "run": "flagcore.cli.tune",
+    "schema": "flagcore.cli.inspect",
+    "tune": "flagcore.cli.tune",
+}
+
+
+class Commands(click.Group):
+    """Imports a command's module only when the command, or the list of all, is wanted."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), f"{cmd_name}_command")
+        return command
+
+
+@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="flag")
+def flag() -> None:
+    """Find the fastest way to train or serve a large language model on any AI chip.
+
+    Data goes to stdout, talk to stderr. Exit status: 0 done, 1 a bug of flagcore, 2 wrong usage or spec,
+    3 nothing fits, 4 no usable device or plugin, 5 every trial failed, 130 interrupted.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its status."""
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
+    try:
+        status = flag.main(args=list(argv) if argv is not None else None, prog_name="flag", standalone_mode=False)
+        sys.stdout.flush()
+    except FlagError as error:
+        click.echo(f"flag: {error}", err=True)
+        status = error.exit_code
+        if type(error).exit_code == 1:
+            raise
+    except click.exceptions.Exit as error:
+        status = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        status = 2
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("flag: interrupted", err=True)
+        status = 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        status = 0
+    except RecursionError:
+        click.echo("flag: the input is nested too deeply", err=True)
+        status = 2
+    sys.exit(status or 0)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

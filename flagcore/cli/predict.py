@@ -1,0 +1,101 @@
+"""flag estimate and explain: what is known without running anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from flagcore.cli import options
+
+
+@click.command("estimate")
+@click.argument("spec", required=False, type=click.Path())
+@click.option(
+    "--jobs", type=click.Path(), metavar="FILE", help="Predict the job records of a JSON-lines file (- for stdin)."
+)
+@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many candidates to list.")
+@options.output
+@options.plugins
+def estimate_command(
+    spec: str | None, jobs: str | None, chip: str | None, top: int, form: str, without: tuple[str, ...]
+) -> None:
+    """Predict memory and time of every candidate of SPEC, or of job records. Runs nothing."""
+    from flagcore import api
+    from flagcore.report.formats import render
+    from flagcore.report.text import candidate_columns, funnel
+
+    if (spec is None) == (jobs is None):
+        raise click.UsageError("give either SPEC or --jobs FILE")
+    if jobs is not None:
+        predictions = api.estimate_jobs(_records(jobs), without=without)
+        if form in ("jsonl", "table"):
+            for prediction in predictions:
+                click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
+        else:
+            click.echo(render(list(predictions), form, JOB_COLUMNS))
+        return
+    assert spec is not None
+    found = api.estimate(spec, chip=chip, top=top, without=without)
+    if form == "table":
+        click.echo(f"{len(found.candidates)} fastest predicted candidates on {found.devices} x {found.chip}", err=True)
+    click.echo(render(found.candidates, form, {**candidate_columns(found.candidates), **PREDICTED_COLUMNS}))
+    if form == "table":
+        click.echo("\n" + funnel(found.counts), err=True)
+
+
+@click.command("explain")
+@options.spec
+@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
+@options.output
+@options.plugins
+def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, ...]) -> None:
+    """Tell where every combination of SPEC went: which rule removed how many, and what each rule says."""
+    from dataclasses import asdict
+
+    from flagcore import api
+    from flagcore.report.formats import render
+    from flagcore.report.text import funnel
+
+    found = api.estimate(spec, chip=chip, top=1, without=without)
+    says = [{"rule": name, "says": text} for name, text in found.says.items()]
+    if form == "table":
+        click.echo(funnel(found.counts))
+        click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
+    else:
+        click.echo(render([{"counts": asdict(found.counts), "rules": dict(found.says)}], form, {"counts": "counts"}))
+
+
+PREDICTED_COLUMNS = {
+    "~step s": "step_time_s.value",
+    "~tok/s/dev": "tokens_per_second_per_device.value",
+    "~mfu": "mfu",
+    "~static GiB": "memory.static_gib",
+    "~used GiB": "memory.device_used_gib",
+    "of GiB": "memory.capacity_gib",
+}
+JOB_COLUMNS = {"id": "id", "status": "status", "reason": "reason", **PREDICTED_COLUMNS}
+
+
+def _records(file: str) -> Iterator[Any]:
+    """Yield one value a line; a line that is no JSON becomes a text, which the estimate calls invalid."""
+    from flagcore.errors import UsageError
+
+    try:
+        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as lines:
+            yield from (_value(line) for line in lines if line.strip())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line.decode("utf-8", errors="replace")[:80]

@@ -1,0 +1,64 @@
+"""Progress on stderr: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from flagcore.contracts import Event, OnEvent
+from flagcore.report.text import candidate_text
+
+
+@contextmanager
+def progress(stream: TextIO, quiet: bool) -> Iterator[OnEvent]:
+    """Yield what draws events on `stream`."""
+    if quiet:
+        yield lambda event: None
+    elif stream.isatty():
+        with _bar(stream) as draw:
+            yield draw
+    else:
+        yield lambda event: print(line(event), file=stream, flush=True)
+
+
+def line(event: Event) -> str:
+    """Return an event as one line: what runs or ran, how many are done, time left, best so far."""
+    trial = event.trial
+    what = f"trial {trial.number} ({trial.role.value})"
+    if event.kind == "trial_started":
+        predicted = trial.predicted.get("step_time_s")
+        guess = f", predicted ~{predicted['value']:.3g} s" if isinstance(predicted, dict) else ""
+        return f"{what} starts: {candidate_text(trial.candidate)}{guess}"
+    said = f"{trial.measurement.step_time_s:.3g} s a step" if trial.measurement else trial.reason or ""
+    return f"{what} {trial.state.value}: {said}  [{_state(event)}]"
+
+
+def _state(event: Event) -> str:
+    parts = [f"{event.trials_finished}/{event.trials_planned} trials"]
+    if event.seconds_left is not None:
+        parts.append(f"at most ~{event.seconds_left / 60:.1f} min left")
+    if event.best and event.best.measurement:
+        parts.append(f"best {event.best.measurement.step_time_s:.3g} s (trial {event.best.number})")
+    return ", ".join(parts)
+
+
+@contextmanager
+def _bar(stream: TextIO) -> Iterator[OnEvent]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(file=stream)
+    columns = (SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("looking at the hardware", total=None)
+
+        def draw(event: Event) -> None:
+            if event.kind == "trial_finished":
+                console.print(line(event), highlight=False, markup=False)
+            running = f" | trial {event.trial.number} runs" if event.kind == "trial_started" else ""
+            bar.update(
+                task, total=event.trials_planned, completed=event.trials_finished, description=_state(event) + running
+            )
+
+        yield draw

@@ -1,0 +1,66 @@
+"""flag tune and run."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from flagcore.cli import options
+
+
+@click.command("tune")
+@options.spec
+@click.option("--run-dir", type=click.Path(), metavar="DIR", help="Where the run is kept [default: runs/NAME-OF-SPEC].")
+@click.option("--new", is_flag=True, help="Start afresh; an earlier run there is moved aside, not deleted.")
+@click.option("--storage", metavar="URL", help="Keep the trials in this optuna storage instead of the run's journal.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@options.output
+@options.plugins
+def tune_command(
+    spec: str, run_dir: str | None, new: bool, storage: str | None, quiet: bool, form: str, without: tuple[str, ...]
+) -> None:
+    """Find the fastest configuration for SPEC by running candidates for real.
+
+    Started again, it goes on where it was: a finished trial is never repeated.
+    """
+    from flagcore import api
+    from flagcore.cli.progress import progress
+    from flagcore.report.formats import render
+    from flagcore.report.text import candidate_columns
+
+    with progress(sys.stderr, quiet) as on_event:
+        found = api.tune(spec, run_dir=run_dir, new=new, without=without, storage=storage, on_event=on_event)
+    if form == "table":
+        click.echo(str(found))
+    elif form == "json":
+        click.echo(json.dumps(found.data, indent=1, ensure_ascii=False))
+    else:
+        trials = found.data["trials"]
+        columns = {"trial": "number", **candidate_columns(trials), **TRIAL_COLUMNS}
+        click.echo(render([found.data] if form == "yaml" else trials, form, columns))
+    if not quiet:
+        click.echo(f"Kept in {found.run_dir}; start the best with `flag run {found.run_dir}`.", err=True)
+    if found.run_best:
+        sys.exit(api.run_best(found.run_dir, stdout=sys.stderr))
+
+
+@click.command("run")
+@click.argument("run", type=click.Path())
+def run_command(run: str) -> None:
+    """Start the best configuration that RUN (a run's folder) found, for real, in the foreground."""
+    from flagcore import api
+
+    sys.exit(api.run_best(run))
+
+
+TRIAL_COLUMNS = {
+    "state": "state",
+    "step s": "measured.step_time_s.median",
+    "spread": "measured.step_time_s.spread",
+    "~step s": "predicted.step_time_s.value",
+    "tok/s/dev": "measured.tokens_per_second_per_device",
+    "GiB": "measured.device_used_gib",
+    "reason": "reason",
+}

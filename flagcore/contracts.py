@@ -1,0 +1,244 @@
+"""The Protocols that the core calls. Whoever implements one need not import anything else of flagcore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.chip import Chip, Device
+from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, FailurePattern, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement, Role, Trial
+
+
+class MemoryModel(Protocol):
+    """From what tensors take to what the device shows, in bytes of one device. Called with whole columns."""
+
+    def capacity_bytes(self) -> float | None:
+        """Return what a trial may use of one device, or None if nobody knows."""
+
+    def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
+        """Return what the allocator holds when tensors take `allocated` at their peak."""
+
+    def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
+        """Return what the device shows in use: `reserved`, context, libraries and collective buffers."""
+
+
+class KernelCosts(Protocol):
+    """Seconds that kernels take on one device. All arguments are arrays that broadcast; NaN where unknown."""
+
+    def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
+        """Return the time of C[m,n] = A[m,k] B[k,n] in `precision` (fp32 bf16 fp16 fp8 ...)."""
+
+    def attention_seconds(
+        self, batch: FloatArray, heads: FloatArray, sequence: FloatArray, head_dim: FloatArray, precision: str
+    ) -> FloatArray:
+        """Return the time of one causal self-attention forward pass (scores, softmax, values)."""
+
+    def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time of an element-wise kernel that reads and writes `bytes_moved` in all."""
+
+
+class CollectiveCosts(Protocol):
+    """Seconds that collectives take between devices."""
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return the time of one collective in a group of `ranks` devices that are `stride` devices apart.
+
+        `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send. `payload_bytes` is the whole
+        tensor: the reduced one, the gathered one, what is scattered, what a rank holds before an
+        all-to-all, the message. A group of one costs nothing.
+        """
+
+
+class Telemetry(Protocol):
+    """A reading of one device while a trial runs."""
+
+    def sample(self) -> Mapping[str, float]:
+        """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`."""
+
+
+class PruningRule(Protocol):
+    """A vendor's or user's knowledge of what is not worth trying. `name` is counted, `says` is shown."""
+
+    name: str
+    says: str
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        """Return True for each candidate that should not be tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What predictions are made of: the plugins' answers, or the core's roofline where they have none."""
+
+    memory: MemoryModel
+    kernels: KernelCosts
+    collectives: CollectiveCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """All that plugins said about one task, asked once in discover."""
+
+    task: Task
+    costs: Costs
+    support: EngineSupport
+    environment: Mapping[str, str]
+    pruning_rules: tuple[PruningRule, ...]
+    failure_patterns: tuple[FailurePattern, ...]
+    telemetry: tuple[Telemetry, ...]
+    prepare_launch: Callable[[Launch], Launch]
+
+
+class Plugins(Protocol):
+    """The hooks as typed methods. A plugin that fails costs only its own answer."""
+
+    def devices(self) -> tuple[Device, ...]: ...
+    def chips(self) -> tuple[Chip, ...]: ...
+    def topology(self, group: NodeGroup) -> Topology | None: ...
+    def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None: ...
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None: ...
+    def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None: ...
+    def environment(self, chip: Chip, engine: str) -> Mapping[str, str]: ...
+    def engine_support(self, chip: Chip, engine: str) -> EngineSupport: ...
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]: ...
+    def prepare_launch(self, launch: Launch, task: Task) -> Launch: ...
+    def failure_patterns(self, chip: Chip, engine: str) -> tuple[FailurePattern, ...]: ...
+    def telemetry(self, device: Device) -> Telemetry | None: ...
+
+
+class Workload(Protocol):
+    """One engine: its knobs, their rules, its flags, its metrics. Knows no vendor."""
+
+    name: str
+    modules: Mapping[str, str]
+    """What trials import, and the pip requirement that brings it."""
+
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        """Return the knobs of the space in the order in which they are crossed."""
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        """Return what makes a candidate illegal."""
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        """Return what makes two candidates the same."""
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return memory and time for whole columns. Extra knobs of job records may be among them."""
+
+    def components(self, task: Task, candidate: Candidate, costs: Costs) -> dict[str, dict[str, float]]:
+        """Return parameters and activation bytes by component for the worst stage of one candidate."""
+
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+        """Return what is legal but never worth a trial, on any chip."""
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return which rows need at least as much memory as `candidate` whatever the model: one order a knob."""
+
+    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return which rows take at least as long as `candidate` whatever the model: one order a knob."""
+
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        """Return columns of one row from knob values. Raises SpecError for a knob or value that is not known."""
+
+    def unmodelled(self, values: Mapping[str, KnobValue]) -> str | None:
+        """Return, in one line, what the model does not know about a candidate of a job record, or None."""
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return the few values among which an expert would choose without measuring."""
+
+    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
+        """Return the row of the usual space that an expert would write down."""
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        """Write what a run needs into `folder` and return how to start it.
+
+        A trial is cut to `control.train_iters` steps; `for_real` is the user's own job with this candidate.
+        """
+
+    def progress(self, folder: str) -> tuple[float, ...]:
+        """Return the seconds of the steps that a running trial has finished, warm-up included."""
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        """Return what a finished trial measured; with `partial`, what the steps so far of an ended one did.
+
+        Raises flagcore.errors.FlagError with one line that says what is missing.
+        """
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        """Return what this engine's own log lines mean."""
+
+
+class Running(Protocol):
+    """A started launch."""
+
+    def poll(self) -> Exit | None:
+        """Return how it ended, or None while it runs."""
+
+    def wait(self, seconds: float) -> Exit | None:
+        """Wait at most `seconds` and return like `poll`."""
+
+    def stop(self) -> Exit:
+        """End the whole tree of processes and return how it ended. Returns at once if it has ended."""
+
+
+class Launcher(Protocol):
+    """Starts launches somewhere."""
+
+    name: str
+
+    def start(self, launch: Launch) -> Running:
+        """Start `launch` in a process group of its own. Raises FlagError if it cannot be started."""
+
+
+class Strategy(Protocol):
+    """The order in which candidates are tried."""
+
+    name: str
+
+    def next(self, open_rows: IntArray, predictions: Predictions, space: Space, trials: Sequence[Trial]) -> int:
+        """Return one of `open_rows` (never empty): the candidate to try next."""
+
+
+class TrialStore(Protocol):
+    """Trials that survive a kill. What was read never changes later; a finished trial is kept once."""
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return every finished trial in order."""
+
+    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object]) -> Trial:
+        """Note that a trial starts, and return it with its number."""
+
+    def finish(self, trial: Trial) -> None:
+        """Keep the trial for good."""
+
+    def folder(self, trial: Trial) -> str:
+        """Return the absolute path of the trial's folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that the user may want to see. The command line draws it, tests count it.
+
+    `kind` is trial_started or trial_finished; `seconds_left` estimates the rest of the run, repeats included.
+    """
+
+    kind: str
+    trial: Trial
+    trials_finished: int
+    trials_planned: int
+    seconds_left: float | None
+    best: Trial | None
+
+
+class OnEvent(Protocol):
+    """Receives events."""
+
+    def __call__(self, event: Event) -> None: ...

@@ -1,0 +1,1 @@
+"""The nouns: frozen, typed, without YAML, files, plugins or optuna."""

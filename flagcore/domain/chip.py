@@ -1,0 +1,84 @@
+"""What is known of a chip, and where each figure comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Support(Enum):
+    """Whether something works. Unknown is not no: it is reported, and may be measured."""
+
+    YES = "yes"
+    IMPOSSIBLE = "the hardware cannot"
+    NOT_YET = "the plugin does not yet"
+    UNKNOWN = "nobody has said"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a figure is from. `kind` is measured, datasheet, published or estimated; `detail` says how or where."""
+
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """A figure in SI base units (bytes, seconds, flops) and its source."""
+
+    value: float
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """How the devices of one node are joined.
+
+    `bytes_per_second` is what one device can send in one direction to all its peers together.
+    `topology` is one word: switch, mesh, pcie, ring or shared-memory. `island_size` is the number of
+    devices that the link joins (None: all devices of the node).
+    """
+
+    name: str
+    topology: str
+    bytes_per_second: Fact
+    latency_seconds: float = 10e-6
+    island_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One model of accelerator, as software sees one device of it.
+
+    `aliases` are the strings under which drivers and frameworks report it. `dense_flops_per_second` maps a
+    precision (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. A figure that nobody
+    published or measured is absent, never guessed.
+    """
+
+    name: str
+    vendor: str
+    aliases: tuple[str, ...] = ()
+    memory_bytes: Fact | None = None
+    memory_bandwidth_bytes_per_second: Fact | None = None
+    dense_flops_per_second: Mapping[str, Fact] = field(default_factory=dict)
+    devices_per_node: int = 8
+    link: Link | None = None
+    nic_bytes_per_second: Fact | None = None
+    notes: str = ""
+
+    def answers_to(self, name: str) -> bool:
+        """Return whether `name` is this chip's name or one of its aliases, letter case aside."""
+        return name.casefold() in {known.casefold() for known in (self.name, *self.aliases)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator that was found on this machine. `memory_bytes` is what the driver reports for it."""
+
+    index: int
+    chip: str
+    memory_bytes: int | None = None
+    driver: str = ""
+    uuid: str = ""

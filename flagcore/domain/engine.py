@@ -1,0 +1,39 @@
+"""How well an engine runs on a chip, and what it needs there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import Support
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Values of one knob that do not work on a chip, and why. They become a legality rule of that name."""
+
+    name: str
+    knob: str
+    values: tuple[KnobValue, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSupport:
+    """What a plugin says about one engine on one of its chips.
+
+    `device_type` is torch's name of the device, `distributed_backend` torch.distributed's name of the
+    collectives, `preload` the modules to import before the first tensor. `shared_devices`
+    says that processes may outnumber devices and live in the machine's own memory, as on a plain CPU.
+    `settings` are engine flags that this chip needs.
+    """
+
+    support: Support
+    reason: str = ""
+    device_type: str = "cpu"
+    distributed_backend: str = "gloo"
+    preload: tuple[str, ...] = ()
+    shared_devices: bool = False
+    refused: tuple[Refused, ...] = ()
+    settings: Mapping[str, KnobValue] = field(default_factory=dict)

@@ -1,0 +1,30 @@
+"""A job record: one candidate on one cluster, to be predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.model import Model
+from flagcore.domain.spec import TrainSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One record. `candidate` has the knobs that were given; an absent one has its engine's default.
+
+    `chip` is a name or an alias of a chip, `rank` the global rank whose own figures are wanted, and `raw` the
+    record as it came. `recompute_modules` is one text, its names sorted and joined by commas.
+    """
+
+    id: str
+    kind: str
+    model: Model
+    chip: str
+    devices: int
+    devices_per_node: int
+    train: TrainSpec
+    candidate: Mapping[str, KnobValue]
+    raw: Mapping[str, object]
+    rank: int | None = None

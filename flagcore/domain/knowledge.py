@@ -1,0 +1,60 @@
+"""What a run knows at one moment: what the rules removed, and what the trials taught."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import IntArray
+from flagcore.domain.trial import Trial, TrialState
+
+DOES_NOT_FIT = "does_not_fit"
+"""The rule that removes what is predicted to need more memory than there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """Which rule removed each row. `rule` is 0 for an open row, else a place in `rules` plus one; `trial` is the
+    number of the trial behind a learned rule, -1 for none. `seen` are the trials already applied."""
+
+    rule: NDArray[np.int16]
+    trial: IntArray
+    rules: tuple[str, ...] = ()
+    broken_rules: tuple[str, ...] = ()
+    seen: frozenset[int] = field(default_factory=frozenset)
+
+    @property
+    def open_rows(self) -> IntArray:
+        """Positions of the rows that no rule has removed."""
+        return np.flatnonzero(self.rule == 0)
+
+    def reason(self, row: int) -> str | None:
+        """Return what removed `row`, in words, or None."""
+        code = int(self.rule[row])
+        if not code:
+            return None
+        behind = int(self.trial[row])
+        return self.rules[code - 1] + (f" (trial {behind})" if behind >= 0 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    """The state of knowledge: the last trial of each candidate, the user's own, and the best one."""
+
+    by_candidate: dict[Candidate, Trial]
+    repeats: tuple[Trial, ...]
+    baseline: Trial | None
+    best: Trial | None
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """One trial a candidate, in the order in which they ran."""
+        return tuple(sorted(self.by_candidate.values(), key=lambda trial: trial.number))
+
+    @property
+    def settled(self) -> frozenset[Candidate]:
+        """Candidates that need no further trial; one that was interrupted may be tried again."""
+        return frozenset(c for c, trial in self.by_candidate.items() if trial.state is not TrialState.INTERRUPTED)

@@ -1,0 +1,49 @@
+"""What a launcher is asked to start, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flagcore.domain.trial import TrialState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One trial, ready to start: no shell, no inherited surprises.
+
+    `folder` receives `stdout.log`, `stderr.log`, `launch.json` and whatever the program writes.
+    `environment` is added to the launcher's own. `memory_limit_bytes` bounds the whole tree of
+    processes on one node (None: no limit), `timeout_seconds` its wall-clock time.
+    """
+
+    argv: tuple[str, ...]
+    folder: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    directory: str | None = None
+    timeout_seconds: float = 300.0
+    memory_limit_bytes: int | None = None
+    disk_limit_bytes: int = 2 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a launch ended. `code` is the exit status, negative for a signal.
+
+    `ended_by` says who ended it: None (itself), `timeout`, `memory`, `disk` or `request`.
+    `peak_memory_bytes` is the largest memory of the whole tree that was seen.
+    """
+
+    code: int
+    ended_by: str | None
+    duration_s: float
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailurePattern:
+    """A regular expression for one log line and what it means. `advice` is added to the trial's reason."""
+
+    pattern: str
+    state: TrialState
+    advice: str = ""

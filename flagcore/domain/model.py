@@ -1,0 +1,40 @@
+"""The shape of a transformer, in Megatron-core's field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A transformer's shape. Sizes count elements; every default of the source format is already resolved.
+
+    `ffn_hidden_size` is the width of a dense layer's FFN, `moe_ffn_hidden_size` that of one routed expert,
+    `moe_shared_expert_intermediate_size` the total width of the shared experts. A size that a model does
+    not have is None (MLA, MoE) or 0 (layers of a kind).
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    gated_linear_unit: bool = True
+    untie_embeddings_and_output_weights: bool = True
+    qk_layernorm: bool = False
+    add_qkv_bias: bool = False
+    num_moe_experts: int | None = None
+    moe_router_topk: int = 0
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_first_dense_layers: int = 0
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+    mtp_num_layers: int = 0

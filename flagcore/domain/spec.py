@@ -1,0 +1,74 @@
+"""What the user asked for, validated: the inside of a spec file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.cluster import Cluster
+from flagcore.domain.model import Model
+
+AUTO = "auto"
+"""In a space: every legal value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """What hardware is wanted. None means: what discovery finds."""
+
+    chip: str = AUTO
+    nodes: int = 1
+    devices_per_node: int | None = None
+    memory_bytes_per_device: int | None = None
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """The training job. `command` is the user's own launch command; None means flagcore's own trial program."""
+
+    engine: str
+    seq_length: int
+    global_batch_size: int
+    precision: str
+    attention: str = "flash"
+    implementation: str | None = None
+    command: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """Budgets. Times are wall-clock seconds; `max_time` None means no limit."""
+
+    train_iters: int = 5
+    warmup_iters: int = 1
+    max_time_per_task: float = 300.0
+    max_time: float | None = None
+    max_trials: int = 20
+    repeats: int = 1
+    run_best: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """One tuning task as the user wrote it, before any hardware is looked at."""
+
+    model: Model
+    cluster: ClusterSpec
+    train: TrainSpec
+    space: Mapping[str, str | tuple[KnobValue, ...]] = field(default_factory=dict)
+    baseline: Mapping[str, KnobValue] | None = None
+    control: Control = Control()
+    objective: str = "tokens_per_second_per_device"
+    strategy: str = "by_prediction"
+    launcher: str = "local"
+    envs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A spec and the cluster that it will run on: everything a stage needs to know of the problem."""
+
+    spec: Spec
+    cluster: Cluster

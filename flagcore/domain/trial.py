@@ -1,0 +1,73 @@
+"""What running a candidate gave: a measurement, or a failure with its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from flagcore.domain.candidate import Candidate
+
+
+class TrialState(Enum):
+    """How a trial ended. Only MEASURED competes for the best; the last five count as failed."""
+
+    RUNNING = "running"
+    MEASURED = "measured"
+    STOPPED = "stopped"
+    OUT_OF_MEMORY = "out_of_memory"
+    INVALID = "invalid"
+    FAILED = "failed"
+    TIMED_OUT = "timed_out"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def failed(self) -> bool:
+        """Whether the trial counts as failed."""
+        return self not in (TrialState.RUNNING, TrialState.MEASURED, TrialState.STOPPED)
+
+
+class Role(Enum):
+    """Why a trial ran: the user's own configuration, a candidate of the search, or a repeat of one at the end."""
+
+    BASELINE = "baseline"
+    SEARCH = "search"
+    REPEAT = "repeat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What was measured in one run. Seconds and bytes; figures that the run did not give are None.
+
+    `step_times_s` are the steps that count (warm-up dropped), in order. `spread_s` is their interquartile
+    range. `effective` are the values that the engine says it used, and `partial` marks a trial that was
+    ended early.
+    """
+
+    step_times_s: tuple[float, ...]
+    step_time_s: float
+    spread_s: float
+    tokens_per_second_per_device: float
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+    losses: tuple[float | None, ...] = ()
+    effective: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    telemetry: Mapping[str, float] = field(default_factory=dict)
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of one candidate, as the store keeps it. `predicted` was made before the run."""
+
+    number: int
+    candidate: Candidate
+    role: Role
+    state: TrialState
+    predicted: Mapping[str, object] = field(default_factory=dict)
+    measurement: Measurement | None = None
+    reason: str | None = None
+    duration_s: float = 0.0
+    log: str = ""

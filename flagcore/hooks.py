@@ -1,0 +1,126 @@
+"""The hooks: all that a plugin can tell the core, on one page.
+
+A plugin is a module (or object) whose functions carry `@hookimpl`, named by an entry point in the group
+`flagcore.plugins`. Each hook is optional. Hooks are asked at the edges, once a chip, task or trial, never
+once a candidate; they answer with plain data or an object that the hot loop calls directly. Unless a
+docstring says otherwise, a hook may raise anything: the failure is kept, shown by `flag plugins list`, and
+costs only this plugin's answer. Where one answer is wanted, the first that is not None wins; plugins are
+asked in the order of their names, the one that catalogues the chip last, so that an add-on can override it.
+Each plugin is asked on its own, so pluggy's wrappers, tryfirst and trylast change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pluggy
+
+from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.domain.chip import Chip, Device
+from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.spec import Task
+
+hookspec = pluggy.HookspecMarker("flagcore")
+hookimpl = pluggy.HookimplMarker("flagcore")
+
+
+class ChipHooks:
+    """What there is."""
+
+    @hookspec
+    def flagcore_devices(self) -> Sequence[Device] | None:
+        """Return the devices of this vendor on this machine, in the order of their indices; None or empty if none.
+
+        Memory in bytes. Asked once a command; must not take longer than a few seconds, import a framework
+        or create a context on a device. A missing tool or driver means no devices, not an error.
+        """
+
+    @hookspec
+    def flagcore_chips(self) -> Sequence[Chip] | None:
+        """Return the chips that this plugin knows, found or not. Asked once a command.
+
+        SI units, each figure with its source; what nobody published or measured is left out.
+        """
+
+    @hookspec(firstresult=True)
+    def flagcore_topology(self, group: NodeGroup) -> Topology | None:
+        """Return the levels over which the devices of `group` talk, or None to derive them from the chip.
+
+        Bytes per second in one direction, seconds. Asked once a task.
+        """
+
+
+class CostHooks:
+    """What things cost."""
+
+    @hookspec(firstresult=True)
+    def flagcore_memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
+        """Return how a device of `group` spends memory under `engine`, or None if the chip is not yours.
+
+        Bytes per device. Asked once a task, never per candidate.
+        """
+
+    @hookspec(firstresult=True)
+    def flagcore_kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
+        """Return measured or modelled kernel times, or None for a roofline from the chip's facts.
+
+        Seconds; NaN for a shape that is not known. Asked once a task; the object is called with columns.
+        """
+
+    @hookspec(firstresult=True)
+    def flagcore_collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
+        """Return collective times, or None for latency and bandwidth from the topology. Seconds. Asked once a task."""
+
+
+class EngineHooks:
+    """How to run an engine."""
+
+    @hookspec(firstresult=True)
+    def flagcore_engine_support(self, chip: Chip, engine: str) -> EngineSupport | None:
+        """Return whether and how `engine` runs on `chip`: torch device, backend, quirks; None if the chip is not yours.
+
+        Asked once a task and by `flag doctor`. None from everybody means unknown, which is not no.
+        """
+
+    @hookspec
+    def flagcore_environment(self, chip: Chip, engine: str) -> Mapping[str, str] | None:
+        """Return environment variables that trials on `chip` need, or None if the chip is not yours.
+
+        All answers are joined. Of two values for one variable that of the plugin asked first wins, so an add-on
+        overrides the chip's own plugin; the spec's `envs` override both. Asked once a task.
+        """
+
+    @hookspec
+    def flagcore_pruning_rules(self, task: Task) -> Sequence[PruningRule] | None:
+        """Return rules that say which candidates of `task` are not worth a trial, or None. Asked once a task.
+
+        A rule that raises while it prunes is dropped for the run, and told.
+        """
+
+    @hookspec
+    def flagcore_prepare_launch(self, launch: Launch, task: Task) -> Launch | None:
+        """Return `launch` changed (a wrapper before argv, a variable, a limit), or None. Asked once a trial.
+
+        Each plugin sees what the one before returned. Here the chip's own plugin is asked first, so that an
+        add-on has the last word. An exception fails this trial only.
+        """
+
+
+class TrialHooks:
+    """What happens while a trial runs and after it."""
+
+    @hookspec
+    def flagcore_failure_patterns(self, chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+        """Return log patterns that say why a trial failed, or None if the chip is not yours. Asked once a task.
+
+        The first pattern that matches a line decides; the engine's own patterns come after all plugins'.
+        """
+
+    @hookspec(firstresult=True)
+    def flagcore_telemetry(self, device: Device) -> Telemetry | None:
+        """Return something that reads `device` about once a second during a trial, or None. Asked once a device.
+
+        A reading that raises ends the telemetry of that device, not the trial.
+        """

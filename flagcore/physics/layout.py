@@ -1,0 +1,89 @@
+"""What the formulas take: the work of a training step, and how it is split, one array element a candidate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What all candidates of a task share.
+
+    `flash` tells an attention kernel that keeps no scores from one that does. `fused_activation` says that
+    the FFN's activation function is one kernel. `transformer_engine` says that its layers replace megatron-core's
+    own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
+    attention are whole on each tensor-parallel rank.
+    """
+
+    model: Model
+    sequence: int
+    global_batch: int
+    precision: str
+    flash: bool = True
+    fused_activation: bool = False
+    transformer_engine: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one activation or weight; 8-bit formats keep 16-bit activations between layers."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How candidates split the work. Counts, as floats; arrays of one length.
+
+    `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the
+    start of each (virtual) stage, `selective` 1 where only the attention core is recomputed; 0 is off.
+    `first_layers` and `last_layers` are 0 where the pipeline is split evenly.
+    """
+
+    data: FloatArray
+    tensor: FloatArray
+    pipeline: FloatArray
+    virtual: FloatArray
+    context: FloatArray
+    expert: FloatArray
+    expert_tensor: FloatArray
+    micro_batch: FloatArray
+    microbatches: FloatArray
+    sharded_optimizer: FloatArray
+    sequence_parallel: FloatArray
+    selective: FloatArray
+    uniform: FloatArray
+    block: FloatArray
+    first_layers: FloatArray
+    last_layers: FloatArray
+
+    def rows(self, part: slice) -> Layout:
+        """Return some of the candidates."""
+        return Layout(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
+
+    def tokens(self, sequence: int) -> FloatArray:
+        """Return the tokens of one micro-batch that a tensor-parallel group holds."""
+        return self.micro_batch * sequence / self.context
+
+    def token_rows(self, sequence: int) -> FloatArray:
+        """Return the tokens that one rank holds outside of the tensor-parallel layers."""
+        split: FloatArray = 1.0 + self.sequence_parallel * (self.tensor - 1.0)
+        return self.tokens(sequence) / split
+
+    def expert_tokens(self, model: Model, sequence: int) -> FloatArray:
+        """Return the token copies that one rank's experts work on, with routing in balance."""
+        return model.moe_router_topk * self.token_rows(sequence) * self.expert_tensor
+
+    def shards(self) -> FloatArray:
+        """Return the ranks that share the optimizer state of a dense weight."""
+        return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
+
+    def expert_replicas(self) -> FloatArray:
+        """Return the ranks that hold the same experts: the world without pipeline, expert and its tensor split."""
+        group: FloatArray = self.data * self.context * self.tensor / (self.expert * self.expert_tensor)
+        return group.clip(min=1.0)
+
+    def expert_shards(self) -> FloatArray:
+        """Return the ranks that share the optimizer state of an expert's weight."""
+        return 1.0 + self.sharded_optimizer * (self.expert_replicas() - 1.0)

@@ -1,0 +1,26 @@
+"""The door through which plugins, engines, launchers and strategies come in. Knows no vendor's name.
+
+`load_plugins()` gives the hooks as typed methods; `workload`, `launcher` and `strategy` give one named object.
+Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
+"""
+
+from flagcore.plugins.installed import PluginFailure
+from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, load_plugins
+from flagcore.plugins.loading import Plugin
+from flagcore.plugins.named import LAUNCHERS, STRATEGIES, WORKLOADS, launcher, names, strategy, workload
+
+__all__ = [
+    "DISABLE_VARIABLE",
+    "GROUP",
+    "LAUNCHERS",
+    "STRATEGIES",
+    "WORKLOADS",
+    "LoadedPlugins",
+    "Plugin",
+    "PluginFailure",
+    "launcher",
+    "load_plugins",
+    "names",
+    "strategy",
+    "workload",
+]

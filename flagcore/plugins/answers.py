@@ -1,0 +1,211 @@
+"""Whether an answer is what its hook promises. A plugin's mistake is found here, not in the middle of a run.
+
+Plain data is compared with the annotations of its dataclass, down to every field; an object that the hot loop will
+call is tried on two small columns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.domain.chip import Chip, Device, Fact
+from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.plugins.installed import BadPlugin
+
+_hints = cache(get_type_hints)
+
+
+def devices(answer: object) -> tuple[Device, ...]:
+    """Return `answer` as devices."""
+    return tuple(data(Sequence[Device], answer))
+
+
+def chips(answer: object) -> tuple[Chip, ...]:
+    """Return `answer` as chips."""
+    return tuple(data(Sequence[Chip], answer))
+
+
+def support(answer: object) -> EngineSupport:
+    """Return `answer` as engine support."""
+    found: EngineSupport = data(EngineSupport, answer)
+    return found
+
+
+def launch(answer: object) -> Launch:
+    """Return `answer` as a launch."""
+    found: Launch = data(Launch, answer)
+    return found
+
+
+def environment(answer: object) -> dict[str, str]:
+    """Return `answer` as variables that a process can be given."""
+    variables = dict(data(Mapping[str, str], answer))
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise BadPlugin(f"answered the variable {name!r}: a name is not empty and has no '=', neither has a NUL")
+    return variables
+
+
+def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:
+    """Return `answer` as patterns that compile and mean a failure."""
+    patterns = tuple(data(Sequence[FailurePattern], answer))
+    for pattern in patterns:
+        if not pattern.state.failed:
+            raise BadPlugin(f"answered the pattern {pattern.pattern!r} for {pattern.state.value}, which is no failure")
+        try:
+            re.compile(pattern.pattern)
+        except re.error as error:
+            raise BadPlugin(f"answered the pattern {pattern.pattern!r}, which does not compile: {error}") from error
+    return patterns
+
+
+def topology(answer: object, group: NodeGroup) -> Topology:
+    """Return `answer` as levels that grow and end at every device of `group`."""
+    found: Topology = data(Topology, answer)
+    sizes = [level.devices for level in found.levels]
+    if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
+        raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at all {group.devices}")
+    if any(not level.bytes_per_second > 0 or level.latency_seconds < 0 for level in found.levels):
+        raise BadPlugin("answered a level without bandwidth or with a negative latency")
+    return found
+
+
+def memory_model(answer: object) -> MemoryModel:
+    """Return `answer` as a memory model that answers two small columns."""
+    model: MemoryModel = behaviour(MemoryModel, answer)
+    capacity = model.capacity_bytes()
+    if capacity is not None and not capacity > 0:
+        raise BadPlugin(f"answered a memory model whose capacity_bytes() is {capacity!r}")
+    for method in (model.reserved_bytes, model.device_used_bytes):
+        _two_numbers(method, np.array([2.0**20, 2.0**30]))
+    return model
+
+
+def kernel_costs(answer: object) -> KernelCosts:
+    """Return `answer` as kernel costs that answer two small columns, NaN allowed."""
+    costs: KernelCosts = behaviour(KernelCosts, answer)
+    sizes = np.array([128.0, 256.0])
+    _two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
+    _two_numbers(costs.attention_seconds, sizes / 128, sizes / 32, sizes, sizes / 2, "bf16")
+    _two_numbers(costs.memory_seconds, sizes)
+    return costs
+
+
+def collective_costs(answer: object) -> CollectiveCosts:
+    """Return `answer` as collective costs that answer two small columns."""
+    costs: CollectiveCosts = behaviour(CollectiveCosts, answer)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+        _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), np.array([2, 2]), np.array([1, 1]))
+    return costs
+
+
+def pruning_rules(answer: object) -> tuple[PruningRule, ...]:
+    """Return `answer` as pruning rules."""
+    return tuple(behaviour(PruningRule, rule) for rule in data(Sequence[object], answer))
+
+
+def telemetry(answer: object) -> Telemetry:
+    """Return `answer` as telemetry."""
+    found: Telemetry = behaviour(Telemetry, answer)
+    return found
+
+
+def data(kind: Any, answer: object) -> Any:
+    """Return `answer` if it is a `kind`, elements and fields included. Raises BadPlugin."""
+    _compare(kind, answer, "answered")
+    return answer
+
+
+def behaviour(protocol: Any, answer: object) -> Any:
+    """Return `answer` if it has the methods and attributes of `protocol`. Raises BadPlugin."""
+    if isinstance(answer, type):
+        raise BadPlugin(f"answered the class {answer.__name__}; answer an object of it")
+    methods = [name for name, member in vars(protocol).items() if not name.startswith("_") and callable(member)]
+    missing = [name for name in methods if not callable(getattr(answer, name, None))]
+    if missing:
+        raise BadPlugin(f"answered {_shown(answer)}, which is no {protocol.__name__}: no method {', '.join(missing)}")
+    for name, kind in _hints(protocol).items():
+        _compare(kind, getattr(answer, name, None), f"answered {type(answer).__name__}.{name} =")
+    return answer
+
+
+def _two_numbers(method: Callable[..., object], *arguments: object) -> None:
+    found = np.asarray(method(*arguments), dtype=np.float64)
+    if found.shape != (2,) or bool((found < 0).any()):
+        name = getattr(method, "__name__", "a method")
+        raise BadPlugin(f"answered an object whose {name} gives {_shown(found)} for two rows; it must give two numbers")
+
+
+def _compare(kind: Any, value: object, where: str) -> None:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is object:
+        return
+    if origin in (Union, types.UnionType):
+        if not any(_fits(option, value) for option in inner):
+            nearest = [option for option in inner if is_dataclass(option) and isinstance(value, cast(type, option))]
+            if nearest:
+                _compare(nearest[0], value, where)
+            raise BadPlugin(f"{where} {_shown(value)}, not {_name(kind)}")
+    elif origin in (tuple, Sequence):
+        if not isinstance(value, (tuple, list)):
+            raise BadPlugin(f"{where} {_shown(value)}, not a list or tuple of {_name(inner[0])}")
+        for place, element in enumerate(value):
+            _compare(inner[0], element, f"{where} [{place}]:")
+    elif origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise BadPlugin(f"{where} {_shown(value)}, not a mapping from {_name(inner[0])} to {_name(inner[1])}")
+        for key, element in value.items():
+            _compare(inner[0], key, f"{where} key")
+            _compare(inner[1], element, f"{where} [{key!r}]:")
+    elif is_dataclass(kind):
+        _compare_fields(cast(type, kind), value, where)
+    elif not _plain(kind, value):
+        raise BadPlugin(f"{where} {_shown(value)}, not {_name(kind)}")
+
+
+def _compare_fields(kind: type, value: object, where: str) -> None:
+    if not isinstance(value, kind):
+        raise BadPlugin(f"{where} {_shown(value)}, not {_name(kind)}")
+    hints = _hints(kind)
+    for field in fields(cast(Any, kind)):
+        _compare(hints[field.name], getattr(value, field.name), f"{where} {kind.__name__}.{field.name} =")
+    if isinstance(value, Fact) and not (math.isfinite(value.value) and value.value > 0):
+        raise BadPlugin(f"{where} Fact.value = {value.value}, not a finite number above 0; leave unknown facts out")
+
+
+def _fits(kind: Any, value: object) -> bool:
+    try:
+        _compare(kind, value, "")
+    except BadPlugin:
+        return False
+    return True
+
+
+def _plain(kind: type, value: object) -> bool:
+    if kind in (int, float):
+        return isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _name(kind: Any) -> str:
+    if kind is type(None):
+        return "None"
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(map(_name, get_args(kind)))
+    return str(kind) if get_args(kind) else kind.__name__
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

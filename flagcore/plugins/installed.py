@@ -1,0 +1,144 @@
+"""What is installed: the entry points of a group and where they come from, and how to load one of them safely.
+
+Entry points are read afresh, one distribution at a time: stevedore's own list comes from a cache file that can be
+stale for two minutes after an install, and one unreadable distribution would cost all others. stevedore loads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import Any, NoReturn
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from stevedore.named import NamedExtensionManager
+
+from flagcore import __version__
+
+
+class BadPlugin(Exception):
+    """A plugin that was imported but does not keep to the hooks. The message says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginFailure:
+    """What went wrong with one plugin, and when. It costs that plugin, or one answer of it, and nothing else.
+
+    `stage` is discover, load, check, ask, answer or disable; `hook` is empty outside of ask and answer.
+    """
+
+    name: str
+    distribution: str
+    stage: str
+    hook: str = ""
+    reason: str
+
+    def __str__(self) -> str:
+        origin = f" ({self.distribution})" if self.distribution else ""
+        return f"plugin {self.name}{origin}: {self.hook + ': ' if self.hook else ''}{self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """The entry points of one group by name (more than one: a clash), and the distributions that cannot be read."""
+
+    points: dict[str, list[EntryPoint]]
+    unreadable: tuple[PluginFailure, ...]
+
+
+def installed(group: str) -> Installed:
+    """Return what is installed under `group`. As in an import, the first distribution of a name on the path counts."""
+    points: dict[str, list[EntryPoint]] = {}
+    unreadable, seen = [], set()
+    for distribution in distributions():
+        try:
+            if group not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            key = canonicalize_name(distribution.metadata["Name"])
+            if key in seen:
+                continue
+            seen.add(key)
+            for point in distribution.entry_points.select(group=group):
+                points.setdefault(point.name, []).append(point)
+        except Exception as error:
+            where = str(getattr(distribution, "_path", "?"))
+            unreadable.append(PluginFailure(name=where, distribution="", stage="discover", reason=one_line(error)))
+    return Installed(points=points, unreadable=tuple(unreadable))
+
+
+def origin(point: EntryPoint) -> Distribution:
+    """Return the distribution that `point` comes from."""
+    assert point.dist is not None, "installed() reads entry points from distributions only"
+    return point.dist
+
+
+def incompatible(distribution: Distribution) -> str | None:
+    """Return why `distribution` does not go with this flagcore, from its own `Requires-Dist`, or None."""
+    for requirement in map(Requirement, distribution.requires or ()):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if canonicalize_name(requirement.name) == "flagcore" and not requirement.specifier.contains(
+            __version__, prereleases=True
+        ):
+            return f"needs {requirement}, but this is flagcore {__version__}; install a version made for it"
+    return None
+
+
+class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
+    """stevedore's loader, given the one entry point that it may load."""
+
+    def __init__(self, point: EntryPoint) -> None:
+        self._point = point
+        super().__init__(point.group, [point.name], on_load_failure_callback=_reraise)
+
+    def list_entry_points(self) -> list[EntryPoint]:
+        return [self._point]
+
+
+def load(point: EntryPoint) -> object:
+    """Import what `point` names and return it. Raises whatever the import raises."""
+    with talk_on_stderr():
+        (extension,) = _OneEntryPoint(point)
+    return extension.plugin
+
+
+def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
+    raise error
+
+
+@contextmanager
+def talk_on_stderr() -> Iterator[None]:
+    """Send to stderr what is written to stdout meanwhile, by Python or below it: stdout carries our data only."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # stdout is closed
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """Return kind and message of `error` as one printable line."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = "(its message cannot be shown)"
+    text = "".join(letter for letter in message if letter.isprintable())
+    if isinstance(error, BadPlugin):
+        return text[:limit]
+    kind = type(error).__name__
+    return f"{kind}: {text}"[:limit] if text else kind

@@ -1,0 +1,246 @@
+"""The hooks as typed methods over the plugins that loaded. One plugin is asked at a time, each in its own try."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.spec import Task
+from flagcore.errors import UsageError
+from flagcore.plugins import answers
+from flagcore.plugins.guard import guarded
+from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
+from flagcore.plugins.loading import Plugin, load_plugin, make_plugin
+
+GROUP = "flagcore.plugins"
+DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
+
+T = TypeVar("T")
+
+
+class _Failed(Exception):
+    """A plugin could not answer."""
+
+    def __init__(self, failure: PluginFailure) -> None:
+        self.failure = failure
+        super().__init__(str(failure))
+
+
+class LoadedPlugins:
+    """`flagcore.contracts.Plugins` over real plugins. Never raises for a plugin's sake, except in `prepare_launch`.
+
+    `failures` grows as plugins are asked: what each cost is only the answer that it could not give.
+    """
+
+    def __init__(self, plugins: Iterable[Plugin], failures: Iterable[PluginFailure] = ()) -> None:
+        self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.name))
+        self._failures = dict.fromkeys(failures)
+        self._devices: tuple[Device, ...] | None = None
+        self._catalogue: dict[str, tuple[Chip, str]] | None = None
+        self._chips: list[Chip] = []
+
+    @classmethod
+    def of(cls, plugins: Mapping[str, object]) -> LoadedPlugins:
+        """Take modules or objects as plugins by name, without any installed distribution."""
+        made, failures = [], []
+        for name, module in plugins.items():
+            try:
+                made.append(make_plugin(name, module))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                failures.append(PluginFailure(name=name, distribution="", stage="check", reason=one_line(error)))
+        return cls(made, failures)
+
+    @property
+    def failures(self) -> tuple[PluginFailure, ...]:
+        """What went wrong until now, each once."""
+        return tuple(self._failures)
+
+    def find_chip(self, name: str) -> Chip | None:
+        """Return the chip of that name or alias, letter case aside."""
+        chip, _ = self._known_chips().get(name.casefold(), (None, ""))
+        return chip
+
+    def chip_names(self) -> tuple[str, ...]:
+        """Return the names of all chips in the catalogue."""
+        return tuple(chip.name for chip in self.chips())
+
+    def owner(self, chip: str) -> str | None:
+        """Return the name of the plugin that catalogues `chip` (name or alias)."""
+        return self._known_chips().get(chip.casefold(), (None, None))[1]
+
+    def devices(self) -> tuple[Device, ...]:
+        """Return the devices that all plugins found. Asked once."""
+        if self._devices is None:
+            found = [self._ask(plugin, "flagcore_devices", answers.devices) or () for plugin in self.plugins]
+            self._devices = tuple(device for devices in found for device in devices)
+        return self._devices
+
+    def chips(self) -> tuple[Chip, ...]:
+        """Return all chips. Asked once. Of two chips with one name or alias the first plugin's is kept."""
+        self._known_chips()
+        return tuple(self._chips)
+
+    def topology(self, group: NodeGroup) -> Topology | None:
+        """Return the first plugin's answer, or None to derive the levels from the chip."""
+        return self._first(
+            [group.chip], "flagcore_topology", lambda answer: answers.topology(answer, group), group=group
+        )
+
+    def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
+        """Return the first plugin's answer."""
+        return self._first([group.chip], "flagcore_memory_model", answers.memory_model, group=group, engine=engine)
+
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
+        """Return the first plugin's answer, or None for the roofline."""
+        return self._first([chip], "flagcore_kernel_costs", answers.kernel_costs, chip=chip, engine=engine)
+
+    def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
+        """Return the first plugin's answer, or None for latency and bandwidth."""
+        return self._first(
+            [group.chip], "flagcore_collective_costs", answers.collective_costs, group=group, engine=engine
+        )
+
+    def environment(self, chip: Chip, engine: str) -> Mapping[str, str]:
+        """Return all plugins' variables; where several set one, the plugin asked first wins."""
+        joined: dict[str, str] = {}
+        for found in self._all([chip], "flagcore_environment", answers.environment, chip=chip, engine=engine):
+            joined = {**found, **joined}
+        return joined
+
+    def engine_support(self, chip: Chip, engine: str) -> EngineSupport:
+        """Return the first plugin's answer; UNKNOWN if there is none."""
+        found = self._first([chip], "flagcore_engine_support", answers.support, chip=chip, engine=engine)
+        return found or EngineSupport(
+            support=Support.UNKNOWN, reason=f"no plugin says how {engine} runs on {chip.name}"
+        )
+
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+        """Return all plugins' rules."""
+        chips = [group.chip for group in task.cluster.groups]
+        found = self._all(chips, "flagcore_pruning_rules", answers.pruning_rules, task=task)
+        return tuple(rule for rules in found for rule in rules)
+
+    def prepare_launch(self, launch: Launch, task: Task) -> Launch:
+        """Return `launch` as the plugins want it, the chip's own plugin first, so that an add-on has the last word.
+
+        Raises UsageError if a plugin could not do its part: the trial would not be what it should be.
+        """
+        for plugin in reversed(self._order([group.chip for group in task.cluster.groups])):
+            try:
+                changed = self._try(plugin, "flagcore_prepare_launch", answers.launch, launch=launch, task=task)
+            except _Failed as failed:
+                raise UsageError(str(failed.failure)) from failed
+            launch = changed or launch
+        return launch
+
+    def failure_patterns(self, chip: Chip, engine: str) -> tuple[FailurePattern, ...]:
+        """Return all plugins' patterns, the chip's own plugin's last."""
+        found = self._all([chip], "flagcore_failure_patterns", answers.failure_patterns, chip=chip, engine=engine)
+        return tuple(pattern for patterns in found for pattern in patterns)
+
+    def telemetry(self, device: Device) -> Telemetry | None:
+        """Return the first plugin's answer."""
+        chip = self.find_chip(device.chip)
+        return self._first([chip] if chip else [], "flagcore_telemetry", answers.telemetry, device=device)
+
+    def _known_chips(self) -> dict[str, tuple[Chip, str]]:
+        """Return chip and plugin by every name and alias in small letters."""
+        if self._catalogue is None:
+            self._catalogue = {}
+            for plugin in self.plugins:
+                for chip in self._ask(plugin, "flagcore_chips", answers.chips) or ():
+                    self._enter(plugin, chip, self._catalogue)
+        return self._catalogue
+
+    def _enter(self, plugin: Plugin, chip: Chip, catalogue: dict[str, tuple[Chip, str]]) -> None:
+        names = {name.casefold(): name for name in (chip.name, *chip.aliases)}
+        for key, name in names.items():
+            if key in catalogue:
+                first, owner = catalogue[key]
+                reason = (
+                    f"chip {chip.name} answers to {name}, but so does {first.name} of plugin {owner}, which is kept"
+                )
+                self._fail(plugin, "answer", "flagcore_chips", reason)
+                return
+        catalogue.update(dict.fromkeys(names, (chip, plugin.name)))
+        self._chips.append(chip)
+
+    def _order(self, chips: Iterable[Chip]) -> list[Plugin]:
+        """Return the plugins by name, those that catalogue one of `chips` last."""
+        owners = {self.owner(chip.name) for chip in chips}
+        return sorted(self.plugins, key=lambda plugin: (plugin.name in owners, plugin.name))
+
+    def _first(self, chips: Iterable[Chip], hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
+        return next(self._all(chips, hook, check, **arguments), None)
+
+    def _all(self, chips: Iterable[Chip], hook: str, check: Callable[[object], T], **arguments: object) -> Iterator[T]:
+        for plugin in self._order(chips):
+            answer = self._ask(plugin, hook, check, **arguments)
+            if answer is not None:
+                yield answer
+
+    def _ask(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
+        try:
+            return self._try(plugin, hook, check, **arguments)
+        except _Failed:
+            return None
+
+    def _try(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
+        """Ask one plugin and check its answer. Raises _Failed, with the failure already kept, and KeyboardInterrupt."""
+        stage = "ask"
+        try:
+            with talk_on_stderr():
+                answer = plugin.ask(hook, arguments)
+                stage = "answer"
+                return None if answer is None else guarded(plugin.name, hook, check(answer))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise _Failed(self._fail(plugin, stage, hook, one_line(error))) from error
+
+    def _fail(self, plugin: Plugin, stage: str, hook: str, reason: str) -> PluginFailure:
+        failure = PluginFailure(
+            name=plugin.name, distribution=plugin.distribution, stage=stage, hook=hook, reason=reason
+        )
+        self._failures[failure] = None
+        return failure
+
+
+def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
+    """Load every installed plugin except those named in `disabled` or in FLAGCORE_DISABLE_PLUGINS (by commas)."""
+    found = installed(GROUP)
+    off = {*disabled, *os.environ.get(DISABLE_VARIABLE, "").split(",")}
+    off = {name.strip() for name in off} - {""}
+    failures = [*found.unreadable, *(_unknown(name, found.points) for name in sorted(off - set(found.points)))]
+    plugins = []
+    for name in sorted(set(found.points) - off):
+        points = found.points[name]
+        origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points))
+        stage = "discover"
+        try:
+            if len(points) > 1:
+                raise BadPlugin(f"several distributions have a plugin of this name: {origins}; uninstall all but one")
+            stage = "load"
+            plugins.append(load_plugin(points[0]))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            stage = "check" if isinstance(error, BadPlugin) and stage == "load" else stage
+            failures.append(PluginFailure(name=name, distribution=origins, stage=stage, reason=one_line(error)))
+    return LoadedPlugins(plugins, failures)
+
+
+def _unknown(name: str, known: Collection[str]) -> PluginFailure:
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"installed are {', '.join(sorted(known)) or 'none'}"
+    reason = f"cannot be switched off, as no plugin has this name; {hint}"
+    return PluginFailure(name=name, distribution="", stage="disable", reason=reason)

@@ -1,0 +1,89 @@
+"""One plugin, loaded into a pluggy manager of its own: nothing it does wrong can reach another plugin."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint
+
+import pluggy
+
+from flagcore import hooks
+from flagcore.plugins.installed import BadPlugin, incompatible, load, origin
+
+HOOK_GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
+HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.startswith("flagcore_"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """A plugin that loaded. `hooks` are the ones it implements; `manager` knows this plugin alone."""
+
+    name: str
+    distribution: str
+    version: str
+    hooks: tuple[str, ...]
+    manager: pluggy.PluginManager
+
+    def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
+        """Call this plugin's implementation of `hook`. Raises whatever it raises; None if there is none."""
+        caller = getattr(self.manager.hook, hook)
+        answer = caller(**arguments)
+        if caller.spec.opts["firstresult"]:
+            return answer
+        return answer[0] if answer else None
+
+
+def load_plugin(point: EntryPoint) -> Plugin:
+    """Import and check the plugin that `point` names. Raises whatever the import raises, or BadPlugin."""
+    distribution = origin(point)
+    if reason := incompatible(distribution):
+        raise BadPlugin(reason)
+    return make_plugin(point.name, load(point), distribution.metadata["Name"], distribution.version)
+
+
+def make_plugin(name: str, module: object, distribution: str = "", version: str = "") -> Plugin:
+    """Check that `module` (or object) keeps to the hooks. Raises BadPlugin with the reason."""
+    if isinstance(module, type):
+        raise BadPlugin(f"names the class {module.__name__}; name a module, or an object")
+    for member in dir(module):
+        if member.startswith("flagcore_") and not _is_marked(module, member):
+            raise BadPlugin(f"{member} lacks @hookimpl, so it would never be asked; add the decorator")
+    manager = pluggy.PluginManager("flagcore")
+    for group in HOOK_GROUPS:
+        manager.add_hookspecs(group)
+    try:
+        manager.register(module, name)
+    except pluggy.PluginValidationError as error:
+        raise BadPlugin(_arguments_wrong(module) or str(error)) from error
+    callers = manager.get_hookcallers(module) or []
+    for caller in callers:
+        if not caller.has_spec():  # what manager.check_pending() refuses, with a suggestion
+            near = get_close_matches(caller.name, HOOKS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the hooks are {', '.join(HOOKS)}"
+            raise BadPlugin(f"{caller.name} is no hook; {hint}")
+    if not callers:
+        raise BadPlugin("implements no hook; mark its functions with @hookimpl")
+    implemented = tuple(sorted(caller.name for caller in callers))
+    return Plugin(name=name, distribution=distribution, version=version, hooks=implemented, manager=manager)
+
+
+def _is_marked(module: object, member: str) -> bool:
+    value = getattr(module, member)
+    return not inspect.isroutine(value) or hasattr(value, "flagcore_impl")
+
+
+def _arguments_wrong(module: object) -> str | None:
+    """Return which hook's arguments are wrong, if that is what pluggy refused."""
+    for group in HOOK_GROUPS:
+        for hook, spec in vars(group).items():
+            if hook not in HOOKS or not hasattr(module, hook):
+                continue
+            known = [name for name in inspect.signature(spec).parameters if name != "self"]
+            taken = inspect.signature(getattr(module, hook)).parameters
+            wrong = [name for name in taken if name not in known]
+            if wrong:
+                return f"{hook} takes {', '.join(wrong)}; it may take {', '.join(known) or 'no arguments'}"
+    return None

@@ -1,0 +1,63 @@
+"""Engines, launchers and strategies: one object by name, ours and a stranger's through the same door."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from flagcore.contracts import Launcher, Strategy, Workload
+from flagcore.errors import NoDevice, SpecError
+from flagcore.plugins.answers import behaviour
+from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
+
+WORKLOADS = "flagcore.workloads"
+LAUNCHERS = "flagcore.launchers"
+STRATEGIES = "flagcore.strategies"
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Return what is installed under `group`, sorted, whether it can be loaded or not."""
+    return tuple(sorted(installed(group).points))
+
+
+def workload(name: str) -> Workload:
+    """Return the engine called `name`. Raises SpecError if nobody has it, NoDevice if it is broken."""
+    found: Workload = _named(WORKLOADS, "engine", name, Workload)
+    return found
+
+
+def launcher(name: str) -> Launcher:
+    """Return the launcher called `name`. Raises like `workload`."""
+    found: Launcher = _named(LAUNCHERS, "launcher", name, Launcher)
+    return found
+
+
+def strategy(name: str) -> Strategy:
+    """Return the strategy called `name`. Raises like `workload`."""
+    found: Strategy = _named(STRATEGIES, "strategy", name, Strategy)
+    return found
+
+
+def _named(group: str, kind: str, name: str, protocol: Any) -> Any:
+    points = installed(group).points
+    if name not in points:
+        near = get_close_matches(name, points, n=3)
+        known = ", ".join(sorted(points)) or "none"
+        fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {known}"
+        raise SpecError(key=kind, value=name, problem=f"is no {kind} that is installed", fix=fix)
+    origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points[name]))
+    try:
+        return _load(points[name], origins, protocol)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise NoDevice(f"the {kind} {name} (from {origins}) cannot be used: {one_line(error)}") from error
+
+
+def _load(points: list[EntryPoint], origins: str, protocol: Any) -> Any:
+    if len(points) > 1:
+        raise BadPlugin(f"several distributions have one of this name: {origins}; uninstall all but one")
+    if reason := incompatible(origin(points[0])):
+        raise BadPlugin(reason)
+    return behaviour(protocol, load(points[0]))

@@ -1,0 +1,84 @@
+"""A task that is understood, before anything has run: where `flag tune`, `estimate` and `explain` all begin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flagcore.contracts import Platform, Plugins, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.knowledge import Pruned
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Space
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import NothingFits, SpecError
+from flagcore.stages.build import build, check, refusals
+from flagcore.stages.discover import discover
+from flagcore.stages.predict import predict
+from flagcore.stages.prune import prune
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A task that is understood, before anything has run."""
+
+    platform: Platform
+    space: Space
+    predictions: Predictions
+    pruned: Pruned
+    baseline: Candidate
+
+
+def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
+    """Discover, build, predict, prune. Raises NothingFits when no candidate is left, saying what each rule took."""
+    platform = discover(spec, plugins)
+    baseline = _baseline(platform, workload)
+    space = _space(platform, workload, platform.task, baseline).with_candidate(baseline)
+    predictions = predict(platform.task, workload, space, platform.costs)
+    rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
+    pruned = prune(space, predictions, workload, rules, ())
+    if not pruned.open_rows.size:
+        raise NothingFits(_why_nothing_fits(space, predictions, pruned))
+    return Problem(platform=platform, space=space, predictions=predictions, pruned=pruned, baseline=baseline)
+
+
+def _space(platform: Platform, workload: Workload, task: Task, baseline: Candidate | None = None) -> Space:
+    axes = workload.axes(task)
+    rules = (*workload.rules(task), *refusals(axes, platform.support))
+    if baseline:
+        values = baseline.as_dict()
+        axes = tuple(replace(axis, also=(values[axis.knob],)) for axis in axes)
+    return build(axes, rules, workload.merges(task))
+
+
+def _baseline(platform: Platform, workload: Workload) -> Candidate:
+    """Return the user's own configuration, or the one that an expert would write down."""
+    task, given = platform.task, platform.task.spec.baseline
+    if given is None:
+        usual = replace(task, spec=replace(task.spec, space=workload.usual_space(task)))
+        space = _space(platform, workload, usual)
+        if not len(space):
+            raise NothingFits(_why_nothing_fits(space, None, None))
+        predictions = predict(task, workload, space, platform.costs)
+        return space.candidate(workload.rule_of_thumb(space.columns(), predictions))
+    axes = workload.axes(task)
+    columns, broken = check(
+        workload.columns(task, given), (*workload.rules(task), *refusals(axes, platform.support)), workload.merges(task)
+    )
+    if broken:
+        raise SpecError(key="auto_tuner.baseline", value=dict(given), problem=f"is not legal: {broken[0].says}")
+    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
+
+
+def _why_nothing_fits(space: Space, predictions: Predictions | None, pruned: Pruned | None) -> str:
+    """Return one line: what each rule took, and how close the closest candidate came."""
+    took = dict(sorted(space.illegal.items(), key=lambda pair: -pair[1]))
+    if pruned is None or predictions is None or not len(space):
+        counts = ", ".join(f"{name} {number:,}" for name, number in took.items()) or "the space is empty"
+        return f"no legal candidate among {space.combinations:,} combinations: {counts}"
+    counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
+    row = int(predictions.device_used_bytes.argmin())
+    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.capacity_bytes or 0) / 2**30
+    return (
+        f"none of {len(space):,} candidates is left: {counts}; the smallest needs ~{need:.2f} GiB a device "
+        f"of {have:.2f} GiB: {space.candidate(row)}"
+    )

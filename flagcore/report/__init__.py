@@ -1,0 +1,1 @@
+"""Plans and predictions as text and plain data. Knows neither the terminal nor click."""

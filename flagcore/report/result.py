@@ -1,0 +1,68 @@
+"""A plan as plain data: what `flag tune --format json` prints and `result.json` keeps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from flagcore.domain.plan import Plan
+from flagcore.domain.trial import Measurement, Trial
+
+SCHEMA_VERSION = 1
+DIRECTIONS = {"tokens_per_second_per_device": "max", "step_time_s": "min"}
+GIB = 2**30
+
+
+def result(plan: Plan, run_dir: str) -> dict[str, Any]:
+    """Return a plan in the format of result.json: seconds, GiB, tokens per second and device."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run_dir": run_dir,
+        "chip": plan.chip,
+        "devices": plan.devices,
+        "objective": {"name": plan.objective, "direction": DIRECTIONS[plan.objective]},
+        "stopped_because": plan.stopped_because,
+        "counts": asdict(plan.counts),
+        "baseline": trial(plan.baseline) if plan.baseline else None,
+        "best": trial(plan.best) if plan.best else None,
+        "gain": plan.gain,
+        "trials": [trial(each) for each in plan.trials],
+        "repeats": [trial(each) for each in plan.repeats],
+    }
+
+
+def trial(each: Trial) -> dict[str, Any]:
+    """Return one trial as plain data."""
+    return {
+        "number": each.number,
+        "role": each.role.value,
+        "candidate": each.candidate.as_dict(),
+        "state": each.state.value,
+        "reason": each.reason,
+        "fidelity": "run",
+        "predicted": dict(each.predicted),
+        "measured": _measured(each.measurement) if each.measurement else None,
+        "duration_s": each.duration_s,
+        "log": each.log,
+    }
+
+
+def _measured(measured: Measurement) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "step_time_s": {
+            "median": measured.step_time_s,
+            "spread": measured.spread_s,
+            "n": len(measured.step_times_s),
+            "steps": list(measured.step_times_s),
+        },
+        "tokens_per_second_per_device": measured.tokens_per_second_per_device,
+        "losses": list(measured.losses),
+        "effective": dict(measured.effective),
+        "versions": dict(measured.versions),
+        "telemetry": dict(measured.telemetry),
+    }
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
+        figure = getattr(measured, name)
+        if figure is not None:
+            data[name.replace("_bytes", "_gib")] = figure / GIB
+    return data | ({"partial": True} if measured.partial else {})

@@ -1,0 +1,66 @@
+"""The door for YAML and JSON: a file or plain data goes in, frozen dataclasses of `flagcore.domain` come out.
+
+Whatever is wrong with the input ends in one `SpecError` of one line. Importing this package is cheap: pydantic
+and yaml are imported by the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flagcore.domain.job import Job
+    from flagcore.domain.model import Model
+    from flagcore.domain.spec import Spec
+
+
+def read_spec(path: Path) -> Spec:
+    """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to the file's folder.
+
+    Raises SpecError.
+    """
+    return parse_spec(spec_as_data(path), file=str(path), base=path.parent)
+
+
+def parse_spec(data: object, *, file: str, base: Path) -> Spec:
+    """Turn plain data into a spec. `file` is named in errors, `base` is the folder of relative paths.
+
+    Raises SpecError.
+    """
+    from flagcore.spec.convert import document_as_spec
+    from flagcore.spec.plain import plain
+
+    return document_as_spec(plain(data, file=file), file=file, base=base)
+
+
+def spec_as_data(path: Path) -> dict[str, Any]:
+    """Read a spec file without judging its keys. The result is JSON-serialisable. Raises SpecError."""
+    from flagcore.spec.datafile import read_mapping
+
+    return read_mapping(path, file=str(path))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a spec, with a description and unit for each key."""
+    from flagcore.spec.schema import json_schema as schema
+
+    return schema()
+
+
+def read_model(source: str | Mapping[str, object], base: Path) -> Model:
+    """Read a model: the path of a Hugging Face directory or config.json, or an inline shape in Megatron names.
+
+    A relative path starts at `base`. Raises SpecError.
+    """
+    from flagcore.spec.models import model_from
+
+    return model_from(source, base=base)
+
+
+def read_job(line: Mapping[str, object]) -> Job:
+    """Turn one training job record into a `Job`. Raises SpecError for one that is not valid."""
+    from flagcore.spec.jobs import job_from
+
+    return job_from(line)

@@ -1,0 +1,102 @@
+"""From a validated document to `flagcore.domain.spec.Spec`, with the rules that span several keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.model import Model
+from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
+from flagcore.spec.hostfile import read_hosts
+from flagcore.spec.knobs import candidate_of, space_of
+from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
+from flagcore.spec.models import model_from, model_of_shape
+from flagcore.spec.plain import spec_error
+from flagcore.spec.schema import ClusterSection, ControlSection, Document, TrainSection
+from flagcore.spec.units import parse_bytes
+from flagcore.spec.validate import checked
+
+
+def document_as_spec(data: Any, *, file: str, base: Path) -> Spec:
+    """Return plain data as a spec. Raises SpecError."""
+    if not isinstance(data, dict):
+        raise spec_error((), "must be a mapping with the keys model, cluster and train", value=data, file=file)
+    if "serve" in data:
+        problem = "is not supported: tuning of serving comes in a later version"
+        raise spec_error("serve", problem, fix="give a train section", file=file)
+    document = checked(Document, data, file=file)
+    tuner = document.auto_tuner
+    return Spec(
+        cluster=_cluster(document.cluster, file, base),
+        control=_control(tuner.control, file),
+        envs=_environment(document.envs, file),
+        model=_model(document, file, base),
+        train=train_of(document.train),
+        space=space_of(tuner.space),
+        baseline=None if tuner.baseline is None else candidate_of(tuner.baseline),
+        objective=tuner.objective,
+        strategy=tuner.strategy,
+        launcher=tuner.launcher,
+    )
+
+
+def train_of(train: TrainSection) -> TrainSpec:
+    """Return the training job of a section."""
+    return TrainSpec(**train.model_dump(exclude={"command"}), command=tuple(train.command) if train.command else None)
+
+
+def _model(document: Document, file: str, base: Path) -> Model:
+    if isinstance(document.model, str):
+        return model_from(document.model, base=base, file=file)
+    return model_of_shape(document.model, file=file)
+
+
+def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
+    nodes, hosts = cluster.nodes, tuple[str, ...]()
+    devices = None if cluster.devices_per_node == "auto" else cluster.devices_per_node
+    if cluster.hostfile is not None:
+        hosts, slots = read_hosts(base / cluster.hostfile, file=file)
+        if "nodes" in cluster.model_fields_set and nodes != len(hosts):
+            problem = f"must be {len(hosts)}, the number of hosts in {cluster.hostfile}"
+            raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out", file=file)
+        if devices is not None and slots is not None and devices != slots:
+            problem = f"must be {slots}, the slots in {cluster.hostfile}"
+            raise spec_error("cluster.devices_per_node", problem, value=devices, fix="leave it out", file=file)
+        nodes, devices = len(hosts), devices or slots
+    if nodes * (devices or 1) > MAX_DEVICES:
+        problem = f"times devices_per_node = {devices} must be at most {MAX_DEVICES} devices"
+        raise spec_error("cluster.nodes", problem, value=nodes, fix=f"use {MAX_DEVICES // (devices or 1)}", file=file)
+    return ClusterSpec(
+        chip=cluster.chip,
+        nodes=nodes,
+        devices_per_node=devices,
+        memory_bytes_per_device=_memory(cluster.memory_per_device, file),
+        hosts=hosts,
+    )
+
+
+def _memory(amount: int | str | None, file: str) -> int | None:
+    if not isinstance(amount, str):
+        return amount
+    size = parse_bytes(amount)
+    if not MIN_MEMORY <= size <= MAX_MEMORY:
+        problem = "must be from 1MiB to 1024TiB"
+        raise spec_error("cluster.memory_per_device", problem, value=amount, fix="write e.g. 4GiB", file=file)
+    return size
+
+
+def _control(control: ControlSection, file: str) -> Control:
+    if control.warmup_iters >= control.train_iters:
+        key, problem = "auto_tuner.control.warmup_iters", f"must be below train_iters = {control.train_iters}"
+        fix = f"use {control.train_iters - 1} or fewer"
+        raise spec_error(key, problem, value=control.warmup_iters, fix=fix, file=file)
+    return Control(**control.model_dump())
+
+
+def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
+    for name in envs:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            problem = "is not the name of an environment variable"
+            raise spec_error(("envs", name), problem, fix="use letters, digits and underscores", file=file)
+    return {name: str(value) for name, value in envs.items()}

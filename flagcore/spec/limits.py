@@ -1,0 +1,30 @@
+"""The types of single values, with their bounds. Beyond them a number is a slip, not a plan."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flagcore.spec.units import BYTES_PATTERN
+
+MAX_DEVICES = 1_000_000
+MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
+
+Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+NoLayers = Annotated[int, Field(ge=0, le=10_000)]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+NoSize = Annotated[int, Field(ge=0, le=2**31)]
+Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
+Steps = Annotated[int, Field(ge=2, le=1_000_000)]
+NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
+Trials = Annotated[int, Field(ge=1, le=1_000_000)]
+Repeats = Annotated[int, Field(ge=0, le=1_000)]
+Word = Annotated[str, Field(min_length=1, max_length=200)]
+Value = Annotated[str, Field(max_length=100_000)]
+ModelPath = Annotated[str, Field(min_length=1, max_length=4096, examples=["./Qwen3-8B"])]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
+Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
+Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]

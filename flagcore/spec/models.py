@@ -1,0 +1,124 @@
+"""Models: where a shape comes from, and the rules that span several of its sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from flagcore.domain.model import Model
+from flagcore.spec.plain import KeyPath, plain, spec_error
+
+if TYPE_CHECKING:
+    from flagcore.spec.schema import Shape
+
+_MLA_SIZES = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_MOE_SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_first_dense_layers")
+
+
+def model_from(source: object, *, base: Path, file: str = "") -> Model:
+    """Read a model from a path (a relative one starts at `base`) or an inline shape. Raises SpecError."""
+    from flagcore.spec.schema import Shape
+    from flagcore.spec.validate import checked
+
+    if isinstance(source, (str, os.PathLike)):
+        return _model_at(str(source), base, file)
+    if not isinstance(source, Mapping):
+        problem = "must be the path of a Hugging Face directory or config.json, or an inline shape"
+        raise spec_error("model", problem, value=plain({"model": source}, file=file)["model"], file=file)
+    return model_of_shape(checked(Shape, plain(source, file=file), file=file, at=("model",)), file=file)
+
+
+def model_of_shape(shape: Shape, *, file: str = "") -> Model:
+    """Resolve the defaults of an inline shape. Raises SpecError where its sizes do not go together."""
+    given = shape.model_dump()
+
+    def fail(key: str, problem: str, fix: str) -> NoReturn:
+        raise spec_error(("model", key), problem, value=given[key], fix=fix, file=file)
+
+    if shape.multi_latent_attention:
+        for key in _MLA_SIZES:
+            if given[key] is None:
+                fail(key, "is missing, but multi_latent_attention is true", "give its size, or drop the latter")
+    else:
+        for key in ("q_lora_rank", *_MLA_SIZES):
+            if given[key] is not None:
+                fail(key, "needs multi_latent_attention: true", "add that, or remove this key")
+    if shape.num_moe_experts is None:
+        for key in _MOE_SIZES:
+            if given[key]:
+                fail(key, "needs num_moe_experts", "add that, or remove this key")
+    elif not shape.moe_router_topk:
+        fail("moe_router_topk", "is missing, but num_moe_experts is given", f"use 1 to {shape.num_moe_experts}")
+    else:
+        given["moe_ffn_hidden_size"] = shape.moe_ffn_hidden_size or shape.ffn_hidden_size
+    heads = shape.num_attention_heads
+    if shape.kv_channels is None:
+        if shape.multi_latent_attention:
+            given["kv_channels"] = shape.qk_head_dim
+        elif shape.hidden_size % heads:
+            fail("hidden_size", f"must be divisible by num_attention_heads = {heads}", "mend it, or give kv_channels")
+        else:
+            given["kv_channels"] = shape.hidden_size // heads
+    model = Model(
+        **given
+        | {
+            "num_query_groups": shape.num_query_groups or heads,
+            "moe_router_topk": shape.moe_router_topk or 0,
+            "moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size or None,
+            "moe_first_dense_layers": shape.moe_first_dense_layers or 0,
+            "mtp_num_layers": shape.mtp_num_layers or 0,
+        }
+    )
+    check_model(model, at=("model",), file=file)
+    return model
+
+
+def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mapping[str, str] | None = None) -> None:
+    """Raise SpecError if sizes of `model` contradict each other. `names` are the file's own words for fields."""
+    named = {field: (names or {}).get(field, field) for field in Model.__dataclass_fields__}
+
+    def fail(field: str, problem: str, fix: str) -> NoReturn:
+        raise spec_error((*at, named[field]), problem, value=getattr(model, field), fix=fix, file=file)
+
+    heads, groups, experts = model.num_attention_heads, model.num_query_groups, model.num_moe_experts
+    if heads % groups:
+        divisors = [str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0][-6:]
+        problem = f"must divide {named['num_attention_heads']} = {heads}"
+        fail("num_query_groups", problem, f"use {', '.join(divisors)}")
+    if model.multi_latent_attention and groups != heads:
+        problem = f"must equal {named['num_attention_heads']} = {heads} with multi-latent attention"
+        fail("num_query_groups", problem, f"use {heads}")
+    if experts is not None and not 1 <= model.moe_router_topk <= experts:
+        problem = f"must be from 1 to {named['num_moe_experts']} = {experts}"
+        fail("moe_router_topk", problem, f"use {experts} or fewer")
+    if experts is not None and model.moe_first_dense_layers >= model.num_layers:
+        problem = f"must be below {named['num_layers']} = {model.num_layers} in a model with experts"
+        fail("moe_first_dense_layers", problem, f"use {model.num_layers - 1} or fewer")
+
+
+def _model_at(source: str, base: Path, file: str) -> Model:
+    from flagcore.spec.datafile import read_mapping
+    from flagcore.spec.huggingface import model_of_config
+
+    plain({"model": source}, file=file)
+    fix = "give a directory with a config.json, that file, or an inline shape; nothing is downloaded"
+    path, problem = base / source, ""
+    try:
+        if path.is_dir():
+            path /= "config.json"
+            problem = "" if path.exists() else "is a directory without a config.json"
+        elif not path.exists():
+            problem = "does not exist"
+    except OSError as error:
+        problem = f"cannot be reached ({error.strerror})"
+    if problem:
+        raise spec_error("model", problem, value=source, fix=fix, file=file)
+    data = read_mapping(path, file=str(path), key="model")
+    return model_of_config(data, name=_name(path), file=str(path))
+
+
+def _name(path: Path) -> str:
+    where = path.absolute()
+    return (where.parent.name if path.name == "config.json" else path.stem) or "model"

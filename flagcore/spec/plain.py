@@ -1,0 +1,111 @@
+"""Plain data: bounded, finite and printable, whatever file or Python object it came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from flagcore.errors import SpecError
+
+MAX_DEPTH = 32
+MAX_VALUES = 100_000
+MAX_MESSAGE = 400
+_MAX_INT = 2**63
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
+
+KeyPath = tuple["str | int", ...]
+
+
+def spec_error(key: KeyPath | str, problem: str, *, value: object = None, fix: str = "", file: str = "") -> SpecError:
+    """Return a SpecError whose message is one line of fewer than 400 characters."""
+    name = key if isinstance(key, str) else key_text(key)
+    name, problem, fix, file = (_one_line(text) for text in (name, problem, fix, file))
+    error = SpecError(key=name, problem=problem, value=value, fix=fix, file=file)
+    if len(str(error)) < MAX_MESSAGE:
+        return error
+    return SpecError(
+        key=_tail(name, 60), problem=_head(problem, 110), value=value, fix=_head(fix, 80), file=_tail(file, 60)
+    )
+
+
+def key_text(path: KeyPath) -> str:
+    """Spell a key path: `auto_tuner.space.micro_batch_size[1]`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif _PLAIN_KEY.fullmatch(part):
+            text += f".{part}" if text else part
+        else:
+            text += f"[{_head(repr(part[:64]), 60)}]"
+    return text or "the document"
+
+
+def plain(value: object, *, file: str = "") -> Any:
+    """Copy `value` as dict, list, str, int, float, bool and None.
+
+    Raises SpecError for anything else, for more than 32 levels (also a value that contains itself) or 100,000
+    values, for integers beyond 64 bits, infinities and control characters.
+    """
+    return _Copy(file).of(value, ())
+
+
+class _Copy:
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.left = MAX_VALUES
+
+    def of(self, value: object, path: KeyPath) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error(path, f"makes more than {MAX_VALUES:,} values", fix="write fewer keys, or fewer aliases")
+        if len(path) > MAX_DEPTH:
+            raise self.error(path, f"is nested more than {MAX_DEPTH} deep, or contains itself", fix="flatten it")
+        if isinstance(value, Mapping):
+            return {self.key(key, path): self.of(item, (*path, str(key))) for key, item in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+            return [self.of(item, (*path, place)) for place, item in enumerate(value)]
+        return self.scalar(value, path)
+
+    def key(self, key: object, path: KeyPath) -> str:
+        if not isinstance(key, str):
+            raise self.error(path, f"has a key of type {type(key).__name__}", fix="keys must be text: quote it")
+        if _UNPRINTABLE.search(key):
+            raise self.error((*path, key), "has a control character in its name", fix="remove it")
+        return key
+
+    def scalar(self, value: object, path: KeyPath) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            if _UNPRINTABLE.search(value):
+                raise self.error(path, "contains a control character", value=value, fix="remove it")
+            return str(value)
+        if isinstance(value, int):
+            if not -_MAX_INT <= value < _MAX_INT:
+                raise self.error(path, "has too many digits", value=value, fix="use a number below 2**63")
+            return int(value)
+        if isinstance(value, float):
+            if not isfinite(value):
+                raise self.error(path, "must be a finite number", value=value, fix="write it out")
+            return float(value)
+        kind = type(value).__name__
+        raise self.error(path, f"is of type {kind}", fix="use text, a number, true, false, null, a list or a mapping")
+
+    def error(self, path: KeyPath, problem: str, *, value: object = None, fix: str = "") -> SpecError:
+        return spec_error(path, problem, value=value, fix=fix, file=self.file)
+
+
+def _one_line(text: str) -> str:
+    return _UNPRINTABLE.sub("?", re.sub(r"\s+", " ", text[:10_000]))
+
+
+def _head(text: str, size: int) -> str:
+    return text if len(text) <= size else text[: size - 3] + "..."
+
+
+def _tail(text: str, size: int) -> str:
+    return text if len(text) <= size else "..." + text[len(text) - size + 3 :]

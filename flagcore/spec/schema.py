@@ -1,0 +1,183 @@
+"""The spec file as pydantic models: one class a section, one docstring a key. Nothing else knows these classes but
+`convert`, and rules that span several keys are there too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from flagcore.domain.spec import Control as ControlSpec
+from flagcore.spec.knobs import Baseline, Space
+from flagcore.spec.limits import (
+    Amount,
+    Bytes,
+    Devices,
+    Layers,
+    ModelPath,
+    NoLayers,
+    NoSize,
+    NoSteps,
+    Precision,
+    Repeats,
+    Seconds,
+    Size,
+    Steps,
+    Text,
+    Trials,
+    Value,
+    Word,
+)
+from flagcore.spec.validate import Section
+
+_CONTROL = ControlSpec()
+
+
+class Shape(Section):
+    """A transformer's shape in Megatron-core's names. Sizes count elements."""
+
+    name: Word = "inline"
+    """What reports call the model."""
+    num_layers: Layers
+    """Number of transformer layers, without those of multi-token prediction."""
+    hidden_size: Size
+    """Width of the residual stream."""
+    ffn_hidden_size: Size
+    """Width of a dense layer's feed-forward network."""
+    num_attention_heads: Size
+    """Number of query heads."""
+    num_query_groups: Size | None = None
+    """Number of key and value heads; null: as many as query heads."""
+    kv_channels: Size | None = None
+    """Width of one head; null: hidden_size / num_attention_heads."""
+    vocab_size: Size
+    """Number of tokens in the vocabulary, before padding."""
+    gated_linear_unit: bool = True
+    """Whether the feed-forward network has a gate (SwiGLU, GeGLU)."""
+    untie_embeddings_and_output_weights: bool = True
+    """Whether the output head has weights of its own."""
+    qk_layernorm: bool = False
+    """Whether queries and keys are normalised."""
+    add_qkv_bias: bool = False
+    """Whether the projections of queries, keys and values have biases."""
+    num_moe_experts: Size | None = None
+    """Number of routed experts of an MoE layer; null: a dense model."""
+    moe_router_topk: NoSize | None = None
+    """Number of experts that each token visits."""
+    moe_ffn_hidden_size: Size | None = None
+    """Width of one routed expert; null: ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: NoSize | None = None
+    """Total width of the shared experts; null or 0: there are none."""
+    moe_first_dense_layers: NoLayers | None = None
+    """Number of leading layers that are dense."""
+    multi_latent_attention: bool = False
+    """Whether attention is multi-head latent attention (MLA)."""
+    q_lora_rank: Size | None = None
+    """MLA: rank of the query projection; null: full rank."""
+    kv_lora_rank: Size | None = None
+    """MLA: rank of the projection of keys and values."""
+    qk_head_dim: Size | None = None
+    """MLA: width of the part of a query or key head without position."""
+    qk_pos_emb_head_dim: Size | None = None
+    """MLA: width of the part of a query or key head that carries the position."""
+    v_head_dim: Size | None = None
+    """MLA: width of a value head."""
+    mtp_num_layers: NoLayers | None = None
+    """Number of multi-token prediction layers."""
+
+
+class ClusterSection(Section):
+    """The hardware to tune for."""
+
+    chip: Word = "auto"
+    """Name or alias of the chip that some plugin knows; auto: what is found on this machine."""
+    nodes: Devices = 1
+    """Number of hosts. With a hostfile it is counted there."""
+    devices_per_node: Literal["auto"] | Devices = "auto"
+    """Devices of one host; auto: what is found, or the slots of the hostfile."""
+    hostfile: Text | None = None
+    """File with one `host slots=8` a line. A relative path starts at the spec's folder."""
+    memory_per_device: Bytes | Amount | None = None
+    """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
+
+
+class TrainSection(Section):
+    """The training job."""
+
+    engine: Word
+    """Name of the training engine."""
+    seq_length: Size
+    """Tokens of one sample."""
+    global_batch_size: Size
+    """Samples of one step, over all devices."""
+    precision: Precision
+    """Number format of the matrix products."""
+    attention: Literal["flash", "unfused"] = "flash"
+    """Kernel of the attention core: fused, or with the scores in memory."""
+    implementation: Literal["local", "transformer_engine"] | None = None
+    """Whose layers the engine uses; null: the engine's default."""
+    command: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Your own launch command, one word an item, run without a shell; null: flagcore's own trial program."""
+
+
+class ControlSection(Section):
+    """Budgets of the search."""
+
+    train_iters: Steps = _CONTROL.train_iters
+    """Steps of one trial."""
+    warmup_iters: NoSteps = _CONTROL.warmup_iters
+    """Steps at the start of a trial that do not count; fewer than train_iters."""
+    max_time_per_task: Seconds = _CONTROL.max_time_per_task
+    """Wall-clock limit of one trial, in seconds."""
+    max_time: Seconds | None = _CONTROL.max_time
+    """Wall-clock limit of the whole search, in seconds; null: none."""
+    max_trials: Trials = _CONTROL.max_trials
+    """Number of trials at most."""
+    repeats: Repeats = _CONTROL.repeats
+    """How often the best and the baseline are run again at the end."""
+    run_best: bool = _CONTROL.run_best
+    """Whether the best configuration is started for real at the end."""
+
+
+class TunerSection(Section):
+    """What is searched, and how."""
+
+    space: Space = Space()  # type: ignore[valid-type]
+    """What may be tried."""
+    baseline: Baseline | None = None  # type: ignore[valid-type]
+    """The configuration that the gain is told against; null: an expert's rule of thumb."""
+    control: ControlSection = ControlSection()
+    """How long to look."""
+    objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
+    """The figure to optimise: more tokens a second and device, or fewer seconds a step."""
+    strategy: Word = "by_prediction"
+    """Name of the search strategy."""
+    launcher: Word = "local"
+    """Name of the launcher that starts trials."""
+
+
+class Document(Section):
+    """What flagcore shall tune: a model, a cluster, a job and a search."""
+
+    model: ModelPath | Shape
+    """Path of a Hugging Face directory or config.json, relative to the spec, or an inline shape."""
+    cluster: ClusterSection = ClusterSection()
+    """What hardware is wanted; absent: what is found on this machine."""
+    train: TrainSection
+    """What one step of training is."""
+    auto_tuner: TunerSection = TunerSection()
+    """The search: absent, everything legal is tried within the default budgets."""
+    envs: dict[str, Value | int] = Field(default={})
+    """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
+    action: Literal["auto_tune"] | None = None
+    """What to do; it has one value and may be left out."""
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of `Document`."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Document.model_json_schema(),
+        "title": "flagcore spec",
+    }

@@ -1,0 +1,172 @@
+"""Plain data against a pydantic model; what is wrong is told in our own words, from the JSON Schema of the model."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flagcore.errors import SpecError
+from flagcore.spec.plain import KeyPath, key_text, spec_error
+
+Schema = Mapping[str, Any]
+M = TypeVar("M", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A mapping of a spec: exact types, no other keys, a docstring under each key."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) -> M:
+    """Return `data` as a `kind`. `at` leads to `data` from the top of the file. Raises SpecError."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        found = [(item["type"], item["loc"]) for item in error.errors(include_url=False, include_context=False)]
+    raise _explain(kind.model_json_schema(), data, found, file=file, at=at)
+
+
+def describe(schema: Schema, root: Schema) -> str:
+    """Return in words what `schema`, a part of `root`, accepts."""
+    parts = list(_alternatives(schema, root))
+    words = [word for part in parts if part.get("type") != "array" for word in _words_of(part)]
+    for part in parts:
+        if part.get("type") == "array":
+            items = [word for item in _alternatives(part["items"], root) for word in _words_of(item)]
+            words.append(f"a non-empty list of {'those' if set(items) <= set(words) else _joined(items)}")
+    return _joined(words)
+
+
+def keys_of(schema: Schema, root: Schema, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Schema]]:
+    """Yield the path and the schema of every key below `schema`, a part of `root`."""
+    for part in _alternatives(schema, root):
+        for name, below in part.get("properties", {}).items():
+            yield (*at, name), below
+            yield from keys_of(below, root, (*at, name))
+
+
+def _joined(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _words_of(part: Schema) -> list[str]:
+    kind = part.get("type")
+    if "const" in part or "enum" in part:
+        return [str(word) for word in part.get("enum", [part.get("const")])]
+    if kind == "integer":
+        return [
+            f"a whole number from {part['minimum']} to {part['maximum']}" if "minimum" in part else "a whole number"
+        ]
+    if kind == "number":
+        return [f"a number above {part['exclusiveMinimum']} up to {part['maximum']}"]
+    if kind == "boolean":
+        return ["true", "false"]
+    if kind == "string":
+        if "examples" in part:
+            return [f"text such as {part['examples'][0]}"]
+        return [f"text of {part['minLength']} to {part['maxLength']} characters" if "minLength" in part else "text"]
+    return ["null" if kind == "null" else "a mapping"]
+
+
+def _explain(
+    root: Schema, data: object, found: list[tuple[str, tuple[int | str, ...]]], *, file: str, at: KeyPath
+) -> SpecError:
+    kinds: dict[KeyPath, str] = {}
+    for kind, location in found:
+        path = _in_data(data, location)
+        kinds.setdefault((*path, location[-1]) if kind == "missing" else path, kind)
+    deepest = [
+        path for path in kinds if not any(len(other) > len(path) and other[: len(path)] == path for other in kinds)
+    ]
+    deepest.sort(key=lambda path: kinds[path] != "extra_forbidden")
+    path, value, more = deepest[0], None, f" (and {len(deepest) - 1} more)" if len(deepest) > 1 else ""
+    if kinds[path] == "missing":
+        problem, fix = "is missing", f"give {describe(_schema_at(root, path), root)}"
+    elif kinds[path] == "extra_forbidden":
+        value = _value_at(data, path)
+        problem, fix = "is not a known key", _nearest(root, path, at)
+    else:
+        value, schema = _value_at(data, path), _schema_at(root, path)
+        problem = f"{'is null but ' if value is None else ''}must be {describe(schema, root)}"
+        fix = _hint(value, list(_alternatives(schema, root)))
+    fix, problem = (fix + more, problem) if fix else (fix, problem + more)
+    return spec_error((*at, *path), problem, value=value, fix=fix, file=file)
+
+
+def _in_data(data: object, location: tuple[int | str, ...]) -> KeyPath:
+    """Return the part of a pydantic location that leads through `data`: it also names branches of unions."""
+    path: KeyPath = ()
+    for part in location:
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            path, data = (*path, part), data[part]  # type: ignore[index]
+    return path
+
+
+def _value_at(data: Any, path: KeyPath) -> object:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _alternatives(schema: Schema, root: Schema) -> Iterator[Schema]:
+    if "$ref" in schema:
+        yield from _alternatives(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    elif "anyOf" in schema:
+        for part in schema["anyOf"]:
+            yield from _alternatives(part, root)
+    else:
+        yield schema
+
+
+def _schema_at(root: Schema, path: KeyPath) -> Schema:
+    schema = root
+    for part in path:
+        for option in _alternatives(schema, root):
+            if isinstance(part, int) and "items" in option:
+                schema = option["items"]
+            elif part in option.get("properties", {}):
+                schema = option["properties"][part]
+            elif isinstance(option.get("additionalProperties"), Mapping):
+                schema = option["additionalProperties"]
+    return schema
+
+
+def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
+    name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
+    here = [str(key[-1]) for key in known if key[:-1] == path[:-1]]
+    elsewhere = [key for key in known if key[-1] == name]
+    if elsewhere:
+        return "it belongs under " + " or ".join(key_text((*at, *key[:-1])) for key in elsewhere[:2])
+    if close := difflib.get_close_matches(name, here, n=1):
+        return f"did you mean {close[0]}?"
+    if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
+        right = next(key for key in known if key[-1] == close[0])
+        return f"did you mean {key_text((*at, *right))}?"
+    return f"known here: {', '.join(here)}"
+
+
+def _hint(value: object, options: list[Schema]) -> str:
+    """Return how to mend a value that is nearly right, or nothing."""
+    if value is None:
+        return "give a value, or remove the key"
+    options = [*options, *(option["items"] for option in options if "items" in option)]
+    types = {option.get("type") for option in options}
+    if not isinstance(value, str):
+        if isinstance(value, float) and "integer" in types and value.is_integer():
+            return f"write {int(value)}"
+        any_text = any("maxLength" in option and "examples" not in option for option in options)
+        return "quote it" if any_text and isinstance(value, (bool, int, float)) else ""
+    if re.fullmatch(r"[-+]?\d{1,18}(\.\d+)?", value) and types & {"integer", "number"}:
+        return f"write {value} without quotes"
+    if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:
+        return f"write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'} without quotes"
+    words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
+    close = difflib.get_close_matches(value[:64].lower(), words, n=1)
+    return f"did you mean {close[0]}?" if close else ""

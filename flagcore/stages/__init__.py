@@ -1,0 +1,1 @@
+"""One stage of the loop a file, one verb each. The stages do not know each other."""

@@ -1,0 +1,158 @@
+"""measure: watch a trial, end it early when it surely loses, and say what came of it.
+
+A trial is ended early ("stopped") when, after its warm-up, at least two steps are done and the fastest of
+them took more than `HOPELESS` times the best trial's median step: even if every further step were as fast
+as that one, it could not win. Its partial measurement is kept and marked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flagcore.contracts import Platform, Running, Telemetry, Workload
+from flagcore.domain.launch import Exit, FailurePattern
+from flagcore.domain.trial import Measurement, Trial, TrialState
+from flagcore.errors import FlagError
+
+HOPELESS = 1.3
+POLL_SECONDS = 0.25
+TAIL_BYTES = 256 * 1024
+
+
+def measure(
+    running: Running, platform: Platform, workload: Workload, trial: Trial, folder: str, best: Trial | None
+) -> Trial:
+    """Wait for a running trial and return it finished, with a measurement or the reason why there is none.
+
+    `best` is the trial to beat (None: never end early). KeyboardInterrupt ends the trial's processes, and
+    passes.
+    """
+    readings = _Readings(platform.telemetry)
+    hopeless = False
+    try:
+        while (ended := running.wait(POLL_SECONDS)) is None:
+            readings.take()
+            if best and _hopeless(workload.progress(folder), platform.task.spec.control.warmup_iters, best):
+                hopeless = True
+                ended = running.stop()
+                break
+    except BaseException:
+        running.stop()
+        raise
+    outcome = _outcome(ended, hopeless, platform, workload, trial, folder)
+    if outcome.measurement:
+        outcome = replace(outcome, measurement=replace(outcome.measurement, telemetry=readings.summary()))
+    return replace(outcome, duration_s=ended.duration_s)
+
+
+def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload, trial: Trial, folder: str) -> Trial:
+    if ended.code == 0 or hopeless:
+        try:
+            measured = workload.read(platform.task, trial.candidate, folder, partial=hopeless)
+        except FlagError as error:
+            return replace(trial, state=TrialState.FAILED, reason=str(error))
+        if hopeless:
+            reason = f"surely slower than the best: fastest step {min(measured.step_times_s):.3f} s"
+            return replace(trial, state=TrialState.STOPPED, reason=reason, measurement=replace(measured, partial=True))
+        return _judged(platform, replace(trial, measurement=measured))
+    patterns = (*platform.failure_patterns, *workload.failure_patterns())
+    state, reason = classify(ended, _tail(folder), patterns)
+    return replace(trial, state=state, reason=reason)
+
+
+def _judged(platform: Platform, trial: Trial) -> Trial:
+    """Return a trial that ran to its end as measured, unless what it measured is not what was asked for."""
+    measured, group = trial.measurement, platform.task.cluster.groups[0]
+    assert measured is not None
+    budget = group.memory_bytes if platform.support.shared_devices else None
+    if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
+        used = measured.device_used_bytes
+        reason = f"one rank used {used / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
+        return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason, measurement=None)
+    if any(loss is None for loss in measured.losses):
+        return replace(trial, state=TrialState.FAILED, reason="the loss is not finite", measurement=None)
+    wrong = _differs(trial, measured)
+    if wrong:
+        return replace(trial, state=TrialState.INVALID, reason=wrong, measurement=None)
+    return replace(trial, state=TrialState.MEASURED)
+
+
+def _differs(trial: Trial, measured: Measurement) -> str | None:
+    for knob, wanted in trial.candidate.items:
+        ran = measured.effective.get(knob, wanted)
+        if ran != wanted:
+            return f"the engine ran {knob} = {ran} where {wanted} was asked for"
+    return None
+
+
+def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
+    """Return the kind of a failure and one line that says why, from who ended it, its log and its exit code."""
+    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")[:300]
+    if ended.ended_by == "timeout":
+        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s; last line: {last or '(none)'}"
+    if ended.ended_by == "memory":
+        peak = (ended.peak_memory_bytes or 0) / 2**30
+        return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
+    if ended.ended_by == "disk":
+        return TrialState.FAILED, "it wrote more than the limit into its folder, or filled the disk"
+    if ended.ended_by == "request":
+        return TrialState.INTERRUPTED, "ended on request"
+    for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
+        for line in log.splitlines():
+            if re.search(known.pattern, line):
+                advice = f" ({known.advice})" if known.advice else ""
+                return known.state, line.strip()[:300] + advice
+    if ended.code == -9:
+        return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
+    how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
+    return TrialState.FAILED, f"{how}; last line: {last or '(none)'}"
+
+
+def _hopeless(steps: Sequence[float], warmup: int, best: Trial) -> bool:
+    counted = steps[warmup:]
+    return len(counted) >= 2 and best.measurement is not None and min(counted) > HOPELESS * best.measurement.step_time_s
+
+
+def _tail(folder: str) -> str:
+    """Return the ends of stdout and stderr as text; bytes that are no text are replaced."""
+    parts = []
+    for name in ("stdout.log", "stderr.log"):
+        try:
+            with open(os.path.join(folder, name), "rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - TAIL_BYTES))
+                parts.append(file.read().decode("utf-8", errors="replace"))
+        except OSError:
+            continue
+    return "\n".join(parts)
+
+
+class _Readings:
+    """Telemetry about once a second: the mean of each figure, and the peak of memory."""
+
+    def __init__(self, readers: Sequence[Telemetry]) -> None:
+        self._readers = list(readers)
+        self._samples: dict[str, list[float]] = {}
+        self._next = 0.0
+
+    def take(self) -> None:
+        """Read every device, at most once a second; a reader that raises is not asked again."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 1.0
+        for reader in list(self._readers):
+            try:
+                for name, value in reader.sample().items():
+                    self._samples.setdefault(name, []).append(float(value))
+            except Exception:
+                self._readers.remove(reader)
+
+    def summary(self) -> dict[str, float]:
+        """Return mean figures by name, and `peak_` ones."""
+        means = {name: statistics.fmean(values) for name, values in self._samples.items()}
+        return means | {f"peak_{name}": max(values) for name, values in self._samples.items()}

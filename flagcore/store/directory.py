@@ -1,0 +1,120 @@
+"""The run directory: one tuner at a time, one task for good."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from flagcore.errors import RunError
+
+LOCK, IDENTITY = "run.lock", "task.json"
+
+
+class RunDirectory:
+    """A folder that one tuner holds. The lock is the kernel's: it ends with the process, however that ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def open(self, *, new: bool = False) -> None:
+        """Make the folder and hold it; with `new`, an earlier run there is first moved aside, never deleted.
+
+        Raises RunError if it cannot be written or another process holds it (the message says which).
+        """
+        self._hold()
+        if new and (self.path / IDENTITY).exists():
+            self.close()
+            aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+            self.path.rename(aside)
+            self._hold()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def claim(self, identity: Mapping[str, object]) -> bool:
+        """Say what this run is. Returns True if it goes on, False if it starts.
+
+        `identity` is plain JSON data. Raises RunError with the difference if the folder belongs to
+        something else.
+        """
+        file = self.path / IDENTITY
+        known = json.loads(json.dumps(identity))
+        if not file.exists():
+            write(file, json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False))
+            return False
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{file} cannot be read ({error}); use --new to start afresh") from None
+        changes = list(differences(before, known))
+        if changes:
+            shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
+            raise RunError(
+                f"{self.path} belongs to another task: {shown}. Use --new to start afresh (the old run is kept), "
+                "or --run-dir for another folder"
+            )
+        return True
+
+    def _hold(self) -> None:
+        with writable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(lock, 200).decode(errors="replace").strip()
+            os.close(lock)
+            raise RunError(f"{self.path} is held by another tuner ({holder or 'unknown process'})") from None
+        self._lock = lock
+        with writable(self.path):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {os.uname().nodename} since {time.ctime()}".encode(), 0)
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turn the system's refusal to write under `path` into a RunError of one line."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = (
+            "free some space and start again; finished trials are kept" if full else "use --run-dir for another folder"
+        )
+        raise RunError(f"{path} cannot be written: {error.strerror or error}; {fix}") from None
+
+
+def write(file: Path, text: str) -> None:
+    """Write a text file in one step: a reader sees the old one or the new one. Raises RunError."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    with writable(file):
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, file)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+
+
+def differences(old: object, new: object, key: str = "") -> Iterator[str]:
+    """Yield `key: old -> new` for each leaf in which two pieces of plain data differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield f"{key}: {_short(old)} -> {_short(new)}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

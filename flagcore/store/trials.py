@@ -1,0 +1,168 @@
+"""Trials as an optuna study: its journal is the truth, and optuna's tools can read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
+from optuna.trial import FrozenTrial, create_trial
+from optuna.trial import TrialState as OptunaState
+
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.errors import RunError
+from flagcore.store.directory import writable
+
+JOURNAL = "journal.log"
+STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
+
+
+class OptunaStore:
+    """The trials of one run. The process must hold the run directory: one writer at a time.
+
+    A trial is one journal entry when it begins and one, with everything in it, when it ends; the entry
+    that follows only tells optuna's own tools. A trial that was running when its tuner was killed is closed
+    as interrupted when the store is opened again, and its candidate may be tried anew.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        choices: Mapping[str, Sequence[KnobValue]],
+        *,
+        direction: str = "max",
+        url: str | None = None,
+    ) -> None:
+        """Open or create the study in `path`; `choices` are all values that a knob can have in this run.
+
+        `url` names any optuna storage to use instead of the journal file.
+        """
+        optuna.logging.set_verbosity(logging.ERROR)
+        self._path = path
+        self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
+        name = path.resolve().name
+        with writable(path):
+            try:
+                self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
+                self._study = optuna.create_study(
+                    storage=self._storage,
+                    study_name=name,
+                    load_if_exists=True,
+                    direction="maximize" if direction == "max" else "minimize",
+                )
+                self._identifier = self._storage.get_study_id_from_name(name)
+                self._close_interrupted()
+            except (ValueError, KeyError, ImportError, RuntimeError) as error:
+                where = url or path / JOURNAL
+                raise RunError(f"{where} cannot be read ({_line(error)}); use --new to start afresh") from None
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return every finished trial in the order in which they began."""
+        frozen = self._study.get_trials(deepcopy=False)
+        return tuple(_thaw(each) for each in frozen if "result" in each.user_attrs)
+
+    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object]) -> Trial:
+        """Note that a trial starts, make its folder, and return it with its number."""
+        values = candidate.as_dict()
+        attributes = {"candidate": values, "role": role.value, "predicted": dict(predicted)}
+        params = {knob: values[knob] for knob in self._distributions if knob in values}
+        template = create_trial(
+            state=OptunaState.RUNNING,
+            params=params,
+            distributions={knob: self._distributions[knob] for knob in params},
+            user_attrs=attributes,
+        )
+        with writable(self._path):
+            number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
+            trial = Trial(
+                number=number,
+                candidate=candidate,
+                role=role,
+                state=TrialState.RUNNING,
+                predicted=predicted,
+                log=f"trials/{number}/stdout.log",
+            )
+            Path(self.folder(trial)).mkdir(parents=True, exist_ok=True)
+        return trial
+
+    def finish(self, trial: Trial) -> None:
+        """Keep a trial that ended. Raises RunError if it cannot be written."""
+        with writable(self._path):
+            identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
+            self._storage.set_trial_user_attr(identifier, "result", _result(trial))
+            self._tell(trial)
+
+    def folder(self, trial: Trial) -> str:
+        """Return the absolute path of the trial's folder."""
+        return str(self._path.resolve() / "trials" / str(trial.number))
+
+    def _tell(self, trial: Trial) -> None:
+        """Close the trial for optuna's own tools."""
+        identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
+        measured = trial.measurement
+        state = STATES.get(trial.state, OptunaState.FAIL)
+        values = [measured.tokens_per_second_per_device] if measured and state is OptunaState.COMPLETE else None
+        self._storage.set_trial_state_values(identifier, state, values)
+
+    def _close_interrupted(self) -> None:
+        for frozen in self._study.get_trials(deepcopy=False):
+            if frozen.state is not OptunaState.RUNNING:
+                continue
+            trial = _thaw(frozen)
+            if "result" in frozen.user_attrs:
+                self._tell(trial)
+            else:
+                reason = "flagcore ended while the trial ran"
+                self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
+
+
+def _journal(file: Path) -> JournalStorage:
+    """Open the journal. A line that a kill or a full disk cut short is dropped, and so is its writer's lock."""
+    file.with_name(file.name + ".lock").unlink(missing_ok=True)
+    if file.exists():
+        data = file.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            with file.open("r+b") as journal:
+                journal.truncate(whole)
+    return JournalStorage(JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))))
+
+
+def _result(trial: Trial) -> dict[str, Any]:
+    measured = dataclasses.asdict(trial.measurement) if trial.measurement else None
+    data = {
+        "state": trial.state.value,
+        "reason": trial.reason,
+        "duration_s": trial.duration_s,
+        "measurement": measured,
+    }
+    return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
+
+
+def _thaw(frozen: FrozenTrial) -> Trial:
+    attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
+    measured = result.get("measurement")
+    if measured:
+        measured = Measurement(**measured | {k: tuple(measured[k]) for k in ("step_times_s", "losses")})
+    return Trial(
+        number=frozen.number,
+        candidate=Candidate.of(attributes["candidate"]),
+        role=Role(attributes["role"]),
+        state=TrialState(result.get("state", "running")),
+        predicted=attributes["predicted"],
+        measurement=measured,
+        reason=result.get("reason"),
+        duration_s=result.get("duration_s", 0.0),
+        log=f"trials/{frozen.number}/stdout.log",
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,151 @@
+"""Megatron as a workload: what the core asks of an engine, put together from the files beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform, PruningRule
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.trial import Measurement, TrialState
+from flagcore.workloads.megatron import dominance, knobs, launching, predict, reading, rules
+
+
+class UselessSelectiveRecompute:
+    """Selective recompute drops the attention core, which flash attention recomputes by itself."""
+
+    name = "selective_recompute_with_flash_attention"
+    says = "flash attention keeps no attention core, so recomputing it costs time and saves nothing"
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        """Return True where recompute is selective."""
+        selective: BoolArray = columns["recompute_granularity"] == knobs.SELECTIVE
+        return selective
+
+
+class Megatron:
+    """Training with megatron-core, or with a user's own Megatron-LM command."""
+
+    name = "megatron"
+    modules: Mapping[str, str] = {"torch": "torch", "megatron.core": "megatron-core>=0.16,<0.17"}
+
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        """Return the thirteen knobs."""
+        return knobs.axes(task)
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        """Return what Megatron refuses."""
+        return rules.rules(task)
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        """Return what is the same to Megatron."""
+        return rules.merges(task)
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return memory and time for whole columns."""
+        return predict.predict(task, columns, costs)
+
+    def components(self, task: Task, candidate: Candidate, costs: Costs) -> dict[str, dict[str, float]]:
+        """Return parameters and activation bytes by component for the worst stage of one candidate."""
+        return predict.components(task, candidate, costs)
+
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
+        """Return what is legal but never worth a trial."""
+        return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" else ()
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return which rows need at least as much memory as `candidate`."""
+        return dominance.needs_at_least(columns, candidate)
+
+    def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        """Return which rows do the work of `candidate` and more."""
+        return dominance.takes_at_least(columns, candidate)
+
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        """Return columns of one row; a data-parallel size that is not given is what the devices leave."""
+        columns = knobs.candidate_columns(values)
+        if values.get(rules.DP) is None:
+            used = columns[rules.TP] * columns[rules.PP] * columns[rules.CP]
+            columns[rules.DP] = np.maximum(task.cluster.devices // used, 1)
+        if values.get(rules.RECOMPUTE) is None:
+            columns[rules.RECOMPUTE] = (columns[rules.GRANULARITY] > 0).astype(np.int64)
+        return columns
+
+    def unmodelled(self, values: Mapping[str, KnobValue]) -> str | None:
+        """Return what the model does not know about a candidate of a job record, or None."""
+        schedule, modules = values.get("pipeline_schedule"), values.get("recompute_modules")
+        if schedule not in (None, "1f1b", "interleaved"):
+            return f"pipeline_schedule = {schedule} is not modelled; 1f1b and interleaved are"
+        if modules not in (None, "core_attn"):
+            return f"recompute_modules = {modules} is not modelled; core_attn is"
+        return None
+
+    def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
+        """Return TP x PP x DP (and EP) with micro batch 1, with and without distributed optimizer and recompute."""
+        one: tuple[KnobValue, ...] = (1,)
+        return {
+            rules.DP: AUTO,
+            rules.TP: AUTO,
+            rules.PP: AUTO,
+            rules.CP: one,
+            rules.EP: AUTO,
+            rules.MBS: one,
+            rules.SP: AUTO,
+            rules.DIST_OPT: AUTO,
+            rules.VIRTUAL: (None,),
+            rules.RECOMPUTE: AUTO,
+            rules.GRANULARITY: ("full",),
+            rules.METHOD: ("uniform",),
+            rules.RECOMPUTE_LAYERS: one,
+        }
+
+    def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
+        """Return the smallest TP x PP that fits, DP for the rest; if none fits, the row that needs least memory.
+
+        Ties go, in this order, to no recompute, the smaller EP, the plain optimizer, TP before PP, and
+        sequence parallelism where there is TP.
+        """
+        need = np.where(predictions.fits, 0.0, predictions.device_used_bytes)
+        width = columns[rules.TP] * columns[rules.PP]
+        keys = (
+            need,
+            width,
+            columns[rules.RECOMPUTE],
+            columns[rules.EP],
+            columns[rules.DIST_OPT],
+            columns[rules.PP],
+            -columns[rules.SP],
+        )
+        return int(np.lexsort(keys[::-1])[0])
+
+    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
+        """Return how to start a candidate."""
+        return launching.launch(platform, candidate, folder, for_real=for_real)
+
+    def progress(self, folder: str) -> tuple[float, ...]:
+        """Return the seconds of the steps that a running trial has finished."""
+        return reading.progress(folder)
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        """Return what a trial measured. Raises NoMetrics with what is missing."""
+        if task.spec.train.command is not None:
+            return reading.read_command(task, candidate, folder)
+        return reading.read_program(task, folder, partial=partial)
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        """Return what the trial program and Megatron say when they fail."""
+        return (
+            FailurePattern(pattern=r"^out of memory:", state=TrialState.OUT_OF_MEMORY),
+            FailurePattern(pattern=r"OutOfMemoryError|can't allocate memory", state=TrialState.OUT_OF_MEMORY),
+            FailurePattern(pattern=r"^invalid configuration:", state=TrialState.INVALID),
+            FailurePattern(pattern=r"Watchdog caught collective operation timeout", state=TrialState.TIMED_OUT),
+            FailurePattern(pattern=r"^(\[rank\d+\]: )?(AssertionError|ValueError)\b", state=TrialState.INVALID),
+        )
+
+
+WORKLOAD = Megatron()

@@ -1,0 +1,69 @@
+"""The knobs as Megatron-LM's own command-line flags, for a user's launch command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.spec import TrainSpec
+
+FLAGS: Mapping[str, str] = {
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "context_parallel_size": "--context-parallel-size",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "micro_batch_size": "--micro-batch-size",
+    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
+    "sequence_parallel": "--sequence-parallel",
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    "recompute_granularity": "--recompute-granularity",
+    "recompute_method": "--recompute-method",
+    "recompute_num_layers": "--recompute-num-layers",
+}
+"""Megatron derives the data-parallel size from the world size, and has no flag for `use_recompute`."""
+
+
+def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int | None) -> list[str]:
+    """Return Megatron's flags for a candidate; with `train_iters`, those that cut a trial short."""
+    result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size)]
+    for knob, flag in FLAGS.items():
+        value = candidate.get(knob)
+        if value is True:
+            result.append(flag)
+        elif value is not None and value is not False:
+            result += [flag, str(value)]
+    if train_iters is not None:
+        result += ["--train-iters", str(train_iters), "--log-interval", "1"]
+    return result
+
+
+def expand(
+    command: Sequence[str], candidate: Mapping[str, KnobValue], given: Sequence[str], folder: str
+) -> tuple[str, ...]:
+    """Return the user's command with its placeholders filled in.
+
+    `{flags}` as an argument of its own becomes the flags; without it they go to the end. `{folder}` and
+    `{a_knob}` inside an argument become the trial's folder and the knob's value. Other braces stay.
+    """
+    values = {f"{{{knob}}}": "" if value is None else str(value) for knob, value in candidate.items()}
+    values["{folder}"] = folder
+    argv: list[str] = []
+    for argument in command:
+        if argument == "{flags}":
+            argv += given
+            continue
+        for placeholder, value in values.items():
+            argument = argument.replace(placeholder, value)
+        argv.append(argument)
+    return tuple(argv if "{flags}" in command else [*argv, *given])
+
+
+def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:
+    """Return the knobs as environment variables: `FLAGCORE_MICRO_BATCH_SIZE=4`, flags as 1 and 0, None as empty."""
+    return {f"FLAGCORE_{knob.upper()}": _text(value) for knob, value in candidate.items()}
+
+
+def _text(value: KnobValue) -> str:
+    if value is None:
+        return ""
+    return str(int(value)) if isinstance(value, bool) else str(value)

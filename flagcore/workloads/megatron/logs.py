@@ -1,0 +1,60 @@
+"""What Megatron-LM prints: step times, loss, memory and the arguments that it really used.
+
+Source: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `training/utils.py` (`report_memory`)
+and `training/arguments.py` (`_print_args`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)")
+LOSS = re.compile(r"lm loss:\s*([-+0-9.eE]+|nan|inf|-inf)", re.IGNORECASE)
+NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*([1-9]\d*)")
+MEMORY = re.compile(
+    r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|"
+    r".*?max allocated:\s*([0-9.]+) \|.*?max reserved:\s*([0-9.]+)"
+)
+ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class MegatronLog:
+    """The figures of one run: seconds by step, losses (None where not finite), peak bytes over the ranks."""
+
+    step_times_s: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    arguments: dict[str, str] = field(default_factory=dict)
+
+
+def read_logs(files: Iterable[Path]) -> MegatronLog:
+    """Read the log files of a run, line by line; bytes that are no text are ignored, missing files too."""
+    log = MegatronLog()
+    for file in files:
+        try:
+            with file.open("rb") as lines:
+                for line in lines:
+                    _read_line(line.decode("utf-8", errors="replace"), log)
+        except OSError:
+            continue
+    return log
+
+
+def _read_line(line: str, log: MegatronLog) -> None:
+    if step := ITERATION.search(line):
+        log.step_times_s.append(float(step[2]) / 1000)
+        loss = LOSS.search(line)
+        bad = NAN_ITERATIONS.search(line) or (loss and loss[1].lower().lstrip("+-") in ("nan", "inf"))
+        if loss or bad:
+            log.losses.append(None if bad or loss is None else float(loss[1]))
+    elif memory := MEMORY.search(line):
+        log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(float(memory[2]) * MIB))
+        log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(float(memory[3]) * MIB))
+    elif argument := ARGUMENT.match(line):
+        log.arguments.setdefault(argument[1], argument[2])

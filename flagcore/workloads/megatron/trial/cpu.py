@@ -1,0 +1,89 @@
+"""All that stands in for a GPU when the trial runs on a CPU. Never used on an accelerator.
+
+Megatron-core names the device "cuda" in the text of many functions. Nothing in its files is edited: a few
+functions of torch and four of Megatron are replaced inside the rank's process, each for the reason beside it.
+The replacements are plain functions, not a function mode, because a mode is off while torch runs a backward
+pass, and recomputation runs the forward code there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("arange", "empty", "full", "ones", "rand", "tensor", "zeros")
+
+
+def stand_in_for_cuda() -> None:
+    """Make "cuda" mean the CPU in this process. Call once per rank, before Megatron builds anything."""
+    # Schedules, optimizers and gradient clipping make small tensors with device="cuda".
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Passed as `device=` in some seventy places.
+    torch.cuda.current_device = lambda: _CPU
+    # Optimizers sort parameters by their type's name, such as torch.cuda.FloatTensor.
+    _replace(torch.Tensor, "type", _type)
+    # Rotary embeddings under context parallelism and tied embeddings move tensors to the device.
+    _replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
+    _replace(torch.Tensor, "pin_memory", lambda tensor, *args, **kwargs: tensor)
+
+    # Recomputation saves and restores the device's random state; nothing here draws from it.
+    tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
+    # The all-to-all dispatcher makes a stream when this is None, to copy split sizes in the background.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
+
+
+def config_overrides(interleaved: bool) -> dict[str, Any]:
+    """Values of TransformerConfig that a CPU needs instead of the accelerator's.
+
+    Pipeline outputs must not be freed under the interleaved schedule: gloo may still be sending them, and
+    the losses go wrong without an error.
+    """
+    return {
+        "use_cpu_initialization": True,  # weights are made without the device's random states
+        "batch_p2p_sync": False,  # a device synchronisation after each pipeline transfer
+        "deallocate_pipeline_outputs": not interleaved,
+    }
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    setattr(owner, name, function)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+_plain_type = torch.Tensor.type
+
+
+def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs:
+        return _plain_type(tensor, *args, **kwargs)
+    return str(_plain_type(tensor)).replace("torch.", "torch.cuda.", 1)
+
+
+def _splits_to_numpy(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """What the original does with a side stream: turn the split sizes into host arrays at the agreed point."""
+    if point == dispatcher.cuda_dtoh_point and not dispatcher.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            value = getattr(dispatcher, name)
+            if isinstance(value, torch.Tensor):
+                setattr(dispatcher, name, value.numpy())
+    return tokens_per_expert

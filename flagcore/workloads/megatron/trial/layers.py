@@ -1,0 +1,127 @@
+"""Megatron's own layers, with two modules of torch's in place of those that need extra libraries.
+
+The same specification runs on every device, with or without transformer-engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+
+class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
+    """RMS normalisation. Megatron's wrapper of it refuses sequence parallelism, which needs one attribute."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class CoreAttention(torch.nn.Module):  # type: ignore[misc]
+    """Causal attention by torch's scaled_dot_product_attention.
+
+    Under context parallelism a rank holds chunks r and 2n-1-r of the sequence's 2n. Keys and values are
+    gathered from all ranks (and their gradients scattered back); queries stay.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._group = pg_collection.cp
+        self._scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Attend. Inputs are [sequence, batch, heads, channels], the output [sequence, batch, heads * channels]."""
+        length, batch = query.shape[:2]
+        size = self._group.size()
+        mask = None
+        if size > 1:
+            key = gather_from_sequence_parallel_region(key.contiguous(), True, self._group)
+            value = gather_from_sequence_parallel_region(value.contiguous(), True, self._group)
+            mask = _chunked_causal_mask(length, size, self._group.rank(), query.device)
+        repeats = query.size(2) // key.size(2)
+        if repeats > 1:
+            key, value = (tensor.repeat_interleave(repeats, dim=2) for tensor in (key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self._scale
+        )
+        return output.permute(2, 0, 1, 3).reshape(length, batch, -1)
+
+
+@functools.lru_cache(maxsize=4)
+def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Which of the gathered keys each of this rank's queries may see: [length, length * size], boolean."""
+    chunks = torch.arange(length * size, device=device).view(2 * size, -1)
+    positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
+    mine = positions[rank * length : (rank + 1) * length]
+    return mine[:, None] >= positions[None, :]
+
+
+def block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the layers that this pipeline stage (and virtual stage) builds, dense or expert as the config says."""
+    dense, experts = _layer_spec(config, None), None
+    if config.num_moe_experts is not None:
+        experts = _layer_spec(config, config.num_moe_experts)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [
+        experts if experts is not None and config.moe_layer_freq[layer] else dense
+        for layer in range(first, first + count)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def mtp_spec(config: Any, vp_stage: int | None) -> Any:
+    """Return the multi-token prediction layers of this stage, or None where there are none."""
+    if config.mtp_num_layers is None:
+        return None
+    is_moe = config.num_moe_experts is not None and config.moe_layer_freq[-1]
+    last_layer = _layer_spec(config, config.num_moe_experts if is_moe else None)
+    spec = get_gpt_mtp_block_spec(config, last_layer, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in spec.layer_specs if spec is not None else ():
+        parts = layer.submodules
+        parts.enorm = parts.hnorm = parts.layer_norm = Norm
+    return spec
+
+
+def fill_gaps_without_transformer_engine() -> None:
+    """Repair three places of Megatron-core 0.16 that assume transformer-engine could be imported.
+
+    The expert router reads a name that only a successful import binds. A recomputed normalisation asks for
+    fp8 state unless it is told None, and its default is False. Latent attention asks whether a layer is one
+    of transformer-engine's, which are None.
+    """
+    if random.HAVE_TE:
+        return
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    multi_latent_attention.HAVE_TE = False
+
+
+def _layer_spec(config: Any, num_experts: int | None) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CoreAttention
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, IdentityOp) not in (IdentityOp, None):
+            setattr(attention, name, Norm)
+    return spec

@@ -1,0 +1,72 @@
+"""Dependencies: a checkout asks for the plugins' folders beside it, a release for their versions.
+
+`pip install ".[metax]"` from a clone must work where no index knows `flagcore-metax`; a wheel or an sdist of
+a release must ask for it by name and version. An sdist has a PKG-INFO at its root, a checkout has none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+CORE = (
+    "click>=8.1",
+    "hydra-core>=1.3",
+    "numpy>=1.24",
+    "optuna>=4.2",
+    "packaging>=23",
+    "pluggy>=1.5",
+    "psutil>=5.9",
+    "pydantic>=2.7,<3",
+    "pyyaml>=6.0",
+    "rich>=13",
+    "stevedore>=5.1",
+)
+VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
+ENGINES = {
+    "megatron": ["torch>=2.5", "megatron-core>=0.16,<0.17"],
+    "vllm": ["vllm>=0.9"],
+    "sglang": ["sglang>=0.4"],
+    "llamacpp": ["llama-cpp-python[server]>=0.3"],
+}
+DEV = [
+    "build>=1.2",
+    "hatchling>=1.25",
+    "import-linter>=2.1",
+    "mypy>=1.11",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "ruff>=0.6",
+    "types-psutil",
+    "types-PyYAML",
+]
+
+
+class CustomMetadataHook(MetadataHookInterface):
+    """Fills in `dependencies` and `optional-dependencies`."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add the dependencies to the project's metadata. Called once a build."""
+        root = Path(self.root)
+        version = _version(root)
+        plugins = root / "plugins"
+        checkout = plugins.is_dir() and not (root / "PKG-INFO").exists()
+
+        def plugin(name: str) -> str:
+            if checkout:
+                return f"flagcore-{name} @ {(plugins / name).as_uri()}"
+            return f"flagcore-{name}=={version}"
+
+        vendors = {name: [plugin(name)] for name in VENDORS}
+        everything = [need for needs in (*vendors.values(), *ENGINES.values()) for need in needs]
+        metadata["dependencies"] = [*CORE, plugin("cpu")]
+        metadata["optional-dependencies"] = {**vendors, **ENGINES, "dev": DEV, "all": everything}
+
+
+def _version(root: Path) -> str:
+    for line in (root / "flagcore" / "__init__.py").read_text(encoding="utf-8").splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise ValueError("flagcore/__init__.py has no __version__")

@@ -1,0 +1,1 @@
+"""Cambricon MLUs as a flagcore plugin."""

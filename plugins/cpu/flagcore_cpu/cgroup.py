@@ -1,0 +1,56 @@
+"""What a container allows this process: processor time and memory, from control groups of version 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def quota_cores(root: Path = ROOT) -> float | None:
+    """Return how many cores' worth of time this process may use, or None if nothing limits it."""
+    limits = []
+    for folder in _folders("cpu", root):
+        quota = _words(folder / "cpu.max") or [
+            *_words(folder / "cpu.cfs_quota_us"),
+            *_words(folder / "cpu.cfs_period_us"),
+        ]
+        if len(quota) == 2 and quota[0].isdigit() and float(quota[1]) > 0:
+            limits.append(float(quota[0]) / float(quota[1]))
+    return min(limits, default=None)
+
+
+def memory_bytes(root: Path = ROOT) -> int | None:
+    """Return how many bytes this process and its siblings may use, or None if nothing limits them."""
+    limits = []
+    for folder in _folders("memory", root):
+        words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
+        if words and words[0].isdigit():
+            limits.append(int(words[0]))
+    return min(limits, default=None)
+
+
+def _folders(controller: str, root: Path) -> Iterator[Path]:
+    """Yield the groups of this process, innermost first: each may set its own limit."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        inner = top / path.lstrip("/")
+        yield inner
+        while inner != top and top in inner.parents:
+            inner = inner.parent
+            yield inner
+
+
+def _words(file: Path) -> list[str]:
+    return _text(file).split()
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,34 @@
+"""Devices of a CPU: one a core that this process may use, with an equal share of the memory."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+
+from flagcore.domain.chip import Device
+from flagcore_cpu import cgroup
+
+SHARE_OF_TOTAL = 0.75
+SHARE_OF_AVAILABLE = 0.9
+"""What trials may take together, so that the system and flagcore keep room. The smaller of the two counts."""
+
+
+def cores() -> int:
+    """Return how many cores this process may use: its affinity, cut by a container's quota, at least one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup.quota_cores()
+    return max(1, min(allowed, int(quota) if quota is not None else allowed))
+
+
+def memory_bytes_per_device() -> int:
+    """Return the memory of one device: a safe share of what the machine or the container has, over the cores."""
+    memory = psutil.virtual_memory()
+    total = min(memory.total, cgroup.memory_bytes() or memory.total)
+    return int(min(total * SHARE_OF_TOTAL, memory.available * SHARE_OF_AVAILABLE)) // cores()
+
+
+def devices() -> tuple[Device, ...]:
+    """Return one device a usable core."""
+    memory = memory_bytes_per_device()
+    return tuple(Device(index=index, chip="cpu", memory_bytes=memory) for index in range(cores()))

@@ -1,0 +1,97 @@
+"""The hooks of the CPU plugin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from flagcore.chipfile import load_chips
+from flagcore.contracts import MemoryModel, Telemetry
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.trial import TrialState
+from flagcore.hooks import hookimpl
+from flagcore_cpu import discover
+from flagcore_cpu.machine import Processor, this_machine
+from flagcore_cpu.memory import CpuMemory
+
+OUT_OF_MEMORY = FailurePattern(
+    pattern=r"DefaultCPUAllocator: (can't|not enough).*memory|std::bad_alloc|\bMemoryError\b|Cannot allocate memory",
+    state=TrialState.OUT_OF_MEMORY,
+)
+PEER_LOST = FailurePattern(
+    pattern=r"gloo.*(Connection (closed|reset) by peer|Timed out waiting)",
+    state=TrialState.FAILED,
+    advice="another rank ended first; the reason is in its part of the log",
+)
+
+
+@hookimpl
+def flagcore_chips() -> Sequence[Chip]:
+    """Return the one chip, with this machine's memory and rates."""
+    return [this_machine(chip, Processor.read()) for chip in load_chips("flagcore_cpu")]
+
+
+@hookimpl
+def flagcore_devices() -> Sequence[Device]:
+    """Return one device a usable core."""
+    return discover.devices()
+
+
+@hookimpl
+def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
+    """Return what a rank may use of the machine's memory."""
+    if not _mine(group.chip):
+        return None
+    return CpuMemory(group.memory_bytes or _share(group))
+
+
+@hookimpl
+def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
+    """Say that megatron-core trains on CPU over gloo; nothing of other engines."""
+    if not _mine(chip) or engine != "megatron":
+        return None
+    return EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+
+
+@hookimpl
+def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
+    """Give each rank one core, and spare torch the search for a C++ compiler."""
+    if not _mine(chip):
+        return None
+    compiler = {"TORCHDYNAMO_DISABLE": "1"} if engine == "megatron" else {}
+    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **compiler}
+
+
+@hookimpl
+def flagcore_failure_patterns(chip: Chip) -> Sequence[FailurePattern] | None:
+    """Return what allocation failures and lost peers look like."""
+    return (OUT_OF_MEMORY, PEER_LOST) if _mine(chip) else None
+
+
+@hookimpl
+def flagcore_telemetry(device: Device) -> Telemetry | None:
+    """Return a reading of the whole machine: cores have no memory of their own."""
+    return MachineReading() if device.chip == "cpu" else None
+
+
+class MachineReading:
+    """`flagcore.contracts.Telemetry` of the machine."""
+
+    def sample(self) -> Mapping[str, float]:
+        """Return memory in use (bytes, machine-wide) and the load average of the last minute."""
+        return {"memory_used_bytes": psutil.virtual_memory().used, "load_average": os.getloadavg()[0]}
+
+
+def _share(group: NodeGroup) -> float | None:
+    """Return the memory of a core, or less where more ranks than cores share the machine."""
+    known = group.chip.memory_bytes
+    return known.value * min(1.0, group.chip.devices_per_node / group.devices_per_node) if known else None
+
+
+def _mine(chip: Chip) -> bool:
+    return chip.vendor == "cpu"

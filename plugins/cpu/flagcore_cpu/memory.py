@@ -1,0 +1,32 @@
+"""Memory of a rank on a CPU: there is no caching allocator, so what is reserved is what is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flagcore.domain.space import FloatArray
+
+CONTEXT_BYTES = 305 * 2**20
+"""A rank before its first tensor: Python, torch 2.13 and megatron-core 0.16.1 took 305 MiB of resident memory.
+
+Measured (ru_maxrss of one process, the constant of a fit over 10 layouts, AMD EPYC, 2 cores).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuMemory:
+    """`flagcore.contracts.MemoryModel` of one core's share of the memory."""
+
+    capacity: float | None
+
+    def capacity_bytes(self) -> float | None:
+        """Return the share, in bytes."""
+        return self.capacity
+
+    def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
+        """Return `allocated`."""
+        return allocated
+
+    def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
+        """Return the resident memory of the rank's process."""
+        return reserved + CONTEXT_BYTES

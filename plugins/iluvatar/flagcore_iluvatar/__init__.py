@@ -1,0 +1,1 @@
+"""Iluvatar CoreX GPUs as a flagcore plugin."""

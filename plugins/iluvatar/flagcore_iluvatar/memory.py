@@ -1,0 +1,20 @@
+"""What a rank takes on an Iluvatar GPU beyond its tensors."""
+
+from __future__ import annotations
+
+from flagcore.allocator import CachingAllocator
+from flagcore.domain.cluster import NodeGroup
+
+DRIVER_BYTES = 257 * 2**20
+"""In use on an idle device: ixsmi shows 64 to 116 MiB on BI-V150 and MR-V100, 257 MiB on BI-V100 (driver 3.1.0)."""
+
+CONTEXT_BYTES = 1.0 * 2**30
+"""Estimated: context and IXCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""
+
+SLACK = 0.02
+"""Estimated: CoreX's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
+
+
+def memory_of(group: NodeGroup) -> CachingAllocator:
+    """Return the memory model of one device of `group`."""
+    return CachingAllocator.of(group, slack=SLACK, fixed_bytes=DRIVER_BYTES + CONTEXT_BYTES)

@@ -1,0 +1,1 @@
+"""MetaX GPUs as a flagcore plugin."""

@@ -1,0 +1,86 @@
+"""The hooks of the MetaX plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flagcore.chipfile import load_chips
+from flagcore.contracts import MemoryModel, PruningRule
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import TrialState
+from flagcore.hooks import hookimpl
+from flagcore_metax import discover
+from flagcore_metax.islands import StayInsideIsland, c500_topology
+from flagcore_metax.memory import memory_of
+
+PATTERNS = (
+    FailurePattern(pattern=r"OutOfMemoryError|(CUDA|MACA) out of memory", state=TrialState.OUT_OF_MEMORY),
+    FailurePattern(
+        pattern=r"Watchdog caught collective operation timeout",
+        state=TrialState.TIMED_OUT,
+        advice="a collective did not end; by default a busy device refuses a second process, so look for a stray one",
+    ),
+)
+
+
+@hookimpl
+def flagcore_chips() -> Sequence[Chip]:
+    """Return the chips of the YAML files."""
+    return load_chips("flagcore_metax")
+
+
+@hookimpl
+def flagcore_devices() -> Sequence[Device]:
+    """Return what mx-smi lists."""
+    return discover.devices()
+
+
+@hookimpl
+def flagcore_topology(group: NodeGroup) -> Topology | None:
+    """Return the islands of a C500; the other chips are a full mesh, as their link says."""
+    return c500_topology(group) if group.chip.name == "C500" else None
+
+
+@hookimpl
+def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
+    """Return torch's caching allocator with what the driver and the context take."""
+    return memory_of(group) if _mine(group.chip) else None
+
+
+@hookimpl
+def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
+    """Say how megatron-core would run: MetaX's torch answers to cuda and serves nccl through MCCL."""
+    if not _mine(chip) or engine != "megatron":
+        return None
+    reason = "MetaX ships Megatron-LM 0.12 and 0.15; megatron-core 0.16 has not been reported there"
+    return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type="cuda", distributed_backend="nccl")
+
+
+@hookimpl
+def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
+    """Name the vendor to FlagGems; what FlagScale's Megatron tests set on MetaX."""
+    if not _mine(chip):
+        return None
+    megatron = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
+    return {"GEMS_VENDOR": "metax", **(megatron if engine == "megatron" else {})}
+
+
+@hookimpl
+def flagcore_pruning_rules(task: Task) -> Sequence[PruningRule] | None:
+    """Keep wide parallelism inside the islands of a C500."""
+    islands = any(group.chip.name == "C500" for group in task.cluster.groups)
+    return (StayInsideIsland(),) if islands else None
+
+
+@hookimpl
+def flagcore_failure_patterns(chip: Chip) -> Sequence[FailurePattern] | None:
+    """Return what torch and MCCL write when something breaks."""
+    return PATTERNS if _mine(chip) else None
+
+
+def _mine(chip: Chip) -> bool:
+    return chip.vendor == "metax"

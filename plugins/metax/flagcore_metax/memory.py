@@ -1,0 +1,20 @@
+"""What a rank takes on a MetaX GPU beyond its tensors."""
+
+from __future__ import annotations
+
+from flagcore.allocator import CachingAllocator
+from flagcore.domain.cluster import NodeGroup
+
+DRIVER_BYTES = 826 * 2**20
+"""In use on an idle device: mx-smi on C500 (driver 3.4.4) shows 826 MiB, on C550 (driver 2.5.014) 810 MiB."""
+
+CONTEXT_BYTES = 1.0 * 2**30
+"""Estimated: context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on MetaX."""
+
+SLACK = 0.02
+"""Estimated: MACA's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
+
+
+def memory_of(group: NodeGroup) -> CachingAllocator:
+    """Return the memory model of one device of `group`."""
+    return CachingAllocator.of(group, slack=SLACK, fixed_bytes=DRIVER_BYTES + CONTEXT_BYTES)

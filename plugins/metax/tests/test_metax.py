@@ -1,0 +1,101 @@
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from flagcore_metax import hooks
+from flagcore_metax.discover import parse
+
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import NodeGroup
+from flagcore.plugins import LoadedPlugins
+from flagcore.testing.examples import task_on
+
+BOARD_FIRST = """\
+=================== MetaX System Management Interface Log ===================
+Attached GPUs                                     : 2
+| MX-SMI 2.2.9                       Kernel Mode Driver Version: 3.4.4            |
+| Board       Name | GPU   Persist-M | Bus-id              | GPU-Util      sGPU-M |
+| Pwr:Usage/Cap    | Temp       Perf | Memory-Usage        | GPU-State            |
+|==================+=================+=====================+======================|
+| 0     MetaX C500 | 0           Off | 0000:0e:00.0        | 0%          Disabled |
+| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Available            |
+| 1     MetaX C500 | 1           Off | 0000:0f:00.0        | 0%          Disabled |
+| 58W / 350W       | 37C          P0 | 826/65536 MiB       | Available            |
+"""
+OLD_NAMES = """\
+mx-smi  version: 2.1.6
+
+=================== MetaX System Management Interface Log ===================
+| MX-SMI 2.1.6                        Kernel Mode Driver Version: 2.5.014         |
+| 0           MXC550                 | 0000:2a:00.0        | 0%                   |
+| 31C         44W                    | 810/65536 MiB       |                      |
+"""
+PERSISTENCE_IN_NAME_COLUMN = """\
+=================== MetaX System Management Interface Log ===================
+| 0       MetaX N260             Off | 0000:01:00.0        | 0%            Native |
+| 37C     29W / 225W              P0 | 666/65536 MiB       | Available            |
+"""
+ONE_IS_DEAD = BOARD_FIRST.replace("| 826/65536 MiB       | Available            |", "| Not Available(3) |", 1)
+
+
+@pytest.mark.parametrize(
+    ("table", "names", "driver"),
+    [
+        (BOARD_FIRST, ["MetaX C500", "MetaX C500"], "3.4.4"),
+        (OLD_NAMES, ["MXC550"], "2.5.014"),
+        (PERSISTENCE_IN_NAME_COLUMN, ["MetaX N260"], ""),
+    ],
+)
+def test_each_layout_of_the_table_is_read(table: str, names: list[str], driver: str) -> None:
+    devices = parse(table)
+    assert [device.chip for device in devices] == names
+    assert {device.driver for device in devices} == {driver}
+    assert {device.memory_bytes for device in devices} == {64 * 2**30}
+
+
+def test_devices_come_from_the_tool_on_the_path_and_visibility_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "table").write_text(BOARD_FIRST)
+    (tmp_path / "mx-smi").write_text(f"#!/bin/sh\nexec cat {tmp_path}/table\n")
+    (tmp_path / "mx-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("MACA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [device.index for device in hooks.flagcore_devices()] == [1]
+
+
+def test_a_dead_device_is_left_out() -> None:
+    assert [device.index for device in parse(ONE_IS_DEAD)] == [1]
+
+
+def test_another_vendors_tool_of_the_same_name_is_not_believed() -> None:
+    assert parse(BOARD_FIRST.replace("MetaX System", "Other System")) == ()
+
+
+@pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])
+def test_a_c500_node_has_islands_of_four(nodes: int, devices: int, sizes: list[int]) -> None:
+    group = NodeGroup(chip=chip("C500"), nodes=nodes, devices_per_node=devices)
+    topology = hooks.flagcore_topology(group)
+    assert topology is not None
+    assert [level.devices for level in topology.levels] == sizes
+
+
+def test_a_c550_node_is_flat() -> None:
+    assert hooks.flagcore_topology(NodeGroup(chip=chip("C550"), nodes=1, devices_per_node=8)) is None
+
+
+def test_tensor_parallelism_across_islands_is_pruned_on_c500_only() -> None:
+    loaded = LoadedPlugins.of({"metax": hooks})
+    (rule,) = loaded.pruning_rules(task_on(chip("C500")))
+    columns = {"tensor_model_parallel_size": np.array([1, 4, 8]), "expert_model_parallel_size": np.array([1, 8, 1])}
+    predictions = cast(Any, SimpleNamespace(device_used_bytes=np.zeros(3)))
+    assert rule.prunes(columns, predictions).tolist() == [False, True, True]
+    assert loaded.pruning_rules(task_on(chip("C550"))) == ()
+
+
+def chip(name: str) -> Chip:
+    return next(chip for chip in hooks.flagcore_chips() if chip.name == name)

@@ -1,0 +1,40 @@
+import pytest
+from flagcore_nvidia.discover import parse
+from flagcore_nvidia.hooks import flagcore_chips, flagcore_memory_model
+
+from flagcore.domain.cluster import NodeGroup
+
+TWO_H200 = """\
+0, NVIDIA H200, 143771, 570.211.01, GPU-aaaa1111
+1, NVIDIA H200, 143771, 570.211.01, GPU-bbbb2222
+"""
+
+
+def test_devices_of_a_csv_query_are_read() -> None:
+    first, second = parse(TWO_H200)
+    assert (first.index, first.chip, first.driver, first.uuid) == (0, "NVIDIA H200", "570.211.01", "GPU-aaaa1111")
+    assert second.memory_bytes == 143771 * 2**20
+
+
+def test_memory_that_the_driver_does_not_tell_stays_unknown() -> None:
+    (device,) = parse("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333\n")
+    assert device.memory_bytes is None
+
+
+def test_an_error_message_is_no_device() -> None:
+    assert parse("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
+
+
+def test_h200_and_h20_are_not_confused() -> None:
+    assert [chip.name for chip in flagcore_chips() if chip.answers_to("NVIDIA H200")] == ["H200"]
+    assert not any(chip.answers_to("NVIDIA H20") for chip in flagcore_chips())
+
+
+def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
+    chip = flagcore_chips()[0]
+    alone, together = (
+        flagcore_memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=devices)) for devices in (1, 8)
+    )
+    assert alone is not None
+    assert together is not None
+    assert together.fixed_bytes - alone.fixed_bytes == pytest.approx(392e6)

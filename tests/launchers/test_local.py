@@ -1,0 +1,406 @@
+"""The local launcher with real processes. What is left behind is looked for by a marker in /proc/*/environ."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flagcore.contracts import Launcher
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError
+from flagcore.launchers import guard
+from flagcore.launchers.local import LAUNCHER, MARKER, free_port
+
+PYTHON = (sys.executable, "-I", "-S", "-c")
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(2):                      # a child and a grandchild, each in a session of its own
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+print("up", flush=True)
+time.sleep(60)
+"""
+DAEMON = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(0)
+time.sleep(0.2)
+"""
+TUNER = """
+import sys
+from flagcore.domain.launch import Launch
+from flagcore.launchers.local import LAUNCHER
+print("go", flush=True)
+running = LAUNCHER.start(Launch(argv=tuple(sys.argv[2:]), folder=sys.argv[1]))
+print("started", flush=True)
+running.wait(60)
+"""
+
+
+class Marked:
+    """Processes that carry a word of their own in their environment."""
+
+    def __init__(self) -> None:
+        self.environment = {"TEST_MARK": uuid.uuid4().hex}
+
+    def alive(self) -> list[int]:
+        word = f"TEST_MARK={self.environment['TEST_MARK']}\0".encode()
+        return [pid for pid in guard.all_processes() if word in guard.read_proc(pid, "environ")]
+
+    def gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.alive()
+
+
+@pytest.fixture
+def marked() -> Iterator[Marked]:
+    mine = Marked()
+    yield mine
+    for pid in mine.alive():
+        os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 10
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"{path} never said {text}"
+        time.sleep(0.01)
+
+
+def test_it_is_a_launcher_named_local() -> None:
+    launcher: Launcher = LAUNCHER
+    assert launcher.name == "local"
+
+
+def test_exit_code_logs_and_records_are_kept(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.getcwd()); print(os.environ['X'], file=sys.stderr); sys.stdin.read(); sys.exit(7)"
+    running = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "a"), environment={"X": "ä"}))
+    ended = running.wait(10)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (7, None)
+    assert 0 < ended.duration_s < 10
+    assert (tmp_path / "a" / "stdout.log").read_text().strip() == str(tmp_path / "a")
+    assert (tmp_path / "a" / "stderr.log").read_text().strip() == "ä"
+    launched = json.loads((tmp_path / "a" / "launch.json").read_text())
+    assert (launched["argv"][-1], launched["environment"]["X"], launched["timeout_seconds"]) == (code, "ä", 300.0)
+    assert json.loads((tmp_path / "a" / "exit.json").read_text())["code"] == 7
+    assert running.poll() is ended
+    assert running.stop() is ended
+
+
+def test_death_by_a_signal_is_a_negative_code(tmp_path: Path) -> None:
+    ended = LAUNCHER.start(Launch(argv=(*PYTHON, "import os; os.kill(os.getpid(), 11)"), folder=str(tmp_path))).wait(10)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (-11, None)
+
+
+def test_the_program_starts_with_default_signals_and_only_its_own_descriptors(tmp_path: Path) -> None:
+    code = "import os; print(open('/proc/self/status').read()); print(sorted(os.listdir('/proc/self/fd')))"
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        LAUNCHER.start(Launch(argv=("/bin/cat", "/proc/self/status"), folder=str(tmp_path / "a"))).wait(10)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "b"))).wait(10)
+    ignored = next(x for x in (tmp_path / "a" / "stdout.log").read_text().splitlines() if x.startswith("SigIgn"))
+    assert int(ignored.split()[1], 16) == 0
+    assert (tmp_path / "b" / "stdout.log").read_text().splitlines()[-1] == "['0', '1', '2', '3']"  # 3: the listing
+
+
+def test_timeout_ends_a_tree_that_ignores_sigterm_and_opened_sessions(tmp_path: Path, marked: Marked) -> None:
+    launch = Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment, timeout_seconds=0.5)
+    running = LAUNCHER.start(launch)
+    wait_for(tmp_path / "stdout.log", "up")
+    time.sleep(0.1)
+    assert len(marked.alive()) > 4
+    ended = running.wait(10)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (-9, "timeout")
+    assert 2 < ended.duration_s < 4
+    assert marked.alive() == []
+
+
+def test_a_program_may_clean_up_when_its_time_is_over(tmp_path: Path) -> None:
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(3)); time.sleep(60)"
+    ended = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path), timeout_seconds=0.5)).wait(10)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (3, "timeout")
+    assert ended.duration_s < 1.5
+
+
+def test_memory_over_the_limit_is_ended_as_memory(tmp_path: Path) -> None:
+    code = "import time\nkept = []\nwhile True: kept.append(bytearray(b'x') * (8 << 20)); time.sleep(0.01)"
+    launch = Launch(argv=(*PYTHON, code), folder=str(tmp_path), memory_limit_bytes=200 << 20)
+    ended = LAUNCHER.start(launch).wait(20)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (-9, "memory")
+    assert ended.peak_memory_bytes is not None
+    assert 200 << 20 < ended.peak_memory_bytes < 600 << 20
+
+
+def test_memory_that_forks_share_is_counted_once_and_what_they_write_is_added(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+kept = bytearray(b"x") * (20 << 20)
+for _ in range(3):
+    if os.fork() == 0:
+        break
+time.sleep(0.3)
+for at in range(0, len(kept) if sys.argv[1] == "write" else 0, 4096):
+    kept[at] = 1
+time.sleep(2)
+"""
+    peaks = []
+    for name in ("read", "write"):
+        launch = Launch(argv=(*PYTHON, code, name), folder=str(tmp_path / name), memory_limit_bytes=1 << 30)
+        ended = LAUNCHER.start(launch).wait(20)
+        assert ended is not None
+        assert (ended.code, ended.ended_by) == (0, None)
+        peaks.append((ended.peak_memory_bytes or 0) >> 20)
+    assert 20 <= peaks[0] < 60
+    assert 80 <= peaks[1] < 120
+
+
+def test_a_full_folder_is_ended_as_disk(tmp_path: Path) -> None:
+    launch = Launch(argv=("/usr/bin/yes",), folder=str(tmp_path), disk_limit_bytes=4 << 20)
+    ended = LAUNCHER.start(launch).wait(20)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (-9, "disk")
+
+
+def test_stop_ends_the_tree_and_says_request(tmp_path: Path, marked: Marked) -> None:
+    launch = Launch(argv=("/bin/sh", "-c", "sleep 60 & sleep 60"), folder=str(tmp_path), environment=marked.environment)
+    running = LAUNCHER.start(launch)
+    assert running.poll() is None
+    assert running.wait(0.2) is None
+    ended = running.stop()
+    assert (ended.code, ended.ended_by) == (-15, "request")
+    assert running.stop() is ended
+    assert marked.alive() == []
+
+
+def test_the_end_is_told_within_20_ms(tmp_path: Path) -> None:
+    code = "import time; time.sleep(0.3); print(time.time(), flush=True)"
+    late = []
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(folder))).wait(5)
+        LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(folder))).wait(5)
+        late.append(time.time() - float((folder / "stdout.log").read_text()))
+    assert min(late) < 0.02
+
+
+def test_a_daemon_does_not_outlive_its_trial(tmp_path: Path, marked: Marked) -> None:
+    running = LAUNCHER.start(Launch(argv=(*PYTHON, DAEMON), folder=str(tmp_path), environment=marked.environment))
+    ended = running.wait(10)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (0, None)
+    assert ended.duration_s < 1.5
+    assert marked.alive() == []
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_nothing_outlives_a_killed_tuner(tmp_path: Path, marked: Marked, attempt: int) -> None:
+    delay = random.Random(attempt).uniform(0, 1.5)
+    tuner = subprocess.Popen(
+        [sys.executable, "-c", TUNER, str(tmp_path), *PYTHON, STUBBORN],
+        env={**os.environ, **marked.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+    )
+    assert tuner.stdout is not None
+    tuner.stdout.readline()
+    time.sleep(delay if attempt % 2 else delay / 10)
+    tuner.kill()
+    tuner.wait()
+    tuner.stdout.close()
+    assert marked.gone_within(3)
+
+
+def test_a_tuner_that_just_exits_leaves_nothing(tmp_path: Path, marked: Marked) -> None:
+    subprocess.run(
+        [sys.executable, "-c", TUNER.replace("running.wait(60)", ""), str(tmp_path), *PYTHON, STUBBORN],
+        env={**os.environ, **marked.environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        check=True,
+    )
+    assert marked.gone_within(3)
+
+
+def test_a_killed_guard_leaves_nothing_and_gives_an_exit(tmp_path: Path, marked: Marked) -> None:
+    running = LAUNCHER.start(Launch(argv=(*PYTHON, STUBBORN), folder=str(tmp_path), environment=marked.environment))
+    wait_for(tmp_path / "stdout.log", "up")
+    parent = guard.family(running.pid)
+    assert parent is not None
+    os.kill(parent[0], signal.SIGKILL)
+    ended = running.wait(10)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (-9, None)
+    assert marked.alive() == []
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == -9
+
+
+def test_a_terminated_guard_ends_its_trial_first(tmp_path: Path, marked: Marked) -> None:
+    running = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path), environment=marked.environment))
+    parent = guard.family(running.pid)
+    assert parent is not None
+    os.kill(parent[0], signal.SIGTERM)
+    ended = running.wait(10)
+    assert ended is not None
+    assert (ended.code, ended.ended_by) == (-15, "request")
+    assert marked.alive() == []
+
+
+def test_trial_and_guard_are_out_of_reach_of_the_terminal(tmp_path: Path) -> None:
+    running = LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path)))
+    trial = guard.family(running.pid)
+    assert trial is not None
+    keeper = guard.family(trial[0])
+    assert keeper is not None
+    assert len({os.getsid(0), trial[2], keeper[2]}) == 3
+    assert len({os.getpgrp(), trial[1], keeper[1]}) == 3
+    running.stop()
+
+
+def test_two_trials_do_not_hold_each_others_pipes(tmp_path: Path) -> None:
+    both = [LAUNCHER.start(Launch(argv=("/bin/sleep", "60"), folder=str(tmp_path / name))) for name in "ab"]
+    pipes = []
+    for running in both:
+        trial = guard.family(running.pid)
+        assert trial is not None
+        folder = Path(f"/proc/{trial[0]}/fd")
+        pipes.append({name for entry in folder.iterdir() if (name := os.readlink(entry)).startswith("pipe:")})
+        assert not any(os.readlink(entry).startswith("pipe:") for entry in Path(f"/proc/{running.pid}/fd").iterdir())
+    assert len(pipes[0]) >= 2
+    assert not pipes[0] & pipes[1]
+    for running in both:
+        running.stop()
+
+
+def test_ended_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for name in "abc":
+        LAUNCHER.start(Launch(argv=("/bin/true",), folder=str(tmp_path / name))).wait(5)
+        with pytest.raises(LaunchError):
+            LAUNCHER.start(Launch(argv=("/no/such/program",), folder=str(tmp_path / name)))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not any((kin := guard.family(pid)) and kin[0] == os.getpid() and kin[3] for pid in guard.all_processes())
+
+
+def test_binary_output_is_kept(tmp_path: Path) -> None:
+    code = "import os; os.write(1, bytes(range(256)) * 3); os.write(2, b'\\xff\\x00')"
+    LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path))).wait(10)
+    assert (tmp_path / "stdout.log").read_bytes() == bytes(range(256)) * 3
+    assert (tmp_path / "stderr.log").read_bytes() == b"\xff\x00"
+
+
+def test_arguments_and_environment_that_are_not_text_arrive_unchanged(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.fsencode(sys.argv[1]), os.environb[b'X'])"
+    launch = Launch(argv=(*PYTHON, code, os.fsdecode(b"\xff\n")), folder=str(tmp_path), environment={"X": "\udcfe a"})
+    LAUNCHER.start(launch).wait(10)
+    assert (tmp_path / "stdout.log").read_text().strip() == r"b'\xff\n' b'\xfe a'"
+
+
+def test_each_trial_has_a_port_of_its_own_unless_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    code = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    for name, environment in (("a", {}), ("b", {"MASTER_ADDR": "h", "MASTER_PORT": "29500"})):
+        LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / name), environment=environment)).wait(10)
+    address, port = (tmp_path / "a" / "stdout.log").read_text().split()
+    assert address == "127.0.0.1"
+    assert int(port) > 1023
+    assert (tmp_path / "b" / "stdout.log").read_text().split() == ["h", "29500"]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"argv": ("no-such-program-here",)}, ("no-such-program-here", "No such file")),
+        ({"argv": ("/etc/passwd",)}, ("/etc/passwd", "Permission denied")),
+        ({"argv": ()}, ("argv is empty",)),
+        ({"argv": ("/bin/true", "a\0b")}, ("argument 1", "NUL")),
+        ({"argv": ("/bin/true", "x" * (1 << 18))}, ("/bin/true", "Argument list too long")),
+        ({"environment": {"A": "b\0"}}, ("environment variable A", "NUL")),
+        ({"environment": {"A=B": "c"}}, ("A=B", "no name of an environment variable")),
+        ({"environment": {"A": "\ud800"}}, ("environment variable A", "cannot be passed")),
+        ({"environment": {"A": 5}}, ("environment variable A = 5", "cannot be passed")),
+        ({"directory": "/no/such/place"}, ("/no/such/place", "No such file")),
+        ({"folder": "/proc/nothing"}, ("/proc/nothing", "cannot write")),
+        ({"folder": "/etc/passwd"}, ("/etc/passwd", "cannot write")),
+    ],
+)
+def test_what_cannot_be_started_is_told_in_one_line(
+    tmp_path: Path, change: dict[str, object], words: tuple[str, ...]
+) -> None:
+    launch = Launch(**{"argv": ("/bin/true",), "folder": str(tmp_path), **change})
+    with pytest.raises(LaunchError) as caught:
+        LAUNCHER.start(launch)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_too_many_open_files_is_told_and_leaves_none_open(tmp_path: Path) -> None:
+    code = """
+import os, resource, sys
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError
+from flagcore.launchers.local import LAUNCHER
+for limit in range(4, 14):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, 64))
+    before = [os.path.exists(f"/proc/self/fd/{n}") for n in range(64)]
+    try:
+        LAUNCHER.start(Launch(argv=("/bin/true",), folder=sys.argv[1])).wait(5)
+        print("started")
+    except LaunchError as error:
+        print(error)
+    assert before == [os.path.exists(f"/proc/self/fd/{n}") for n in range(64)], limit
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "Too many open files" in lines[0]
+    assert lines[-1] == "started"
+
+
+def test_the_guard_costs_less_than_a_percent_of_a_core(tmp_path: Path) -> None:
+    running = LAUNCHER.start(Launch(argv=("/bin/sh", "-c", "sleep 9 & sleep 9 & sleep 9"), folder=str(tmp_path)))
+    trial = guard.family(running.pid)
+    assert trial is not None
+    before = _cpu_seconds(trial[0])
+    running.wait(3)
+    assert _cpu_seconds(trial[0]) - before < 0.01 * 3 + 0.02  # the kernel counts in hundredths
+    assert MARKER in json.loads((tmp_path / "launch.json").read_text())["environment"]
+    running.stop()
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = guard.read_proc(pid, "stat").rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,279 @@
+"""What a plugin answers is checked, joined and overridden as the hooks' docstrings say."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.domain.chip import Chip, Device, Fact, Source, Support
+from flagcore.domain.cluster import Level, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.trial import TrialState
+from flagcore.errors import NoDevice, UsageError
+from flagcore.hooks import hookimpl
+from flagcore.plugins import LoadedPlugins
+from flagcore.testing.examples import group_of, task_on
+
+CHIP = Chip(name="X1", vendor="x", aliases=("Example X1",))
+SOURCE = Source(kind="measured", detail="by hand")
+LAUNCH = Launch(argv=("train",), folder="/nowhere")
+
+
+def plugin(**hooks: Callable[..., object]) -> SimpleNamespace:
+    """Make a plugin of functions."""
+    return SimpleNamespace(**{f"flagcore_{name}": hookimpl(function) for name, function in hooks.items()})
+
+
+def chips_of(*chips: Chip) -> dict[str, Callable[..., object]]:
+    return {"chips": lambda: list(chips)}
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def hook() -> object:
+        raise error
+
+    return hook
+
+
+def test_devices_of_all_plugins_are_joined_and_asked_once() -> None:
+    calls = []
+
+    def devices() -> list[Device]:
+        calls.append(1)
+        return [Device(index=0, chip="X1")]
+
+    loaded = LoadedPlugins.of({"b": plugin(devices=devices), "a": plugin(devices=lambda: None)})
+    assert loaded.devices() == loaded.devices() == (Device(index=0, chip="X1"),)
+    assert calls == [1]
+
+
+def test_chip_is_found_by_name_and_alias_in_any_case() -> None:
+    loaded = LoadedPlugins.of({"x": plugin(**chips_of(CHIP))})
+    assert loaded.find_chip("x1") == loaded.find_chip("EXAMPLE X1") == CHIP
+    assert loaded.find_chip("X2") is None
+    assert loaded.chip_names() == ("X1",)
+    assert loaded.owner("example x1") == "x"
+
+
+@pytest.mark.parametrize("other", [Chip(name="x1", vendor="y"), Chip(name="Y", vendor="y", aliases=("EXAMPLE X1",))])
+def test_of_two_chips_with_one_name_the_first_plugins_is_kept(other: Chip) -> None:
+    loaded = LoadedPlugins.of({"b": plugin(**chips_of(other)), "a": plugin(**chips_of(CHIP))})
+    assert loaded.chips() == (CHIP,)
+    (failure,) = loaded.failures
+    assert (failure.name, failure.hook) == ("b", "flagcore_chips")
+    assert "X1 of plugin a" in failure.reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(2), GeneratorExit(), AssertionError("no")])
+def test_exception_in_a_hook_costs_only_that_answer(error: BaseException) -> None:
+    loaded = LoadedPlugins.of(
+        {
+            "bad": plugin(devices=raising(error), **chips_of(CHIP)),
+            "good": plugin(devices=lambda: [Device(index=0, chip="X1")]),
+        }
+    )
+    assert len(loaded.devices()) == 1
+    assert loaded.chips() == (CHIP,)
+    (failure,) = loaded.failures
+    assert (failure.name, failure.stage, failure.hook) == ("bad", "ask", "flagcore_devices")
+    assert type(error).__name__ in failure.reason
+
+
+def test_keyboard_interrupt_in_a_hook_is_passed_on() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        LoadedPlugins.of({"x": plugin(devices=raising(KeyboardInterrupt()))}).devices()
+
+
+def generator() -> Any:
+    yield Device(index=0, chip="X1")
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "words"),
+    [
+        ("devices", "cuda:0", "not a list or tuple of Device"),
+        ("devices", ["cuda:0"], "[0]: 'cuda:0', not Device"),
+        ("devices", [Device(index="0", chip="X1")], "Device.index = '0', not int"),  # type: ignore[arg-type]
+        ("devices", [Device(index=True, chip="X1")], "Device.index = True, not int"),
+        ("devices", generator(), "not a list or tuple"),
+        ("chips", {"X1": CHIP}, "not a list or tuple of Chip"),
+        ("chips", [replace(CHIP, memory_bytes=80e9)], "Chip.memory_bytes = 80000000000.0, not Fact or None"),  # type: ignore[arg-type]
+        ("chips", [replace(CHIP, dense_flops_per_second={"bf16": 1e15})], "['bf16']: 1000000000000000.0, not Fact"),  # type: ignore[dict-item]
+        ("chips", [replace(CHIP, memory_bytes=Fact(value=0, source=SOURCE))], "leave unknown facts out"),
+        ("chips", [replace(CHIP, memory_bytes=Fact(value=float("nan"), source=SOURCE))], "leave unknown facts out"),
+    ],
+)
+def test_wrong_type_is_told_down_to_the_field(hook: str, answer: object, words: str) -> None:
+    loaded = LoadedPlugins.of({"x": plugin(**{hook: lambda: answer})})
+    assert getattr(loaded, hook)() == ()
+    (failure,) = loaded.failures
+    assert (failure.stage, failure.hook) == ("answer", f"flagcore_{hook}")
+    assert words in failure.reason
+
+
+class Wrong:
+    """An object with the right methods that answer nonsense."""
+
+    def capacity_bytes(self) -> float:
+        return -1.0
+
+    def gemm_seconds(self, m: object, n: object, k: object, precision: str) -> str:
+        return "fast"
+
+    def attention_seconds(self, *arguments: object) -> float:
+        return 1.0
+
+    def memory_seconds(self, bytes_moved: object) -> float:
+        return 1.0
+
+    def seconds(self, *arguments: object) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "words"),
+    [
+        ("environment", {"A": 1}, "['A']: 1, not str"),
+        ("environment", {"A=B": "1"}, "has no '='"),
+        ("environment", ["A=1"], "not a mapping"),
+        ("engine_support", True, "True, not EngineSupport"),
+        ("engine_support", EngineSupport(support="yes"), "EngineSupport.support = 'yes', not Support"),  # type: ignore[arg-type]
+        ("failure_patterns", [FailurePattern(pattern="(", state=TrialState.FAILED)], "does not compile"),
+        ("failure_patterns", [FailurePattern(pattern="x", state=TrialState.MEASURED)], "is no failure"),
+        ("kernel_costs", object(), "no method gemm_seconds, attention_seconds, memory_seconds"),
+        ("kernel_costs", Wrong, "answered the class Wrong"),
+        ("kernel_costs", Wrong(), "could not convert string to float"),
+        ("memory_model", Wrong(), "no method reserved_bytes, device_used_bytes"),
+        ("collective_costs", Wrong(), "must give two numbers"),
+        ("topology", Topology(levels=()), "must grow and end at all 8"),
+        ("topology", Topology(levels=(Level(name="n", devices=4, bytes_per_second=1.0, latency_seconds=0.0),)), "[4]"),
+    ],
+)
+def test_wrong_answer_about_a_chip_is_told_and_counts_as_none(hook: str, answer: object, words: str) -> None:
+    loaded = LoadedPlugins.of({"x": plugin(**{hook: lambda: answer})})
+    if hook in ("topology", "memory_model", "collective_costs"):
+        arguments: tuple[object, ...] = (group_of(CHIP), "megatron")[: 1 if hook == "topology" else 2]
+    else:
+        arguments = (CHIP, "megatron")
+    said = getattr(loaded, hook)(*arguments)
+    assert not said or said.support is Support.UNKNOWN
+    (failure,) = loaded.failures
+    assert failure.stage == "answer"
+    assert words in failure.reason
+
+
+def test_a_failure_is_listed_once_however_often_it_happens() -> None:
+    loaded = LoadedPlugins.of({"x": plugin(environment=lambda: {"A": 1})})
+    loaded.environment(CHIP, "megatron")
+    loaded.environment(CHIP, "megatron")
+    assert len(loaded.failures) == 1
+
+
+def test_add_on_overrides_the_plugin_that_catalogues_the_chip_whatever_their_names() -> None:
+    own = chips_of(CHIP) | {
+        "environment": lambda: {"SHARED": "own", "OWN": "1"},
+        "engine_support": lambda: EngineSupport(support=Support.YES, device_type="own"),
+        "failure_patterns": lambda: [FailurePattern(pattern="own", state=TrialState.FAILED)],
+    }
+    add_on = {
+        "environment": lambda: {"SHARED": "add-on"},
+        "engine_support": lambda: EngineSupport(support=Support.YES, device_type="add-on"),
+        "failure_patterns": lambda: [FailurePattern(pattern="add-on", state=TrialState.FAILED)],
+    }
+    for names in (("a", "b"), ("b", "a")):
+        loaded = LoadedPlugins.of(dict(zip(names, (plugin(**own), plugin(**add_on)), strict=True)))
+        assert loaded.environment(CHIP, "megatron") == {"SHARED": "add-on", "OWN": "1"}
+        assert loaded.engine_support(CHIP, "megatron").device_type == "add-on"
+        assert [found.pattern for found in loaded.failure_patterns(CHIP, "megatron")] == ["add-on", "own"]
+
+
+def test_add_on_that_fails_leaves_the_answer_to_the_chips_own_plugin() -> None:
+    own = plugin(engine_support=lambda: EngineSupport(support=Support.YES, device_type="own"), **chips_of(CHIP))
+    loaded = LoadedPlugins.of({"own": own, "add-on": plugin(engine_support=raising(ValueError("boom")))})
+    assert loaded.engine_support(CHIP, "megatron").device_type == "own"
+    assert [failure.name for failure in loaded.failures] == ["add-on"]
+
+
+def test_without_any_answer_support_is_unknown_which_is_not_no() -> None:
+    said = LoadedPlugins.of({}).engine_support(CHIP, "megatron")
+    assert said.support is Support.UNKNOWN
+    assert "X1" in said.reason
+
+
+def test_launch_is_prepared_by_the_chips_own_plugin_first() -> None:
+    def wrap(word: str) -> Callable[..., object]:
+        def prepare(launch: Launch) -> Launch:
+            return replace(launch, argv=(word, *launch.argv))
+
+        return prepare
+
+    for names in (("a", "b"), ("b", "a")):
+        own, add_on = plugin(prepare_launch=wrap("own"), **chips_of(CHIP)), plugin(prepare_launch=wrap("add-on"))
+        loaded = LoadedPlugins.of(dict(zip(names, (own, add_on), strict=True)))
+        assert loaded.prepare_launch(LAUNCH, task_on(CHIP)).argv == ("add-on", "own", "train")
+
+
+@pytest.mark.parametrize("answer", [ValueError("boom"), "nohup train"])
+def test_launch_that_cannot_be_prepared_is_refused_each_time(answer: object) -> None:
+    hook = raising(answer) if isinstance(answer, BaseException) else lambda: answer
+    loaded = LoadedPlugins.of({"x": plugin(prepare_launch=hook)})
+    for _ in range(2):
+        with pytest.raises(UsageError, match="plugin x: flagcore_prepare_launch"):
+            loaded.prepare_launch(LAUNCH, task_on(CHIP))
+    assert len(loaded.failures) == 1
+
+
+def test_pruning_rules_of_all_plugins_are_joined() -> None:
+    rule = SimpleNamespace(name="r", says="why", prunes=lambda columns, predictions: np.zeros(1, dtype=bool))
+    nameless = SimpleNamespace(says="why", prunes=lambda columns, predictions: None)
+    loaded = LoadedPlugins.of(
+        {"a": plugin(pruning_rules=lambda: [rule]), "b": plugin(pruning_rules=lambda: [nameless])}
+    )
+    assert [found.name for found in loaded.pruning_rules(task_on(CHIP))] == ["r"]
+    (failure,) = loaded.failures
+    assert "SimpleNamespace.name = None, not str" in failure.reason
+
+
+class BreaksOnLargeColumns:
+    """Right when it is tried, wrong when it counts."""
+
+    def gemm_seconds(self, m: Any, n: Any, k: Any, precision: str) -> list[float]:
+        if len(m) > 2:
+            sys.exit(7)
+        return [1.0, 2.0]
+
+    def attention_seconds(self, *arguments: object) -> list[float]:
+        return [1.0, 2.0]
+
+    def memory_seconds(self, bytes_moved: object) -> list[float]:
+        return [1.0, 2.0]
+
+
+def test_object_that_breaks_later_is_told_as_the_plugins_fault_with_the_way_out() -> None:
+    costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: BreaksOnLargeColumns())}).kernel_costs(CHIP, "megatron")
+    assert costs is not None
+    small, large = np.ones(2), np.ones(3)
+    assert costs.gemm_seconds(small, small, small, "bf16").tolist() == [1.0, 2.0]
+    with pytest.raises(NoDevice, match=r"plugin x: gemm_seconds .* SystemExit: 7; do without it by --no-plugin x"):
+        costs.gemm_seconds(large, large, large, "bf16")
+
+
+def test_telemetry_asks_for_the_device_of_a_chip_by_alias() -> None:
+    own = plugin(telemetry=lambda: SimpleNamespace(sample=lambda: {"own": 1.0}), **chips_of(CHIP))
+    add_on = plugin(telemetry=lambda device: SimpleNamespace(sample=lambda: {"add-on": 1.0}))
+    loaded = LoadedPlugins.of({"a": own, "b": add_on})
+    reading = loaded.telemetry(Device(index=0, chip="Example X1"))
+    assert reading is not None
+    assert reading.sample() == {"add-on": 1.0}
+
+
+def test_what_a_hook_prints_does_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    LoadedPlugins.of({"x": plugin(devices=lambda: print("loud"))}).devices()
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "loud" in captured.err

@@ -1,0 +1,194 @@
+"""Each way in which an installed plugin can be broken costs that plugin and no other."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flagcore.plugins import LoadedPlugins, PluginFailure, load_plugins
+
+Install = Callable[..., None]
+
+GOOD = """
+from flagcore.hooks import hookimpl
+
+@hookimpl
+def flagcore_environment(chip, engine):
+    return {"GOOD": "1"}
+"""
+
+
+def failure(loaded: LoadedPlugins, name: str) -> PluginFailure:
+    (found,) = (failure for failure in loaded.failures if failure.name == name)
+    return found
+
+
+def load_with_good(install: Install, source: str, *, requires: str = "flagcore>=0.1,<0.2") -> PluginFailure:
+    """Install a good plugin beside a bad one, check that the good one is unhurt, return the bad one's failure."""
+    install("flagcore-good", {"good": "good_plugin"}, {"good_plugin": GOOD})
+    install("flagcore-bad", {"bad": "bad_plugin"}, {"bad_plugin": source}, requires=requires)
+    loaded = load_plugins()
+    names = [plugin.name for plugin in loaded.plugins]
+    assert "good" in names
+    assert "bad" not in names
+    found = failure(loaded, "bad")
+    assert found.distribution == "flagcore-bad"
+    assert "\n" not in found.reason
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("assert 1 == 2, 'bad assumption'", "AssertionError: bad assumption"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("raise GeneratorExit('gone')", "GeneratorExit: gone"),
+        ("raise BaseException('rude')", "BaseException: rude"),
+        ("def broken(:", "SyntaxError"),
+        ("def f(): f()\nf()", "RecursionError"),
+        ("raise RuntimeError('two\\nlines and \\x1b[31mred')", "RuntimeError: two lines and [31mred"),
+    ],
+)
+def test_plugin_that_cannot_be_imported_is_listed_and_the_others_still_work(
+    install: Install, source: str, words: str
+) -> None:
+    found = load_with_good(install, source)
+    assert found.stage == "load"
+    assert words in found.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "@hookimpl\ndef flagcore_device(): return []",
+            ["flagcore_device is no hook", "did you mean flagcore_devices?"],
+        ),
+        ("@hookimpl\ndef flagcore_weather(): return []", ["flagcore_weather is no hook", "flagcore_telemetry"]),
+        ("def flagcore_devices(): return []", ["flagcore_devices lacks @hookimpl"]),
+        (
+            "@hookimpl\ndef flagcore_environment(chip, motor): return {}",
+            ["flagcore_environment takes motor", "chip, engine"],
+        ),
+        ("x = 1", ["implements no hook"]),
+    ],
+)
+def test_plugin_that_does_not_keep_to_the_hooks_is_told_what_to_change(
+    install: Install, source: str, words: list[str]
+) -> None:
+    found = load_with_good(install, f"from flagcore.hooks import hookimpl\n{source}\n")
+    assert found.stage == "check"
+    assert all(word in found.reason for word in words), found.reason
+
+
+def test_entry_point_that_names_nothing_or_a_class_is_told(install: Install) -> None:
+    source = GOOD + "\nclass Plugin: pass\n"
+    install("flagcore-a", {"nothing": "plugin_a:missing", "a_class": "plugin_a:Plugin"}, {"plugin_a": source})
+    loaded = load_plugins()
+    assert "AttributeError" in failure(loaded, "nothing").reason
+    assert "names the class Plugin" in failure(loaded, "a_class").reason
+
+
+def test_two_distributions_with_one_plugin_name_are_both_refused(install: Install) -> None:
+    install("flagcore-one", {"twin": "one"}, {"one": GOOD})
+    install("flagcore-two", {"twin": "two"}, {"two": GOOD})
+    loaded = load_plugins()
+    assert "twin" not in [plugin.name for plugin in loaded.plugins]
+    found = failure(loaded, "twin")
+    assert found.stage == "discover"
+    assert found.distribution == "flagcore-one, flagcore-two"
+    assert "flagcore-one, flagcore-two" in found.reason
+
+
+@pytest.mark.parametrize(
+    "requires", ["flagcore>=9", "flagcore<0.1", "Flagcore (>=9)", "flagcore[x] >=9 ; python_version>'3'"]
+)
+def test_plugin_for_another_flagcore_is_not_imported(install: Install, requires: str) -> None:
+    found = load_with_good(install, "raise RuntimeError('was imported')", requires=requires)
+    assert "this is flagcore 0." in found.reason
+    assert "was imported" not in found.reason
+
+
+@pytest.mark.parametrize("requires", ["", "flagcore", "flagcore>=9; extra == 'future'", "numpy>=99"])
+def test_other_requirements_do_not_matter(install: Install, requires: str) -> None:
+    install("flagcore-good", {"good": "good_plugin"}, {"good_plugin": GOOD}, requires=requires)
+    assert "good" in [plugin.name for plugin in load_plugins().plugins]
+
+
+def test_distribution_that_cannot_be_read_does_not_hide_the_others(install: Install, tmp_path: Path) -> None:
+    install("flagcore-good", {"good": "good_plugin"}, {"good_plugin": GOOD})
+    garbled = tmp_path / "garbled-1.0.dist-info"
+    garbled.mkdir()
+    (garbled / "entry_points.txt").write_bytes(b"[flagcore.plugins]\nx = \xff\xfe\n")
+    nameless = tmp_path / "nameless-1.0.dist-info"
+    nameless.mkdir()
+    (nameless / "entry_points.txt").write_text("[flagcore.plugins]\ny = y\n")
+    loaded = load_plugins()
+    assert "good" in [plugin.name for plugin in loaded.plugins]
+    places = [failure.name for failure in loaded.failures if failure.stage == "discover"]
+    assert any("garbled" in place for place in places)
+    assert any("nameless" in place for place in places)
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_disabled_plugin_is_not_imported(install: Install, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    install("flagcore-bad", {"bad": "bad_plugin"}, {"bad_plugin": "raise RuntimeError('was imported')"})
+    install("flagcore-good", {"good": "good_plugin"}, {"good_plugin": GOOD})
+    if by == "environment":
+        monkeypatch.setenv("FLAGCORE_DISABLE_PLUGINS", "bad, goood,")
+    loaded = load_plugins(() if by == "environment" else ["bad", "goood"])
+    assert "good" in [plugin.name for plugin in loaded.plugins]
+    assert "bad" not in [failure.name for failure in loaded.failures]
+    unknown = failure(loaded, "goood")
+    assert unknown.stage == "disable"
+    assert "did you mean good?" in unknown.reason
+
+
+def test_keyboard_interrupt_ends_loading(install: Install) -> None:
+    install("flagcore-bad", {"bad": "bad_plugin"}, {"bad_plugin": "raise KeyboardInterrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        load_plugins()
+
+
+def test_what_a_plugin_prints_goes_to_stderr(install: Install, tmp_path: Path) -> None:
+    source = "import os\nprint('by python')\nos.write(1, b'by the system')\nos.system('echo by a child')\n" + GOOD
+    install("flagcore-loud", {"loud": "loud_plugin"}, {"loud_plugin": source})
+    done = run_load_plugins(tmp_path, "print(*[p.name for p in loaded.plugins])")
+    assert "by" not in done.stdout
+    assert "loud" in done.stdout.split()
+    assert all(word in done.stderr for word in ("by python", "by the system", "by a child"))
+
+
+def test_new_and_changed_plugins_are_seen_at_once_with_and_without_a_home(install: Install, tmp_path: Path) -> None:
+    install("flagcore-first", {"first": "first_plugin"}, {"first_plugin": GOOD})
+    unwritable = {"HOME": "/nonexistent", "XDG_CACHE_HOME": ""}
+    cached = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for settings in (unwritable, cached):
+        done = run_load_plugins(tmp_path, "print(*[p.name for p in loaded.plugins])", settings)
+        assert "first" in done.stdout.split()
+    points = tmp_path / "flagcore_first-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[flagcore.plugins]\nrenamed = first_plugin\n")
+    names = run_load_plugins(tmp_path, "print(*[p.name for p in loaded.plugins])", cached).stdout.split()
+    assert "renamed" in names
+    assert "first" not in names
+
+
+def test_plugins_load_without_torch_and_optuna(install: Install, tmp_path: Path) -> None:
+    done = run_load_plugins(tmp_path, "import sys; print('torch' in sys.modules, 'optuna' in sys.modules)")
+    assert done.stdout.split() == ["False", "False"]
+
+
+def run_load_plugins(
+    folder: Path, then: str, settings: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run load_plugins() in a fresh interpreter that sees `folder`."""
+    path = os.pathsep.join([str(folder), *(entry for entry in sys.path if entry)])
+    code = f"from flagcore.plugins import load_plugins; loaded = load_plugins(); {then}"
+    environment = {**os.environ, **(settings or {}), "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )

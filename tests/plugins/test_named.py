@@ -1,0 +1,61 @@
+"""Engines, launchers and strategies come through the same door as a stranger's."""
+
+from collections.abc import Callable
+
+import pytest
+
+from flagcore.errors import NoDevice, SpecError
+from flagcore.plugins import STRATEGIES, names, strategy
+
+Install = Callable[..., None]
+
+STRATEGY = """
+class First:
+    name = "first"
+
+    def next(self, open_rows, predictions, space, trials):
+        return int(open_rows[0])
+
+STRATEGY = First()
+NOT_ONE = object()
+"""
+
+
+def install_strategies(install: Install, points: dict[str, str], distribution: str = "flagcore-extra") -> None:
+    install(distribution, points, {f"{distribution.replace('-', '_')}": STRATEGY}, group=STRATEGIES)
+
+
+def test_object_is_found_by_its_entry_point(install: Install) -> None:
+    install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
+    assert "first_come" in names(STRATEGIES)
+    assert strategy("first_come").name == "first"
+
+
+def test_unknown_name_is_a_mistake_in_the_spec_with_the_nearest_right_one(install: Install) -> None:
+    install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
+    with pytest.raises(SpecError) as caught:
+        strategy("frist_come")
+    assert caught.value.value == "frist_come"
+    assert "first_come" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("no_such_module:X", "ModuleNotFoundError"),
+        ("flagcore_extra:First", "the class First"),
+        ("flagcore_extra:NOT_ONE", "no method next"),
+    ],
+)
+def test_broken_object_is_no_device_with_its_reason_and_origin(install: Install, value: str, words: str) -> None:
+    install_strategies(install, {"broken": value})
+    with pytest.raises(NoDevice, match="flagcore-extra") as caught:
+        strategy("broken")
+    assert words in str(caught.value)
+
+
+def test_two_distributions_with_one_name_are_both_refused(install: Install) -> None:
+    install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
+    install_strategies(install, {"first_come": "flagcore_other:STRATEGY"}, "flagcore-other")
+    with pytest.raises(NoDevice, match="flagcore-extra, flagcore-other"):
+        strategy("first_come")

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.spec import Spec
+from flagcore.errors import SpecError
+from flagcore.spec import read_spec
+
+MODEL = "model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}\n"
+TRAIN = "train: {engine: megatron, seq_length: 128, global_batch_size: 8, precision: bf16}\n"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Spec]:
+    """Read a spec of a small model and job, and what is given."""
+
+    def write_and_read(more: str = "", *, model: str = MODEL, train: str = TRAIN) -> Spec:
+        path = tmp_path / "spec.yaml"
+        path.write_text(model + train + more)
+        return read_spec(path)
+
+    return write_and_read
+
+
+@pytest.fixture
+def error_of() -> Callable[..., SpecError]:
+    """Call a function that must refuse, and return its error: one short line that hides where it came from."""
+
+    def call(function: Callable[..., object], *args: Any, **kwargs: Any) -> SpecError:
+        with pytest.raises(SpecError) as caught:
+            function(*args, **kwargs)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+        assert type(caught.value.__context__).__module__ == "builtins"
+        return caught.value
+
+    return call
+
+
+@pytest.fixture
+def refused(read: Callable[..., Spec], error_of: Callable[..., SpecError]) -> Callable[..., SpecError]:
+    """Read like `read` and return the error."""
+    return lambda *args, **kwargs: error_of(read, *args, **kwargs)

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flagcore.errors import SpecError
+from flagcore.spec import read_job
+
+ErrorOf = Callable[..., SpecError]
+RECORD: dict[str, Any] = {
+    "id": "a#1",
+    "kind": "train",
+    "source": "somebody",
+    "model": {
+        "name": "tiny",
+        "num_layers": 4,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    },
+    "cluster": {"chip": "Example 80G", "devices": 8, "devices_per_node": 4, "interconnect": "tin cans"},
+    "train": {"seq_length": 128, "global_batch_size": 8, "precision": "nvfp4", "attention": "unfused", "notes": "?"},
+    "candidate": {
+        "tensor_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "num_layers_in_first_pipeline_stage": 1,
+        "num_layers_in_last_pipeline_stage": 3,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp", "core_attn"],
+        "pipeline_schedule": "zb-h1",
+    },
+    "measured": {"step_time_s": float("nan")},
+}
+
+
+def changed(path: tuple[str, ...], value: object) -> dict[str, Any]:
+    record = copy.deepcopy(RECORD)
+    place = record
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return record
+
+
+def test_record_becomes_a_job_and_keeps_what_it_does_not_know() -> None:
+    job = read_job(RECORD)
+    assert (job.id, job.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
+    assert (job.model.name, job.model.kv_channels) == ("tiny", 16)
+    assert (job.train.precision, job.train.attention, job.train.implementation) == ("nvfp4", "unfused", None)
+    assert job.candidate == RECORD["candidate"] | {"recompute_modules": "core_attn,mlp"}
+    assert job.rank is None
+    assert job.raw is RECORD
+
+
+@pytest.mark.parametrize("modules", ["mlp, core_attn", "mlp core_attn", ["core_attn", "mlp", "mlp"]])
+def test_recompute_modules_are_one_sorted_text(modules: object) -> None:
+    job = read_job(changed(("candidate", "recompute_modules"), modules))
+    assert job.candidate["recompute_modules"] == "core_attn,mlp"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "key", "problem"),
+    [
+        (("kind",), "serve", "kind", "later version"),
+        (("kind",), "dance", "kind", "must be train"),
+        (("id",), 5, "id", "must be text"),
+        (("rank",), 8, "rank", "below cluster.devices = 8"),
+        (("rank",), -1, "rank", "from 0"),
+        (("model",), None, "model", "is null"),
+        (("model",), "nowhere", "model", "does not exist"),
+        (("model", "hidden_size"), 66, "model.hidden_size", "divisible"),
+        (("model", "hiden_size"), 64, "model.hiden_size", "not a known key"),
+        (("cluster", "devices"), 0, "cluster.devices", "from 1"),
+        (("cluster", "chip"), "", "cluster.chip", "text of 1"),
+        (("train", "precision"), "BF16", "train.precision", "bf16"),
+        (("train", "seq_length"), 1.5, "train.seq_length", "a whole number"),
+        (("candidate",), [], "candidate", "must be a mapping"),
+        (("candidate", "tensor_parallel"), 2, "candidate.tensor_parallel", "not a known key"),
+        (("candidate", "micro_batch_size"), "2", "candidate.micro_batch_size", "a whole number"),
+        (("candidate", "micro_batch_size"), None, "candidate.micro_batch_size", "is null"),
+        (("candidate", "sequence_parallel"), 1, "candidate.sequence_parallel", "true or false"),
+        (("candidate", "recompute_modules"), "core_atn", "candidate.recompute_modules[0]", "core_attn"),
+    ],
+)
+def test_invalid_record_is_refused_by_its_key(
+    error_of: ErrorOf, path: tuple[str, ...], value: object, key: str, problem: str
+) -> None:
+    error = error_of(read_job, changed(path, value))
+    assert error.key.startswith(key.removesuffix("[0]"))
+    assert problem in error.problem
+
+
+@pytest.mark.parametrize("record", [None, 5, [], "x", {}])
+def test_line_that_is_no_record_is_refused(error_of: ErrorOf, record: Any) -> None:
+    error_of(read_job, record)

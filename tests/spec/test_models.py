@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.model import Model
+from flagcore.errors import SpecError
+from flagcore.spec import read_model
+
+ErrorOf = Callable[..., SpecError]
+
+
+def config(kind: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+LLAMA3 = config("llama", 32, 4096, 14336, 32, 128256, num_key_value_heads=8)
+QWEN3 = config("qwen3", 36, 4096, 12288, 32, 151936, num_key_value_heads=8)
+QWEN2_MOE = config("qwen2_moe", 24, 2048, 5632, 16, 151936)
+QWEN3_MOE = config("qwen3_moe", 48, 2048, 6144, 32, 151936, head_dim=128)
+MIXTRAL = config("mixtral", 32, 4096, 14336, 32, 32000)
+GPT_OSS = config("gpt_oss", 36, 2880, 2880, 64, 201088)
+DEEPSEEK_V2_LITE = config(
+    "deepseek_v2", 27, 2048, 10944, 16, 102400, q_lora_rank=None, moe_intermediate_size=1408, num_experts_per_tok=6
+) | {"first_k_dense_replace": 1}
+DEEPSEEK_V3 = config("deepseek_v3", 61, 7168, 18432, 128, 129280)
+
+KNOWN = {
+    "Llama-3-8B": (LLAMA3, 8_030_261_248),
+    "Mistral-7B": (config("mistral", 32, 4096, 14336, 32, 32000), 7_241_732_096),
+    "Gemma-7B": (config("gemma", 28, 3072, 24576, 16, 256000), 8_537_680_896),
+    "Qwen2-0.5B": (
+        config("qwen2", 24, 896, 4864, 14, 151936, num_key_value_heads=2, tie_word_embeddings=True),
+        494_032_768,
+    ),
+    "Qwen3-8B": (QWEN3, 8_190_735_360),
+    "Qwen1.5-MoE-A2.7B": (QWEN2_MOE, 14_315_784_192),
+    "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624),
+    "Mixtral-8x7B": (MIXTRAL, 46_702_792_704),
+    "gpt-oss-120b": (GPT_OSS, 116_829_156_672),
+    "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_419_200),
+}
+"""Name -> the sizes in its config.json, and the parameters that its authors or its weights tell."""
+
+
+def parameters(model: Model) -> int:
+    """Count the weights of a model, biases of experts and other trifles aside."""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if model.multi_latent_attention:
+        assert model.qk_head_dim
+        assert model.qk_pos_emb_head_dim
+        assert model.kv_lora_rank
+        assert model.v_head_dim
+        query, rank = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim), model.q_lora_rank
+        attention = hidden * rank + rank * query if rank else hidden * query
+        attention += hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim)
+        attention += heads * (model.kv_lora_rank * (model.qk_head_dim + model.v_head_dim) + model.v_head_dim * hidden)
+    else:
+        query, key = heads * model.kv_channels, model.num_query_groups * model.kv_channels
+        attention = 2 * hidden * (query + key) + model.add_qkv_bias * (query + 2 * key)
+    matrices = 3 if model.gated_linear_unit else 2
+    dense = matrices * hidden * model.ffn_hidden_size
+    experts, first = model.num_moe_experts or 0, model.moe_first_dense_layers
+    widths = experts * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
+    sparse = matrices * hidden * widths + experts * hidden
+    layers = model.num_layers * attention
+    layers += first * dense + (model.num_layers - first) * sparse if experts else model.num_layers * dense
+    return layers + model.vocab_size * hidden * (1 + model.untie_embeddings_and_output_weights)
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
+    def write(data: dict[str, Any]) -> Path:
+        (tmp_path / "Some-Model").mkdir()
+        (tmp_path / "Some-Model" / "config.json").write_text(json.dumps(data))
+        return tmp_path
+
+    return write
+
+
+At = Callable[[dict[str, Any]], Path]
+
+
+@pytest.mark.parametrize(("data", "count"), KNOWN.values(), ids=KNOWN)
+def test_known_model_has_its_known_number_of_parameters(at: At, data: dict[str, Any], count: int) -> None:
+    model = read_model("Some-Model", at(data))
+    assert model.name == "Some-Model"
+    assert parameters(model) == pytest.approx(count, rel=6e-4)
+
+
+def test_file_and_directory_give_the_same_model(at: At) -> None:
+    base = at(LLAMA3)
+    assert read_model("Some-Model/config.json", base) == read_model(str(base / "Some-Model"), Path("/"))
+
+
+def test_defaults_are_those_of_the_family(at: At) -> None:
+    model = read_model("Some-Model", at(config("qwen3", 4, 1024, 2048, 32, 1000)))
+    assert (model.kv_channels, model.num_query_groups) == (128, 32)
+    assert (model.qk_layernorm, model.add_qkv_bias) == (True, False)
+    assert model.untie_embeddings_and_output_weights
+
+
+def test_null_number_of_key_heads_means_as_many_as_heads(at: At) -> None:
+    assert read_model("Some-Model", at(MIXTRAL | {"num_key_value_heads": None})).num_query_groups == 32
+
+
+def test_deepseek_v3_keeps_latent_sizes_shared_experts_and_prediction_layers(at: At) -> None:
+    model = read_model("Some-Model", at(DEEPSEEK_V3 | {"n_shared_experts": 2, "num_nextn_predict_layers": 1}))
+    assert (model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim, model.v_head_dim) == (1536, 512, 128, 128)
+    assert (model.num_moe_experts, model.moe_router_topk, model.moe_ffn_hidden_size) == (256, 8, 2048)
+    assert (model.moe_shared_expert_intermediate_size, model.moe_first_dense_layers) == (4096, 3)
+    assert model.mtp_num_layers == 1
+
+
+def test_text_part_of_a_larger_model_is_read(at: At) -> None:
+    outer = {"model_type": "mistral3", "vision_config": {}, "text_config": LLAMA3, "tie_word_embeddings": True}
+    model = read_model("Some-Model", at(outer))
+    assert model.num_layers == 32
+    assert not model.untie_embeddings_and_output_weights
+
+
+def test_leading_dense_layers_are_understood(at: At) -> None:
+    assert read_model("Some-Model", at(QWEN3_MOE | {"mlp_only_layers": [1, 0]})).moe_first_dense_layers == 2
+
+
+def test_no_experts_or_no_layer_with_them_is_a_dense_model(at: At) -> None:
+    base = at(QWEN2_MOE | {"decoder_sparse_step": 25})
+    assert read_model("Some-Model", base).num_moe_experts is None
+    (base / "Some-Model" / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"n_routed_experts": None}))
+    assert read_model("Some-Model", base).num_moe_experts is None
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "problem"),
+    [
+        ({}, "model_type", "is missing; known: deepseek_v2"),
+        (LLAMA3 | {"model_type": "mamba"}, "model_type", "is unknown; known: deepseek_v2"),
+        (LLAMA3 | {"model_type": ["llama"]}, "model_type", "is unknown"),
+        ({"text_config": {"model_type": "llama"}}, "text_config.num_hidden_layers", "is missing"),
+        ({"model_type": "llama"}, "num_hidden_layers", "is missing"),
+        (LLAMA3 | {"hidden_size": "4096"}, "hidden_size", "a whole number"),
+        (LLAMA3 | {"hidden_size": [4096]}, "hidden_size", "a whole number"),
+        (LLAMA3 | {"hidden_size": float("nan")}, "hidden_size", "finite"),
+        (LLAMA3 | {"hidden_size": 10**30}, "hidden_size", "too many digits"),
+        (LLAMA3 | {"hidden_size": 4097}, "hidden_size", "divisible by num_attention_heads = 32"),
+        (LLAMA3 | {"num_key_value_heads": 5}, "num_key_value_heads", "must divide num_attention_heads = 32"),
+        (LLAMA3 | {"mlp_bias": True}, "mlp_bias", "not supported"),
+        (LLAMA3 | {"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false"),
+        (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step", "not supported"),
+        (QWEN3_MOE | {"mlp_only_layers": [5]}, "mlp_only_layers", "not supported"),
+        (QWEN3_MOE | {"mlp_only_layers": ["a"]}, "mlp_only_layers[0]", "a whole number"),
+        (DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq", "not supported"),
+        (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_key_value_heads", "must equal"),
+        (DEEPSEEK_V2_LITE | {"num_experts_per_tok": None}, "num_experts_per_tok", "from 1 to"),
+    ],
+)
+def test_config_that_cannot_be_read_is_refused(
+    at: At, error_of: ErrorOf, data: dict[str, Any], key: str, problem: str
+) -> None:
+    error = error_of(read_model, "Some-Model", at(data))
+    assert error.key == key
+    assert problem in error.problem
+    assert error.file.endswith("Some-Model/config.json")
+
+
+def test_inline_shape_resolves_its_defaults() -> None:
+    shape = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+    model = read_model(shape | {"num_moe_experts": 4, "moe_router_topk": 2, "q_lora_rank": None}, Path())
+    assert (model.num_query_groups, model.kv_channels, model.moe_ffn_hidden_size) == (4, 16, 96)
+
+
+@pytest.mark.parametrize("source", [5, None, ["a"], {"num_layers": 2, "vocab": 3}, "", "a\0b"])
+def test_source_of_another_kind_is_refused(error_of: ErrorOf, source: Any) -> None:
+    assert error_of(read_model, source, Path()).key.startswith("model")

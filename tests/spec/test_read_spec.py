@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.model import Model
+from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
+from flagcore.errors import SpecError
+from flagcore.spec import parse_spec, read_spec, spec_as_data
+
+Read = Callable[..., Spec]
+Refused = Callable[..., SpecError]
+
+
+def test_absent_keys_have_the_defaults_of_the_domain(read: Read) -> None:
+    spec = read()
+    assert spec.model == Model(
+        name="inline",
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=16,
+        vocab_size=1000,
+    )
+    assert spec.train == TrainSpec(engine="megatron", seq_length=128, global_batch_size=8, precision="bf16")
+    assert (spec.cluster, spec.control, spec.baseline, spec.envs) == (ClusterSpec(), Control(), None, {})
+    assert (spec.objective, spec.strategy, spec.launcher) == ("tokens_per_second_per_device", "by_prediction", "local")
+
+
+def test_space_always_has_its_13_knobs(read: Read) -> None:
+    assert len(read().space) == 13
+    assert set(read().space.values()) == {"auto"}
+
+
+def test_space_takes_a_value_a_list_or_auto_without_duplicates(read: Read) -> None:
+    space = read(
+        "auto_tuner: {space: {tensor_model_parallel_size: [2, 1, 2], micro_batch_size: 4, sequence_parallel: auto,"
+        " use_recompute: [true, false, true], recompute_method: uniform}}"
+    ).space
+    assert space["tensor_model_parallel_size"] == (2, 1)
+    assert space["micro_batch_size"] == (4,)
+    assert space["sequence_parallel"] == "auto"
+    assert space["use_recompute"] == (True, False)
+    assert space["recompute_method"] == ("uniform",)
+
+
+@pytest.mark.parametrize("off", ["0", "null", "[0, null]"])
+def test_no_virtual_stages_is_one_value_however_it_is_written(read: Read, off: str) -> None:
+    space = read(f"auto_tuner: {{space: {{num_layers_per_virtual_pipeline_stage: {off}}}}}").space
+    assert space["num_layers_per_virtual_pipeline_stage"] == (None,)
+
+
+def test_baseline_keeps_the_knobs_that_were_given(read: Read) -> None:
+    knobs = "{tensor_model_parallel_size: 2, sequence_parallel: true, num_layers_per_virtual_pipeline_stage: 0}"
+    spec = read(f"auto_tuner: {{baseline: {knobs}}}")
+    assert spec.baseline == {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "num_layers_per_virtual_pipeline_stage": None,
+    }
+
+
+def test_every_section_reaches_its_place(read: Read) -> None:
+    spec = read(
+        """
+cluster: {chip: example-80g, nodes: 2, devices_per_node: 8, memory_per_device: 1.5GiB}
+auto_tuner:
+  control: {train_iters: 6, warmup_iters: 2, max_time_per_task: 60, max_time: 1e3, max_trials: 9, run_best: true}
+  objective: step_time_s
+  strategy: mine
+  launcher: far
+envs: {WORD: on, NUMBER: 8}
+action: auto_tune
+""",
+        train="train: {engine: x, seq_length: 8, global_batch_size: 4, precision: fp8, command: [bash, run.sh]}\n",
+    )
+    assert spec.cluster == ClusterSpec(
+        chip="example-80g", nodes=2, devices_per_node=8, memory_bytes_per_device=3 * 2**29
+    )
+    assert spec.control == Control(
+        train_iters=6, warmup_iters=2, max_time_per_task=60.0, max_time=1000.0, max_trials=9, run_best=True
+    )
+    assert (spec.objective, spec.strategy, spec.launcher) == ("step_time_s", "mine", "far")
+    assert spec.envs == {"WORD": "on", "NUMBER": "8"}
+    assert spec.train.command == ("bash", "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("written", "size"), [("4GiB", 4 << 30), ("80 GB", 80 * 10**9), ("1048576", 1 << 20), ("2097152B", 2 << 20)]
+)
+def test_memory_is_read_in_binary_and_decimal_units(read: Read, written: str, size: int) -> None:
+    assert read(f"cluster: {{memory_per_device: {written}}}").cluster.memory_bytes_per_device == size
+
+
+def test_hostfile_gives_hosts_nodes_and_devices(read: Read, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# ours\nnode-a slots=8 type=x\n\nnode-b slots=8 type=x  # second\n")
+    cluster = read("cluster: {hostfile: hosts}").cluster
+    assert (cluster.hosts, cluster.nodes, cluster.devices_per_node) == (("node-a", "node-b"), 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "problem"),
+    [
+        ("", "cluster.hostfile", "names no host"),
+        ("a slots=8\nb slots=4", "line 2", "differs from the first host"),
+        ("a slots=8\na slots=8", "line 2", "second time"),
+        ("a slots=8\n\nb slots=x", "line 3", "slots from 1"),
+        ("a gpus=8", "line 1", "something else than slots"),
+        ("-oProxyCommand=x", "line 1", "does not start with the name of a host"),
+    ],
+)
+def test_bad_hostfile_is_refused_with_its_line(
+    refused: Refused, tmp_path: Path, lines: str, key: str, problem: str
+) -> None:
+    (tmp_path / "hosts").write_text(lines)
+    error = refused("cluster: {hostfile: hosts}")
+    assert error.key == key
+    assert problem in error.problem
+    assert error.file == str(tmp_path / "hosts")
+
+
+def test_hostfile_and_spec_must_agree(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
+    assert refused("cluster: {hostfile: hosts, nodes: 3}").key == "cluster.nodes"
+    assert refused("cluster: {hostfile: hosts, devices_per_node: 4}").key == "cluster.devices_per_node"
+    assert refused("cluster: {hostfile: nowhere}").key == "cluster.hostfile"
+
+
+def test_model_path_is_relative_to_the_spec(tmp_path: Path) -> None:
+    (tmp_path / "Tiny").mkdir()
+    (tmp_path / "Tiny" / "config.json").write_text(
+        '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,'
+        ' "num_attention_heads": 4, "vocab_size": 100}'
+    )
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: Tiny\ntrain: {engine: megatron, seq_length: 8, global_batch_size: 4, precision: bf16}\n")
+    assert read_spec(path).model.name == "Tiny"
+
+
+def test_data_as_read_is_kept_and_serialisable(read: Read, tmp_path: Path) -> None:
+    spec = read("envs: {A: 1, B: on}")
+    data = spec_as_data(tmp_path / "spec.yaml")
+    assert data["envs"] == {"A": 1, "B": "on"}
+    assert parse_spec(json.loads(json.dumps(data)), file="again", base=tmp_path) == spec
+
+
+def test_spec_may_be_json(tmp_path: Path, read: Read) -> None:
+    expected = read()
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(spec_as_data(tmp_path / "spec.yaml")))
+    assert read_spec(path) == expected
+
+
+def test_importing_the_package_imports_neither_pydantic_nor_yaml() -> None:
+    code = "import flagcore.spec, sys; print(sorted({'pydantic', 'yaml'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.errors import SpecError
+from flagcore.spec import parse_spec
+
+Refused = Callable[..., SpecError]
+SPACE = "auto_tuner.space."
+CONTROL = "auto_tuner.control."
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "fix"),
+    [
+        ("modle: x", "modle", "did you mean model?"),
+        ("max_trials: 3", "max_trials", "it belongs under auto_tuner.control"),
+        ("cluster: {node: 1}", "cluster.node", "did you mean nodes?"),
+        ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", "tensor_model_parallel"),
+        ("auto_tuner: {space: {train_iters: 5}}", SPACE + "train_iters", "it belongs under auto_tuner.control"),
+        ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: space, baseline, control"),
+    ],
+)
+def test_unknown_key_is_told_with_the_nearest_right_one(refused: Refused, more: str, key: str, fix: str) -> None:
+    error = refused(more)
+    assert error.key == key
+    assert error.problem == "is not a known key"
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "problem", "fix"),
+    [
+        ("serve: {engine: vllm}", "serve", "later version", "train section"),
+        ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
+        ("cluster:", "cluster", "is null but must be a mapping", "remove the key"),
+        ("cluster: {nodes: 0}", "cluster.nodes", "from 1 to 1000000", ""),
+        ("cluster: {nodes: 1000000, devices_per_node: 8}", "cluster.nodes", "at most 1000000 devices", "use 125000"),
+        ("cluster: {devices_per_node: atuo}", "cluster.devices_per_node", "auto or a whole", "did you mean auto?"),
+        ("cluster: {memory_per_device: 4gib}", "cluster.memory_per_device", "text such as 4GiB", ""),
+        ("cluster: {memory_per_device: 9999TiB}", "cluster.memory_per_device", "from 1MiB", ""),
+        ("envs: {A: true}", "envs.A", "must be text", "quote it"),
+        ("envs: {A B: x}", "envs['A B']", "not the name of an environment variable", ""),
+        ("auto_tuner: {objective: speed}", "auto_tuner.objective", "step_time_s", ""),
+        ("auto_tuner: {strategy: 5}", "auto_tuner.strategy", "must be text", "quote it"),
+        ("auto_tuner: {control: {train_iters: 1}}", CONTROL + "train_iters", "from 2", ""),
+        ("auto_tuner: {control: {warmup_iters: 5}}", CONTROL + "warmup_iters", "below train_iters = 5", "use 4"),
+        ("auto_tuner: {control: {max_time: 0}}", CONTROL + "max_time", "above 0", ""),
+        ("auto_tuner: {control: {run_best: 1}}", CONTROL + "run_best", "true or false", ""),
+        ("auto_tuner: {control: {max_trials: 0, repeats: -1}}", CONTROL + "max_trials", "(and 1 more)", ""),
+    ],
+)
+def test_wrong_value_is_told_with_key_rule_and_fix(
+    refused: Refused, more: str, key: str, problem: str, fix: str
+) -> None:
+    error = refused(more)
+    assert error.key == key
+    assert problem in error.problem
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "fix"),
+    [
+        ("[]", "", ""),
+        ("atuo", "", "did you mean auto?"),
+        ("'8'", "", "write 8 without quotes"),
+        ("8.0", "", "write 8"),
+        ("true", "", ""),
+        ("", "", "remove the key"),
+        ("0", "", ""),
+        ("1000001", "", ""),
+        ("{a: 1}", "", ""),
+        ("[1, x]", "[1]", ""),
+        ("[[1]]", "[0]", ""),
+    ],
+)
+def test_degree_of_parallelism_takes_whole_numbers_only(refused: Refused, value: str, key: str, fix: str) -> None:
+    error = refused(f"auto_tuner: {{space: {{tensor_model_parallel_size: {value}}}}}")
+    assert error.key == SPACE + "tensor_model_parallel_size" + key
+    assert "a whole number from 1 to 1000000" in error.problem
+    assert fix in error.fix
+
+
+@pytest.mark.parametrize(("value", "fix"), [("yes", "write true without quotes"), ("1", ""), ("[true, 0]", "")])
+def test_switch_takes_true_and_false_only(refused: Refused, value: str, fix: str) -> None:
+    error = refused(f"auto_tuner: {{space: {{use_recompute: {value}}}}}")
+    assert error.key.startswith(SPACE + "use_recompute")
+    assert "true" in error.problem
+    assert fix in error.fix
+
+
+def test_word_takes_its_own_words_only(refused: Refused) -> None:
+    error = refused("auto_tuner: {space: {recompute_method: blok}}")
+    assert (error.value, error.fix) == ("blok", "did you mean block?")
+
+
+@pytest.mark.parametrize("value", ["auto", "[1, 2]", ""])
+def test_baseline_takes_one_value_a_knob(refused: Refused, value: str) -> None:
+    error = refused(f"auto_tuner: {{baseline: {{tensor_model_parallel_size: {value}}}}}")
+    assert error.key == "auto_tuner.baseline.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize("command", ["[]", "bash run.sh", "[bash, 1]", "['']"])
+def test_command_is_a_list_of_words(refused: Refused, command: str) -> None:
+    train = f"train: {{engine: x, seq_length: 8, global_batch_size: 4, precision: bf16, command: {command}}}\n"
+    assert refused(train=train).key.startswith("train.command")
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "problem"),
+    [
+        ("hidden_size: 66", "hidden_size", "divisible by num_attention_heads = 4"),
+        ("hidden_size: 4294967296", "hidden_size", "from 1 to 2147483648"),
+        ("num_layers: 10001", "num_layers", "from 1 to 10000"),
+        ("num_query_groups: 3", "num_query_groups", "must divide num_attention_heads = 4"),
+        ("num_moe_experts: 8", "moe_router_topk", "is missing"),
+        ("moe_router_topk: 2", "moe_router_topk", "needs num_moe_experts"),
+        ("num_moe_experts: 8, moe_router_topk: 9", "moe_router_topk", "from 1 to num_moe_experts = 8"),
+        ("num_moe_experts: 8, moe_router_topk: 2, moe_first_dense_layers: 4", "moe_first_dense_layers", "below"),
+        ("kv_lora_rank: 8", "kv_lora_rank", "needs multi_latent_attention"),
+        ("multi_latent_attention: true, kv_lora_rank: 8", "qk_head_dim", "is missing"),
+        ("model_type: llama", "model_type", "is not a known key"),
+        ("hiden_sise: 5", "hiden_sise", "is not a known key"),
+    ],
+)
+def test_shape_that_cannot_be_is_refused(refused: Refused, more: str, key: str, problem: str) -> None:
+    sizes = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+    name = more.partition(":")[0]
+    shape = ", ".join(f"{known}: {size}" for known, size in sizes.items() if known != name)
+    error = refused(model=f"model: {{{shape}, {more}}}\n")
+    assert error.key == f"model.{key}"
+    assert problem in error.problem
+
+
+@pytest.mark.parametrize("model", ["", "5", "''", "[a]", "nowhere", ".", "Qwen/Qwen3-8B", "x" * 300, "x" * 5000])
+def test_model_that_is_not_there_is_refused(refused: Refused, model: str) -> None:
+    assert refused(model=f"model: {model}\n").key == "model"
+
+
+def test_missing_sections_are_told(refused: Refused) -> None:
+    assert (refused(model="").key, refused(train="").key) == ("model", "train")
+    error = refused(model="model: {}\n")
+    assert (error.key, error.problem) == ("model.num_layers", "is missing")
+
+
+def test_python_objects_are_bounded_too() -> None:
+    loop: dict[str, Any] = {}
+    loop["model"] = loop
+    for data in (None, 5, [], {1: 2}, {"model": object()}, {"model": {1, 2}}, {"model": 1 << 9999}, loop):
+        with pytest.raises(SpecError) as caught:
+            parse_spec(data, file="here", base=Path())
+        assert caught.value.file == "here"
+        assert len(str(caught.value)) < 400

@@ -1,0 +1,50 @@
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.chip import Device
+from flagcore.smi import tool_output, visible
+
+FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
+
+
+def test_missing_failing_and_hanging_tools_give_nothing() -> None:
+    assert tool_output("no-such-tool-anywhere") is None
+    assert tool_output(sys.executable, "-c", "print('half'); raise SystemExit(1)") is None
+    start = time.monotonic()
+    assert tool_output(sys.executable, "-c", "import time; time.sleep(60)", timeout_seconds=0.5) is None
+    assert time.monotonic() - start < 10
+
+
+def test_a_hanging_wrapper_is_ended_with_its_child(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    child = f"sleep 2; echo alive > {note}"
+    start = time.monotonic()
+    assert tool_output("sh", "-c", f"({child}); true", timeout_seconds=0.3) is None
+    assert time.monotonic() - start < 1.5
+    time.sleep(2.2)
+    assert not note.exists()
+
+
+def test_tool_that_cannot_be_executed_gives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brokensmi").write_bytes(b"\x7fELF not really")
+    (tmp_path / "brokensmi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert tool_output("brokensmi") is None
+
+
+def test_bytes_that_are_no_text_are_replaced() -> None:
+    assert tool_output(sys.executable, "-c", "import os; os.write(1, b'ok \\xff')") == "ok \ufffd"
+
+
+@pytest.mark.parametrize(
+    ("setting", "indices"),
+    [(None, [0, 1, 2, 3]), ("2,0", [2, 0]), ("", []), ("1,9,2", [1]), ("-1", []), ("UUID-3", [3]), ("all", [])],
+)
+def test_only_visible_devices_count(monkeypatch: pytest.MonkeyPatch, setting: str | None, indices: list[int]) -> None:
+    monkeypatch.delenv("X_VISIBLE_DEVICES", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("X_VISIBLE_DEVICES", setting)
+    assert [device.index for device in visible(FOUR, "X_VISIBLE_DEVICES")] == indices
