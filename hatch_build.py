@@ -1,14 +1,17 @@
 """Dependencies: a checkout asks for the plugins' folders beside it, a release for their versions.
 
-`pip install ".[metax]"` from a clone must work where no index knows `flagcore-metax`; a wheel or an sdist of
-a release must ask for it by name and version. An sdist has a PKG-INFO at its root, a checkout has none.
+`pip install ".[metax]"` from a clone must work where no index knows `flagcore-metax`; an sdist, and a wheel that
+is made from it, must ask for it by name and version. `python -m build` makes a release so: the sdist first, the
+wheel out of it. A wheel made straight from a checkout is for that checkout alone.
 """
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 CORE = (
@@ -52,10 +55,10 @@ class CustomMetadataHook(MetadataHookInterface):
         root = Path(self.root)
         version = _version(root)
         plugins = root / "plugins"
-        checkout = plugins.is_dir() and not (root / "PKG-INFO").exists()
+        folders = plugins.is_dir() and not _sdist_is_being_built()
 
         def plugin(name: str) -> str:
-            if checkout:
+            if folders:
                 return f"flagcore-{name} @ {(plugins / name).as_uri()}"
             return f"flagcore-{name}=={version}"
 
@@ -63,6 +66,11 @@ class CustomMetadataHook(MetadataHookInterface):
         everything = [need for needs in (*vendors.values(), *ENGINES.values()) for need in needs]
         metadata["dependencies"] = [*CORE, plugin("cpu")]
         metadata["optional-dependencies"] = {**vendors, **ENGINES, "dev": DEV, "all": everything}
+
+
+def _sdist_is_being_built() -> bool:
+    """Whether the builder that wants the metadata is that of the sdist; hatchling does not tell its hooks."""
+    return any(isinstance(frame.frame.f_locals.get("self"), SdistBuilder) for frame in inspect.stack(context=0))
 
 
 def _version(root: Path) -> str:

@@ -66,7 +66,8 @@ class CostHooks:
     def flagcore_kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
         """Return measured or modelled kernel times, or None for a roofline from the chip's facts.
 
-        Seconds; NaN for a shape that is not known. Asked once a task; the object is called with columns.
+        Seconds; NaN for a shape that is not known: the roofline stands in there. Asked once a task; the object is
+        called with columns.
         """
 
     @hookspec(firstresult=True)

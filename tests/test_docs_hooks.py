@@ -16,7 +16,7 @@ import pytest
 from flagcore import hooks
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch
-from flagcore.plugins import LoadedPlugins
+from flagcore.plugins import WORKLOADS, LoadedPlugins, names
 from flagcore.testing.examples import FOREIGN_CHIP, task_on
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -129,13 +129,33 @@ def test_the_conformance_test_of_the_tutorial_passes(installed: Path) -> None:
     assert " passed" in done.stdout
 
 
+SPEC = """
+model: {num_layers: 8, hidden_size: 1024, ffn_hidden_size: 2816, num_attention_heads: 16, vocab_size: 32000}
+cluster: {chip: A1, nodes: 1, devices_per_node: 8}
+train: {engine: megatron, seq_length: 1024, global_batch_size: 16, precision: bf16}
+"""
+
+
+def test_the_command_line_knows_the_tutorials_chip_until_the_plugin_is_switched_off(installed: Path) -> None:
+    if "megatron" not in names(WORKLOADS):
+        pytest.skip("flagcore itself is not installed here, so it has no engine")
+    (installed / "spec.yaml").write_text(SPEC)
+    flag = [sys.executable, "-c", "from flagcore.cli import main; main()"]
+    devices = json.loads(run([*flag, "devices", "--format", "json"], installed).stdout)
+    assert [device["chip"] for device in devices if device["plugin"] == "acme"] == ["A1", "A1"]
+    best = json.loads(run([*flag, "estimate", "spec.yaml", "--format", "json"], installed).stdout)
+    assert best
+    without = run([*flag, "estimate", "spec.yaml", "--no-plugin", "acme"], installed, status=4)
+    assert "A1" in without.stderr
+
+
 def ask(installed: Path, *more: Path) -> dict[str, Any]:
     """Ask all hooks in a fresh interpreter that sees the installed plugin and its tool."""
     said: dict[str, Any] = json.loads(run([sys.executable, "-c", ASK], installed, *more).stdout)
     return said
 
 
-def run(argv: list[str], installed: Path, *more: Path) -> "subprocess.CompletedProcess[str]":
+def run(argv: list[str], installed: Path, *more: Path, status: int = 0) -> "subprocess.CompletedProcess[str]":
     path = [str(folder) for folder in (installed / "site", *more)] + [entry for entry in sys.path if entry]
     environment = {
         **os.environ,
@@ -145,7 +165,7 @@ def run(argv: list[str], installed: Path, *more: Path) -> "subprocess.CompletedP
     done = subprocess.run(
         argv, env=environment, cwd=installed, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done
 
 

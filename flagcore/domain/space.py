@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -136,10 +136,13 @@ class Space:
         return key
 
 
-def decode(rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str]) -> dict[str, IntArray]:
-    """Turn mixed-radix row numbers into one column a knob (the first knob varies fastest)."""
-    columns, rest = {}, rows
+def decode(
+    rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str], wanted: Collection[str] | None = None
+) -> dict[str, IntArray]:
+    """Turn mixed-radix row numbers (the first knob varies fastest) into one column a knob, or a wanted knob."""
+    columns, stride = {}, 1
     for knob, values in zip(knobs, codes, strict=True):
-        rest, digit = np.divmod(rest, values.size)
-        columns[knob] = values[digit]
+        if wanted is None or knob in wanted:
+            columns[knob] = values[rows // stride % values.size] if values.size > 1 else np.full_like(rows, values[0])
+        stride *= values.size
     return columns

@@ -114,21 +114,18 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 @contextmanager
 def talk_on_stderr() -> Iterator[None]:
     """Send to stderr what is written to stdout meanwhile, by Python or below it: stdout carries our data only."""
-    with suppress(OSError, ValueError):
+    kept = None
+    with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed
         sys.stdout.flush()
-    try:
         kept = os.dup(1)
-    except OSError:  # stdout is closed
-        with redirect_stdout(sys.stderr):
-            yield
-        return
-    try:
         os.dup2(2, 1)
+    try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        if kept is not None:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:

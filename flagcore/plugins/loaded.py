@@ -14,7 +14,9 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import answers
+from flagcore.plugins.filled import FilledKernelCosts
 from flagcore.plugins.guard import guarded
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loading import Plugin, load_plugin, make_plugin
@@ -100,8 +102,9 @@ class LoadedPlugins:
         return self._first([group.chip], "flagcore_memory_model", answers.memory_model, group=group, engine=engine)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
-        """Return the first plugin's answer, or None for the roofline."""
-        return self._first([chip], "flagcore_kernel_costs", answers.kernel_costs, chip=chip, engine=engine)
+        """Return the first plugin's answer, with the roofline where that is NaN; None for the roofline alone."""
+        table = self._first([chip], "flagcore_kernel_costs", answers.kernel_costs, chip=chip, engine=engine)
+        return None if table is None else FilledKernelCosts(table, Roofline(chip=chip))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return the first plugin's answer, or None for latency and bandwidth."""

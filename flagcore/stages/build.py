@@ -123,14 +123,16 @@ class _Crossing:
         """How many combinations one row stands for."""
         return prod(len(axis.values) for axis in self.axes[self.done :])
 
-    def _columns(self, rows: IntArray) -> dict[str, IntArray]:
-        return decode(rows, self.codes, [axis.knob for axis in self.axes[: self.done]])
+    def _columns(self, rows: IntArray, wanted: Sequence[Rule | Merge]) -> dict[str, IntArray]:
+        """Decode the knobs that some rules or merges look at, and no others."""
+        knobs = {knob for each in wanted for knob in each.knobs}
+        return decode(rows, self.codes, [axis.knob for axis in self.axes[: self.done]], knobs)
 
     def _distinct(self, rows: IntArray, merges: Sequence[Merge]) -> IntArray:
         if not merges:
             return rows
         for merge in merges:
-            rows = self._canonical(rows, merge.canonical(self._columns(rows)))
+            rows = self._canonical(rows, merge.canonical(self._columns(rows, (merge,))))
         distinct = np.unique(rows)
         self.merged += (rows.size - distinct.size) * self._remaining
         return distinct
@@ -152,7 +154,7 @@ class _Crossing:
     def _legal(self, rows: IntArray, rules: Sequence[Rule]) -> IntArray:
         if not rules:
             return rows
-        columns = self._columns(rows)
+        columns = self._columns(rows, rules)
         alive = np.ones(rows.shape, dtype=np.bool_)
         for rule in rules:
             broken = rule.broken(columns) & alive

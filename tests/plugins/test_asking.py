@@ -16,6 +16,7 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, UsageError
 from flagcore.hooks import hookimpl
+from flagcore.physics.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.testing.examples import group_of, task_on
 
@@ -237,6 +238,32 @@ def test_pruning_rules_of_all_plugins_are_joined() -> None:
     assert [found.name for found in loaded.pruning_rules(task_on(CHIP))] == ["r"]
     (failure,) = loaded.failures
     assert "SimpleNamespace.name = None, not str" in failure.reason
+
+
+class KnowsBf16:
+    """A table with gaps."""
+
+    def gemm_seconds(self, m: Any, n: Any, k: Any, precision: str) -> Any:
+        return np.full(np.shape(m), 7.0 if precision == "bf16" else np.nan)
+
+    def attention_seconds(self, batch: Any, heads: Any, sequence: Any, head_dim: Any, precision: str) -> Any:
+        return np.full(np.shape(batch), np.nan)
+
+    def memory_seconds(self, bytes_moved: Any) -> Any:
+        return np.where(bytes_moved > 1e6, 3.0, np.nan)
+
+
+def test_roofline_stands_in_for_what_a_kernel_table_does_not_know() -> None:
+    peak = Fact(value=1e12, source=SOURCE)
+    chip = replace(CHIP, memory_bandwidth_bytes_per_second=peak, dense_flops_per_second={"bf16": peak, "fp32": peak})
+    costs = LoadedPlugins.of({"x": plugin(kernel_costs=lambda: KnowsBf16())}).kernel_costs(chip, "megatron")
+    roofline = Roofline(chip=chip)
+    assert costs is not None
+    sizes = np.array([512.0, 1024.0])
+    assert costs.gemm_seconds(sizes, sizes, sizes, "bf16").tolist() == [7.0, 7.0]
+    assert (costs.gemm_seconds(sizes, sizes, sizes, "fp32") == roofline.gemm_seconds(sizes, sizes, sizes, "fp32")).all()
+    assert np.isfinite(costs.attention_seconds(sizes, sizes, sizes, sizes, "bf16")).all()
+    assert costs.memory_seconds(np.array([1e3, 1e7])).tolist() == [roofline.memory_seconds(np.array(1e3)), 3.0]
 
 
 class BreaksOnLargeColumns:

@@ -163,6 +163,16 @@ def test_what_a_plugin_prints_goes_to_stderr(install: Install, tmp_path: Path) -
     assert all(word in done.stderr for word in ("by python", "by the system", "by a child"))
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_plugins_load_with_closed_standard_streams(install: Install, tmp_path: Path, closed: str) -> None:
+    install("flagcore-loud", {"loud": "loud_plugin"}, {"loud_plugin": "print('hello')\n" + GOOD})
+    result = tmp_path / "result"
+    then = f"open({str(result)!r}, 'w').write(repr(loaded.failures) + ' '.join(p.name for p in loaded.plugins))"
+    run_load_plugins(tmp_path, then, shell=closed)
+    assert result.read_text().startswith("()")
+    assert "loud" in result.read_text()
+
+
 def test_new_and_changed_plugins_are_seen_at_once_with_and_without_a_home(install: Install, tmp_path: Path) -> None:
     install("flagcore-first", {"first": "first_plugin"}, {"first_plugin": GOOD})
     unwritable = {"HOME": "/nonexistent", "XDG_CACHE_HOME": ""}
@@ -183,12 +193,11 @@ def test_plugins_load_without_torch_and_optuna(install: Install, tmp_path: Path)
 
 
 def run_load_plugins(
-    folder: Path, then: str, settings: dict[str, str] | None = None
+    folder: Path, then: str, settings: dict[str, str] | None = None, shell: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    """Run load_plugins() in a fresh interpreter that sees `folder`."""
+    """Run load_plugins() in a fresh interpreter that sees `folder`; `shell` redirects its streams."""
     path = os.pathsep.join([str(folder), *(entry for entry in sys.path if entry)])
     code = f"from flagcore.plugins import load_plugins; loaded = load_plugins(); {then}"
     environment = {**os.environ, **(settings or {}), "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
+    argv = ["sh", "-c", f'exec "$0" -c "$1" {shell}', sys.executable, code]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=True)

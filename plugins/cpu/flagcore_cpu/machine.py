@@ -14,7 +14,11 @@ BOOST = 1.4
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What the operating system tells of a processor. `threads_per_core` is above 1 where siblings share a core."""
+    """What the operating system tells of a processor.
+
+    `double_pumped` says that it runs an AVX-512 instruction in two halves (AMD Zen 4); `threads_per_core` is above
+    1 where siblings share a core.
+    """
 
     model: str
     flags: frozenset[str]
@@ -37,8 +41,8 @@ class Processor:
         if not flags or clock is None:
             return None
         places = {(entry.get("physical id"), entry.get("core id", str(row))) for row, entry in enumerate(entries)}
-        older_amd = first.get("vendor_id") == "AuthenticAMD" and int(first.get("cpu family", "0")) < 26
-        return cls(first.get("model name", "cpu"), flags, *clock, older_amd, len(entries) / len(places))
+        zen4 = first.get("vendor_id") == "AuthenticAMD" and first.get("cpu family") == "25"
+        return cls(first.get("model name", "cpu"), flags, *clock, zen4, len(entries) / len(places))
 
     def fp32_flops_per_cycle(self) -> int:
         """Return 2 x lanes x multiply-add units: 16 lanes for AVX-512 (8 where it is double-pumped), 8 for AVX2."""

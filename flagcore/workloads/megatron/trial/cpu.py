@@ -1,7 +1,7 @@
 """All that stands in for a GPU when the trial runs on a CPU. Never used on an accelerator.
 
 Megatron-core names the device "cuda" in the text of many functions. Nothing in its files is edited: a few
-functions of torch and four of Megatron are replaced inside the rank's process, each for the reason beside it.
+functions of torch and of Megatron are replaced inside the rank's process, each for the reason beside it.
 The replacements are plain functions, not a function mode, because a mode is off while torch runs a backward
 pass, and recomputation runs the forward code there.
 """
@@ -17,23 +17,23 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("arange", "empty", "full", "ones", "rand", "tensor", "zeros")
 
 
 def stand_in_for_cuda() -> None:
     """Make "cuda" mean the CPU in this process. Call once per rank, before Megatron builds anything."""
-    # Schedules, optimizers and gradient clipping make small tensors with device="cuda".
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Schedules, optimizers and gradient clipping make small tensors with device="cuda", rotary embeddings
+    # under context parallelism one in pinned memory.
+    torch.tensor = _on_cpu(torch.tensor)
+    torch.zeros = _on_cpu(torch.zeros)
     # Passed as `device=` in some seventy places.
     torch.cuda.current_device = lambda: _CPU
     # Optimizers sort parameters by their type's name, such as torch.cuda.FloatTensor.
-    _replace(torch.Tensor, "type", _type)
+    torch.Tensor.type = _type
     # Rotary embeddings under context parallelism and tied embeddings move tensors to the device.
-    _replace(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
-    _replace(torch.Tensor, "pin_memory", lambda tensor, *args, **kwargs: tensor)
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
 
-    # Recomputation saves and restores the device's random state; nothing here draws from it.
+    # Recomputation saves the device's random state, which is not there, and restores it, for which torch would
+    # queue a call that waits for the device for ever.
     tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
     # The all-to-all dispatcher makes a stream when this is None, to copy split sizes in the background.
@@ -48,14 +48,9 @@ def config_overrides(interleaved: bool) -> dict[str, Any]:
     the losses go wrong without an error.
     """
     return {
-        "use_cpu_initialization": True,  # weights are made without the device's random states
         "batch_p2p_sync": False,  # a device synchronisation after each pipeline transfer
         "deallocate_pipeline_outputs": not interleaved,
     }
-
-
-def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    setattr(owner, name, function)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
