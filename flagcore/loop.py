@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from flagcore.contracts import Event, Launcher, OnEvent, Plugins, Strategy, TrialStore, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Lessons
-from flagcore.domain.plan import Plan, count, gain
+from flagcore.domain.plan import Plan, count, gains
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.errors import LaunchError
+from flagcore.errors import LaunchError, UsageError
 from flagcore.problem import Problem, pose
 from flagcore.stages.discover import present
 from flagcore.stages.launch import launch
@@ -98,7 +98,7 @@ class _Session:
             repeats=lessons.repeats,
             baseline=lessons.baseline,
             best=lessons.best,
-            gain=gain(lessons),
+            gains=gains(lessons),
             stopped_because=because,
         )
 
@@ -120,6 +120,8 @@ class _Session:
         except LaunchError as error:
             self.store.finish(replace(trial, state=TrialState.FAILED, reason=str(error)))
             raise
+        except UsageError as error:  # a plugin that fails to prepare this trial
+            done = replace(trial, state=TrialState.FAILED, reason=str(error))
         self.store.finish(done)
         self._learn()
         self._tell("trial_finished", done)

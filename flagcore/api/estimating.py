@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,19 +12,20 @@ from typing import Any
 import numpy as np
 
 from flagcore import plugins
-from flagcore.contracts import Costs
+from flagcore.contracts import Costs, Workload
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.job import Job
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.errors import FlagError, SpecError
+from flagcore.errors import FlagError, RunError, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem, pose
 from flagcore.spec import read_job, read_spec
-from flagcore.stages.build import check
+from flagcore.stages.build import check, refusals
 from flagcore.stages.discover import costs
 from flagcore.stages.predict import record
+from flagcore.stages.prune import LEARNED
 
 PUBLISHED_IMPLEMENTATION = "transformer_engine"
 """What a job record means that does not say: published runs use Megatron-LM's default layers."""
@@ -36,9 +38,16 @@ class Estimate:
     chip: str
     devices: int
     counts: Counts
-    says: Mapping[str, str]
     baseline: Mapping[str, Any]
     candidates: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where all combinations went, and what each rule that can remove one says, by its name."""
+
+    counts: Counts
+    says: Mapping[str, str]
 
 
 def estimate(
@@ -48,11 +57,7 @@ def estimate(
 
     `chip` names a chip to plan for instead of the spec's. Raises the errors of `flagcore.errors`.
     """
-    spec = read_spec(Path(spec_file))
-    if chip is not None:
-        spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
-    workload = plugins.workload(spec.train.engine)
-    problem = pose(spec, plugins.load_plugins(without), workload)
+    problem, _ = _pose(Path(spec_file), chip, without)
     rows = problem.pruned.open_rows
     time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
     order = rows[np.lexsort((problem.predictions.device_used_bytes[rows], time))[:top]]
@@ -62,15 +67,41 @@ def estimate(
     return Estimate(
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,
-        counts=explain(problem),
-        says={rule.name: rule.says for rule in workload.rules(task)},
+        counts=_before_trials(problem),
         baseline=_row(problem, baseline),
         candidates=tuple(_row(problem, int(row)) for row in order),
     )
 
 
-def explain(problem: Problem) -> Counts:
-    """Return where every combination of a problem went before any trial."""
+def explain(where: Path | str, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
+    """Tell where every combination of a spec file went, or of a run's folder with what its trials taught.
+
+    Raises the errors of `flagcore.errors`.
+    """
+    path = Path(where)
+    problem, workload = _pose(path / "spec.yaml" if path.is_dir() else path, chip, without)
+    counts = _before_trials(problem)
+    if path.is_dir():
+        try:
+            counts = Counts(**json.loads((path / "result.json").read_text(encoding="utf-8"))["counts"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path / 'result.json'} cannot be read ({error}); `flag tune` writes it") from None
+    platform, task = problem.platform, problem.platform.task
+    legality = (*workload.rules(task), *refusals(workload.axes(task), platform.support))
+    pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
+    says = {rule.name: rule.says for rule in legality} | {rule.name: rule.says for rule in pruning}
+    return Explanation(counts=counts, says=says | LEARNED)
+
+
+def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[Problem, Workload]:
+    spec = read_spec(spec_file)
+    if chip is not None:
+        spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
+    workload = plugins.workload(spec.train.engine)
+    return pose(spec, plugins.load_plugins(without), workload), workload
+
+
+def _before_trials(problem: Problem) -> Counts:
     nothing = Lessons(by_candidate={}, repeats=(), baseline=None, best=None)
     return count(problem.space, problem.pruned, nothing)
 

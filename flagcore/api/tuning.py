@@ -76,7 +76,7 @@ def tune(
         directory.open(new=new)
         with writable(directory.path):
             directory.claim(_identity(data, problem))
-            write(directory.path / "spec.yaml", as_yaml(data) + "\n")
+            write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
         return OptunaStore(directory.path, _choices(problem), direction=DIRECTIONS[spec.objective], url=storage)
 
     loaded = plugins.load_plugins(without)
@@ -90,7 +90,7 @@ def tune(
     )
     try:
         plan, problem = run_loop(spec, parts)
-        outcome = _keep(plan, problem, workload, directory.path, data)
+        outcome = _keep(plan, problem, workload, directory.path, _anywhere(data, file.parent))
     finally:
         directory.close()
     if plan.stopped_because == INTERRUPTED:
@@ -159,6 +159,17 @@ def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:
     """Return the user's spec with every knob fixed to the best value."""
     tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
     return as_yaml({**spec, "auto_tuner": {**tuner, "space": candidate.as_dict()}}) + "\n"
+
+
+def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
+    moved = dict(data)
+    if isinstance(data.get("model"), str):
+        moved["model"] = str((base / data["model"]).resolve())
+    cluster = data.get("cluster")
+    if isinstance(cluster, dict) and cluster.get("hostfile"):
+        moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
+    return moved
 
 
 def _identity(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:

@@ -51,21 +51,25 @@ def estimate_command(
 
 
 @click.command("explain")
-@options.spec
+@click.argument("spec", metavar="SPEC|RUN", type=click.Path())
 @click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
 @options.output
 @options.plugins
 def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, ...]) -> None:
-    """Tell where every combination of SPEC went: which rule removed how many, and what each rule says."""
+    """Tell where every combination of SPEC went: which rule removed how many, and what each rule says.
+
+    With the folder of a run, tell it as it was when the run ended.
+    """
     from dataclasses import asdict
 
     from flagcore import api
     from flagcore.report.formats import render
     from flagcore.report.text import funnel
 
-    found = api.estimate(spec, chip=chip, top=1, without=without)
-    says = [{"rule": name, "says": text} for name, text in found.says.items()]
+    found = api.explain(spec, chip=chip, without=without)
     if form == "table":
+        took = {**found.counts.illegal, **found.counts.pruned}
+        says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
         click.echo(funnel(found.counts))
         click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
     else:

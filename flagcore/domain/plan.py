@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What `flag tune` found. `gain` is best over baseline minus one, from the repeats where there are any."""
+    """What `flag tune` found. `gains` is best over baseline minus one, first runs first, then a figure a repeat."""
 
     chip: str
     devices: int
@@ -54,8 +53,13 @@ class Plan:
     repeats: tuple[Trial, ...]
     baseline: Trial | None
     best: Trial | None
-    gain: float | None
+    gains: tuple[float, ...]
     stopped_because: str
+
+    @property
+    def gain(self) -> float | None:
+        """The gain to tell: the least of the rounds, since a disturbed machine can make it look larger than it is."""
+        return min(self.gains, default=None)
 
 
 def count(space: Space, pruned: Pruned, lessons: Lessons) -> Counts:
@@ -85,27 +89,23 @@ def count(space: Space, pruned: Pruned, lessons: Lessons) -> Counts:
     )
 
 
-def gain(lessons: Lessons) -> float | None:
-    """Return how much faster the best is than the baseline, 0.25 for a quarter more tokens a second.
+def gains(lessons: Lessons) -> tuple[float, ...]:
+    """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens a second.
 
-    The repeats count, which ran in alternation at the end; where one of the two has none, the first runs.
-    None without a measured baseline.
+    The first runs are a round, each repeat of both another one. Empty without a measured baseline.
     """
     best, baseline = lessons.best, lessons.baseline
-    if not best or not baseline or not best.measurement or not baseline.measurement:
-        return None
+    if not best or not baseline or not baseline.measurement:
+        return ()
     if best.candidate == baseline.candidate:
-        return 0.0
-    again = [_speeds(lessons.repeats, trial.candidate) for trial in (best, baseline)]
-    if all(again):
-        return statistics.median(again[0]) / statistics.median(again[1]) - 1
-    fast, slow = (trial.measurement.tokens_per_second_per_device for trial in (best, baseline) if trial.measurement)
-    return fast / slow - 1
+        return (0.0,)
+    fast, slow = (_speeds((trial, *lessons.repeats), trial.candidate) for trial in (best, baseline))
+    return tuple(quick / steady - 1 for quick, steady in zip(fast, slow, strict=False))
 
 
-def _speeds(repeats: Sequence[Trial], candidate: Candidate) -> list[float]:
+def _speeds(trials: Sequence[Trial], candidate: Candidate) -> list[float]:
     return [
         trial.measurement.tokens_per_second_per_device
-        for trial in repeats
+        for trial in trials
         if trial.candidate == candidate and trial.measurement and trial.state is TrialState.MEASURED
     ]

@@ -26,6 +26,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "baseline": trial(plan.baseline) if plan.baseline else None,
         "best": trial(plan.best) if plan.best else None,
         "gain": plan.gain,
+        "gains": list(plan.gains),
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
     }

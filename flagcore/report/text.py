@@ -11,6 +11,22 @@ from flagcore.domain.trial import Trial
 from flagcore.report.formats import shown, table
 
 GIB = 2**30
+SHORT = {
+    "data_parallel_size": "DP",
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "expert_model_parallel_size": "EP",
+    "micro_batch_size": "MBS",
+    "sequence_parallel": "SP",
+    "use_distributed_optimizer": "dist-opt",
+    "num_layers_per_virtual_pipeline_stage": "layers/virtual stage",
+    "use_recompute": "recompute",
+    "recompute_granularity": "granularity",
+    "recompute_method": "method",
+    "recompute_num_layers": "layers",
+}
+"""What the field calls the knobs, for tables."""
 
 
 def plan_text(plan: Plan) -> str:
@@ -75,8 +91,10 @@ def _answer(plan: Plan) -> str:
         f"(spread {best.spread_s:.2g} s over {len(best.step_times_s)} steps)",
     ]
     if plan.gain is not None and plan.baseline:
-        how = "measured again in alternation" if plan.repeats else "from one run of each"
-        lines.append(f"  {plan.gain:+.1%} against the baseline ({candidate_text(plan.baseline.candidate)}), {how}")
+        lines.append(f"  {plan.gain:+.1%} tokens/s against the baseline: {candidate_text(plan.baseline.candidate)}")
+        if len(plan.gains) > 1:
+            rounds = ", ".join(f"{each:+.1%}" for each in plan.gains)
+            lines.append(f"  (the least of {len(plan.gains)} rounds of both: {rounds})")
     return "\n".join(lines)
 
 
@@ -126,8 +144,4 @@ def _deep(data: Mapping[str, Any], *keys: str) -> float | None:
 
 
 def _short(knob: str) -> str:
-    """Return a knob's name cut to what tells it apart: `tensor_model_parallel_size` is `tensor`."""
-    for end in ("_model_parallel_size", "_parallel_size", "_size"):
-        if knob.endswith(end):
-            return knob[: -len(end)]
-    return knob
+    return SHORT.get(knob, knob)

@@ -7,6 +7,7 @@ from collections import Counter
 from flagcore.contracts import Costs, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import Cluster, NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.collectives import AlphaBeta, topology_of
@@ -26,7 +27,7 @@ def discover(spec: Spec, plugins: Plugins) -> Platform:
     support = plugins.engine_support(chip, engine)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
         raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
-    cluster = _cluster(spec, chip, here)
+    cluster = _cluster(spec, chip, here, support)
     task = Task(spec=spec, cluster=cluster)
     return Platform(
         task=task,
@@ -85,14 +86,18 @@ def _found(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
     return max(known, key=lambda pair: (not plugins.engine_support(pair[0], engine).shared_devices, pair[1]))[0]
 
 
-def _cluster(spec: Spec, chip: Chip, here: tuple[Device, ...]) -> Cluster:
+def _cluster(spec: Spec, chip: Chip, here: tuple[Device, ...], support: EngineSupport) -> Cluster:
     wanted = spec.cluster
+    devices = wanted.devices_per_node or len(here) or chip.devices_per_node
     reported = [device.memory_bytes for device in here if device.memory_bytes]
+    memory = min(reported) if reported else None
+    if memory and support.shared_devices:
+        memory = sum(reported) // max(len(reported), devices)
     group = NodeGroup(
         chip=chip,
         nodes=wanted.nodes,
-        devices_per_node=wanted.devices_per_node or len(here) or chip.devices_per_node,
-        memory_bytes=wanted.memory_bytes_per_device or (min(reported) if reported else None),
+        devices_per_node=devices,
+        memory_bytes=wanted.memory_bytes_per_device or memory,
         hosts=wanted.hosts,
     )
     return Cluster(groups=(group,), present=bool(here))

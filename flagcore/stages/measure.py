@@ -19,7 +19,7 @@ from flagcore.domain.launch import Exit, FailurePattern
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
-HOPELESS = 1.3
+HOPELESS = 1.5
 POLL_SECONDS = 0.25
 TAIL_BYTES = 256 * 1024
 

@@ -17,6 +17,13 @@ from flagcore.domain.trial import Trial, TrialState
 AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
 CANNOT_WIN = "cannot_beat_the_best"
+LEARNED = {
+    DOES_NOT_FIT: "its predicted memory is more than a device has",
+    AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
+    AS_MUCH_WORK: "a trial was measured, and this one does the same work and recomputes more",
+    CANNOT_WIN: "its predicted interval lies above that of a candidate that was measured",
+}
+"""What the rules of this stage say, by name."""
 
 
 def prune(

@@ -41,13 +41,16 @@ def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolAr
 
 
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
-    """Return where `less` surely recomputes no more than `more`: a lower level, or fewer layers by block."""
+    """Return where `less` surely recomputes no more than `more`: not at all, or fewer layers by block.
+
+    Selective and full recompute have no order: some layers in full may keep the scores of the others.
+    """
     low, high = _level(less), _level(more)
     same_method = less["recompute_method"] == more["recompute_method"]
     layers, others = less["recompute_num_layers"], more["recompute_num_layers"]
     block = (less["recompute_method"] == BLOCK) & (layers <= others)
     same: BoolArray = same_method & ((layers == others) | block)
-    result: BoolArray = (low < high) | ((low == high) & same)
+    result: BoolArray = (low == 0) | ((low == high) & same)
     return result
 
 

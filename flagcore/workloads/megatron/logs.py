@@ -6,13 +6,14 @@ and `training/arguments.py` (`_print_args`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)")
-LOSS = re.compile(r"lm loss:\s*([-+0-9.eE]+|nan|inf|-inf)", re.IGNORECASE)
+LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
 NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*([1-9]\d*)")
 MEMORY = re.compile(
     r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|"
@@ -20,6 +21,9 @@ MEMORY = re.compile(
 )
 ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
 MIB = 1 << 20
+LONGEST_LINE = 4096
+LARGEST_LOG = 64 << 20
+"""Bytes beyond these are not looked at: a trial may print anything."""
 
 
 @dataclass(slots=True)
@@ -39,7 +43,7 @@ def read_logs(files: Iterable[Path]) -> MegatronLog:
     for file in files:
         try:
             with file.open("rb") as lines:
-                for line in lines:
+                while lines.tell() < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
                     _read_line(line.decode("utf-8", errors="replace"), log)
         except OSError:
             continue
@@ -48,13 +52,26 @@ def read_logs(files: Iterable[Path]) -> MegatronLog:
 
 def _read_line(line: str, log: MegatronLog) -> None:
     if step := ITERATION.search(line):
-        log.step_times_s.append(float(step[2]) / 1000)
-        loss = LOSS.search(line)
-        bad = NAN_ITERATIONS.search(line) or (loss and loss[1].lower().lstrip("+-") in ("nan", "inf"))
-        if loss or bad:
-            log.losses.append(None if bad or loss is None else float(loss[1]))
+        seconds = _number(step[2])
+        if seconds is None:
+            return
+        log.step_times_s.append(seconds / 1000)
+        if loss := LOSS.search(line):
+            log.losses.append(None if NAN_ITERATIONS.search(line) else _number(loss[1]))
+        elif NAN_ITERATIONS.search(line):
+            log.losses.append(None)
     elif memory := MEMORY.search(line):
-        log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(float(memory[2]) * MIB))
-        log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(float(memory[3]) * MIB))
+        allocated, reserved = _number(memory[2]), _number(memory[3])
+        log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int((allocated or 0) * MIB))
+        log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int((reserved or 0) * MIB))
     elif argument := ARGUMENT.match(line):
         log.arguments.setdefault(argument[1], argument[2])
+
+
+def _number(text: str) -> float | None:
+    """Return `text` as a finite number, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

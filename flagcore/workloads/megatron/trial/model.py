@@ -86,6 +86,7 @@ def transformer_config(job: Job) -> Any:
         "num_query_groups": model.num_query_groups,
         "kv_channels": model.kv_channels,
         "qk_layernorm": model.qk_layernorm,
+        "add_qkv_bias": model.add_qkv_bias,
         "mtp_num_layers": model.mtp_num_layers,
         "normalization": "RMSNorm",
         "gated_linear_unit": model.gated_linear_unit,

@@ -1,0 +1,94 @@
+"""Small made-up tasks: a chip, a model, a cluster and what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.chip import Chip, Fact, Link, Source, Support
+from flagcore.domain.cluster import Cluster, NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.model import Model
+from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
+from flagcore.physics.collectives import AlphaBeta, topology_of
+from flagcore.physics.memory import PlainMemory
+from flagcore.physics.roofline import Roofline
+from flagcore.workloads.megatron.knobs import KNOBS, neutral
+
+SOURCE = Source(kind="datasheet", detail="made up for these tests")
+CHIP = Chip(
+    name="test-chip",
+    vendor="test",
+    aliases=("Test Accelerator 9000",),
+    memory_bytes=Fact(value=80e9, source=SOURCE),
+    memory_bandwidth_bytes_per_second=Fact(value=3e12, source=SOURCE),
+    dense_flops_per_second={"bf16": Fact(value=900e12, source=SOURCE)},
+    link=Link(name="fabric", topology="switch", bytes_per_second=Fact(value=400e9, source=SOURCE)),
+)
+DENSE = Model(
+    name="dense",
+    num_layers=4,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=1000,
+)
+EXPERTS = dataclasses.replace(DENSE, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32)
+
+
+def task(
+    model: Model = DENSE,
+    *,
+    devices: int = 4,
+    chip: Chip = CHIP,
+    memory_bytes: int | None = None,
+    control: Control | None = None,
+    space: Mapping[str, Any] | None = None,
+    **train: Any,
+) -> Task:
+    """A task on one node; `train` overrides seq_length 128, global_batch_size 8, bf16."""
+    job = {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16", **train}
+    spec = Spec(
+        model=model,
+        cluster=ClusterSpec(),
+        train=TrainSpec(**job),
+        control=control or Control(),
+        space=space or {},
+    )
+    group = NodeGroup(chip=chip, nodes=1, devices_per_node=devices, memory_bytes=memory_bytes)
+    return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def costs(task: Task, capacity: float | None = 80e9) -> Costs:
+    """The core's own models."""
+    group = task.cluster.groups[0]
+    return Costs(
+        memory=PlainMemory(capacity=capacity),
+        kernels=Roofline(chip=group.chip),
+        collectives=AlphaBeta(topology=topology_of(group) or Topology(levels=())),
+    )
+
+
+def platform(task: Task, **changes: Any) -> Platform:
+    """A platform without plugins' answers."""
+    plain = Platform(
+        task=task,
+        costs=costs(task),
+        support=EngineSupport(support=Support.YES),
+        environment={},
+        pruning_rules=(),
+        failure_patterns=(),
+        telemetry=(),
+        prepare_launch=lambda launch: launch,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def candidate(**values: KnobValue) -> Candidate:
+    """A candidate of the megatron engine; knobs that are not given are neutral."""
+    return Candidate.of({knob: values.get(knob, neutral(knob)) for knob in KNOBS})
