@@ -13,7 +13,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Role, Trial
 
 
@@ -157,14 +157,20 @@ class Workload(Protocol):
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         """Return the row of the usual space that an expert would write down."""
 
+    def ready(self, spec: Spec) -> None:
+        """Return if trials of `spec` can run here. Raises SpecError or NoDevice with what is in the way."""
+
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Write what a run needs into `folder` and return how to start it.
 
         A trial is cut to `control.train_iters` steps; `for_real` is the user's own job with this candidate.
         """
 
-    def progress(self, folder: str) -> tuple[float, ...]:
-        """Return the seconds of the steps that a running trial has finished, warm-up included."""
+    def progress(self, folder: str) -> Callable[[], tuple[float, ...]]:
+        """Return a function that tells the seconds of the steps a running trial has finished, warm-up included.
+
+        It is called about twice a second while the trial runs, and reads on where it was.
+        """
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return what a finished trial measured; with `partial`, what the steps so far of an ended one did.

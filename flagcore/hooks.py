@@ -59,7 +59,8 @@ class CostHooks:
     def flagcore_memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
         """Return how a device of `group` spends memory under `engine`, or None if the chip is not yours.
 
-        Bytes per device. Asked once a task, never per candidate.
+        Bytes per device. Asked once a task, never per candidate. Without an answer the core takes what the
+        device has, with 1.2 GB of context and 1% of fragments.
         """
 
     @hookspec(firstresult=True)
@@ -82,7 +83,7 @@ class EngineHooks:
     def flagcore_engine_support(self, chip: Chip, engine: str) -> EngineSupport | None:
         """Return whether and how `engine` runs on `chip`: torch device, backend, quirks; None if the chip is not yours.
 
-        Asked once a task and by `flag doctor`. None from everybody means unknown, which is not no.
+        Asked once a task. None from everybody means unknown, which is not no: it can be predicted, but not run.
         """
 
     @hookspec
@@ -116,12 +117,14 @@ class TrialHooks:
     def flagcore_failure_patterns(self, chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
         """Return log patterns that say why a trial failed, or None if the chip is not yours. Asked once a task.
 
-        The first pattern that matches a line decides; the engine's own patterns come after all plugins'.
+        Patterns of memory that ran out are tried first, then the others in order, the engine's own last; the
+        first that matches any line decides.
         """
 
     @hookspec(firstresult=True)
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         """Return something that reads `device` about once a second during a trial, or None. Asked once a device.
 
-        A reading that raises ends the telemetry of that device, not the trial.
+        Names end in their units: `memory_used_bytes`, `power_watts`. A reading that raises ends the telemetry of
+        that device, not the trial.
         """

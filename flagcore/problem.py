@@ -32,7 +32,10 @@ def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     """Discover, build, predict, prune. Raises NothingFits when no candidate is left, saying what each rule took."""
     platform = discover(spec, plugins)
     baseline = _baseline(platform, workload)
-    space = _space(platform, workload, platform.task, baseline).with_candidate(baseline)
+    space = _space(platform, workload, platform.task, baseline)
+    if not len(space):
+        raise NothingFits(_why_nothing_fits(space, None, None))
+    space = space.with_candidate(baseline)
     predictions = predict(platform.task, workload, space, platform.costs)
     rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
     pruned = prune(space, predictions, workload, rules, ())
@@ -56,6 +59,8 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
     if given is None:
         usual = replace(task, spec=replace(task.spec, space=workload.usual_space(task)))
         space = _space(platform, workload, usual)
+        if not len(space):
+            space = _space(platform, workload, task)
         if not len(space):
             raise NothingFits(_why_nothing_fits(space, None, None))
         predictions = predict(task, workload, space, platform.costs)

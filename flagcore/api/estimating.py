@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from flagcore import plugins
+from flagcore.api.telling import loaded_plugins, tell
 from flagcore.contracts import Costs, Workload
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.job import Job
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
@@ -51,13 +54,17 @@ class Explanation:
 
 
 def estimate(
-    spec_file: Path | str, *, chip: str | None = None, top: int = 10, without: Collection[str] = ()
+    spec_file: Path | str,
+    *,
+    chip: str | None = None,
+    top: int = 10,
+    without: Collection[str] = (),
 ) -> Estimate:
     """Predict all candidates of `spec_file` and return the `top` fastest. Nothing runs, no hardware is needed.
 
     `chip` names a chip to plan for instead of the spec's. Raises the errors of `flagcore.errors`.
     """
-    problem, _ = _pose(Path(spec_file), chip, without)
+    problem, workload = _pose(Path(spec_file), chip, without)
     rows = problem.pruned.open_rows
     time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
     order = rows[np.lexsort((problem.predictions.device_used_bytes[rows], time))[:top]]
@@ -68,8 +75,8 @@ def estimate(
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,
         counts=_before_trials(problem),
-        baseline=_row(problem, baseline),
-        candidates=tuple(_row(problem, int(row)) for row in order),
+        baseline=_row(problem, workload, baseline),
+        candidates=tuple(_row(problem, workload, int(row)) for row in order),
     )
 
 
@@ -98,7 +105,10 @@ def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
     workload = plugins.workload(spec.train.engine)
-    return pose(spec, plugins.load_plugins(without), workload), workload
+    with loaded_plugins(without) as loaded:
+        problem = pose(spec, loaded, workload)
+    tell(problem.pruned.broken_rules)
+    return problem, workload
 
 
 def _before_trials(problem: Problem) -> Counts:
@@ -108,58 +118,67 @@ def _before_trials(problem: Problem) -> Counts:
 
 def estimate_jobs(lines: Iterable[Mapping[str, Any]], *, without: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """Predict job records one by one, in order. A bad record gives a status and a reason, never an exception."""
-    loaded = plugins.load_plugins(without)
-    estimator = _Jobs(loaded)
-    for line in lines:
-        name = line.get("id") if isinstance(line, Mapping) else None
-        try:
-            yield {"id": name, **estimator.predict(read_job(line))}
-        except SpecError as error:
-            yield {"id": name, "status": "unknown" if error.key == "kind" else "invalid", "reason": str(error)}
-        except FlagError as error:
-            yield {"id": name, "status": "unknown", "reason": str(error)}
+    with loaded_plugins(without) as loaded:
+        estimator = _Jobs(loaded)
+        for line in lines:
+            name = _name(line)
+            try:
+                yield {"id": name, **estimator.predict(read_job(line))}
+            except SpecError as error:
+                yield {"id": name, "status": "unknown" if error.key == "kind" else "invalid", "reason": str(error)}
+            except FlagError as error:
+                yield {"id": name, "status": "unknown", "reason": str(error)}
+
+
+def _name(line: object) -> str | None:
+    """Return the id of a job record as text that can be printed."""
+    name = line.get("id") if isinstance(line, Mapping) else None
+    return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 
 
 class _Jobs:
     """Predicts jobs; what plugins say of a cluster is asked once."""
 
     def __init__(self, loaded: LoadedPlugins) -> None:
-        self.loaded = loaded
-        self.costs = lru_cache(maxsize=None)(self._costs)
+        self._loaded = loaded
+        self._platform = lru_cache(maxsize=None)(self._ask)
 
     def predict(self, job: Job) -> dict[str, Any]:
         """Return status and figures of one job."""
-        chip = self.loaded.find_chip(job.chip)
+        chip = self._loaded.find_chip(job.chip)
         if chip is None:
             return {"status": "unknown", "reason": f"no installed plugin knows the chip {job.chip!r}"}
-        workload = plugins.workload(job.train.engine)
-        group = NodeGroup(
-            chip=chip,
-            nodes=max(1, -(-job.devices // job.devices_per_node)),
-            devices_per_node=min(job.devices_per_node, job.devices),
-        )
-        train = replace(job.train, implementation=job.train.implementation or PUBLISHED_IMPLEMENTATION)
-        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=train)
-        task = Task(spec=spec, cluster=Cluster(groups=(group,), present=False))
-        if task.cluster.devices != job.devices:
+        if job.devices % min(job.devices_per_node, job.devices):
             reason = f"cluster.devices = {job.devices} is no multiple of devices_per_node = {job.devices_per_node}"
             return {"status": "invalid", "reason": reason}
+        workload = plugins.workload(job.train.engine)
         unmodelled = workload.unmodelled(job.candidate)
         if unmodelled:
             return {"status": "unknown", "reason": unmodelled}
-        columns, broken = check(workload.columns(task, job.candidate), workload.rules(task), workload.merges(task))
+        devices = min(job.devices_per_node, job.devices)
+        group, made, support = self._platform(chip.name, job.devices // devices, devices, job.train.engine)
+        train = replace(job.train, implementation=job.train.implementation or PUBLISHED_IMPLEMENTATION)
+        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=train)
+        task = Task(spec=spec, cluster=Cluster(groups=(group,)))
+        rules = (*workload.rules(task), *refusals(workload.axes(task), support))
+        columns, broken = check(workload.columns(task, job.candidate), rules, workload.merges(task))
         if broken:
             return {"status": "invalid", "reason": "; ".join(rule.says for rule in broken)}
-        figures = workload.predict(task, columns, self.costs(chip.name, group.nodes, group.devices_per_node)).row(0)
-        return {"status": "ok", **record(task, figures)}
+        figures = workload.predict(task, columns, made).row(0)
+        components = workload.components(task, Candidate.of(job.candidate), made)
+        return {"status": "ok", **record(task, replace(figures, components=components))}
 
-    def _costs(self, chip: str, nodes: int, devices_per_node: int) -> Costs:
-        known = self.loaded.find_chip(chip)
+    def _ask(self, chip: str, nodes: int, devices: int, engine: str) -> tuple[NodeGroup, Costs, EngineSupport]:
+        known = self._loaded.find_chip(chip)
         assert known is not None
-        group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices_per_node)
-        return costs(Cluster(groups=(group,)), self.loaded, "megatron")
+        group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices)
+        made = costs(Cluster(groups=(group,)), self._loaded, engine)
+        return group, made, self._loaded.engine_support(known, engine)
 
 
-def _row(problem: Problem, row: int) -> dict[str, Any]:
-    prediction = record(problem.platform.task, problem.predictions.row(row))
-    return {"candidate": problem.space.candidate(row).as_dict(), **prediction}
+def _row(problem: Problem, workload: Workload, row: int) -> dict[str, Any]:
+    """Return one candidate with its prediction and, by component, what its worst stage holds."""
+    task, candidate = problem.platform.task, problem.space.candidate(row)
+    components = workload.components(task, candidate, problem.platform.costs)
+    prediction = replace(problem.predictions.row(row), components=components)
+    return {"candidate": candidate.as_dict(), **record(task, prediction)}

@@ -7,18 +7,20 @@ from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from flagcore import __version__, plugins
+from flagcore.api.telling import loaded_plugins
 from flagcore.errors import FlagError, NoDevice
 
 
 def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the devices of this machine with what plugins know of their chips. Raises NoDevice if there is none."""
-    loaded = plugins.load_plugins(without)
-    found = loaded.devices()
-    if not found:
-        failed = "".join(f"; {failure}" for failure in loaded.failures)
-        raise NoDevice(f"no device found by the installed plugins ({', '.join(_names(loaded)) or 'none'}){failed}")
-    return [_device(loaded, device) for device in found]
+    with loaded_plugins(without) as loaded:
+        found = loaded.devices()
+        if not found:
+            raise NoDevice(f"no device found by the installed plugins ({', '.join(_names(loaded)) or 'none'})")
+        return [_device(loaded, device) for device in found]
 
 
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -66,9 +68,7 @@ def doctor() -> list[dict[str, Any]]:
             records.append(_part(name, "engine", None, str(error)))
             continue
         for module, requirement in engine.modules.items():
-            distribution = requirement.split(">")[0].split("=")[0].split("<")[0]
-            mend = f"pip install 'flagcore[{name}]'"
-            records.append(_part(distribution, f"engine {name} ({module})", _version(distribution), mend))
+            records.append(_requirement(Requirement(requirement), f"engine {name} ({module})", name))
     for record in plugin_table():
         name, loaded = record["distribution"] or record["name"], record["status"] == "loaded"
         records.append(
@@ -98,11 +98,15 @@ def _part(name: str, purpose: str, found: str | None, mend: str) -> dict[str, An
     return {"name": name, "for": purpose, "version": found, "ok": found is not None, "mend": mend if not found else ""}
 
 
-def _version(distribution: str) -> str | None:
+def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any]:
+    """Return a record of an installed distribution, not ok if it is missing or of another version than wanted."""
+    mend = f"pip install 'flagcore[{extra}]'"
     try:
-        return version(distribution)
+        found = version(wanted.name)
     except PackageNotFoundError:
-        return None
+        return _part(wanted.name, purpose, None, mend)
+    fits = wanted.specifier.contains(found, prereleases=True)
+    return {"name": wanted.name, "for": purpose, "version": found, "ok": fits, "mend": "" if fits else mend}
 
 
 def _names(loaded: plugins.LoadedPlugins) -> list[str]:

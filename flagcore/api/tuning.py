@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
+import sys
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flagcore import plugins
+from flagcore.api.telling import loaded_plugins, tell
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.spec import Spec
-from flagcore.errors import EveryTrialFailed, Interrupted, NoDevice, RunError, UsageError
-from flagcore.loop import INTERRUPTED, Parts
+from flagcore.errors import EveryTrialFailed, Interrupted, RunError, UsageError
+from flagcore.loop import Ending, Parts
 from flagcore.loop import tune as run_loop
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
-from flagcore.report.result import DIRECTIONS, result
+from flagcore.report.result import result
 from flagcore.report.text import candidate_text, plan_text
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.launch import prepared
@@ -62,64 +61,74 @@ def tune(
 
     An existing run goes on where it was; `new` moves it aside first. `without` names plugins to leave out,
     `storage` any optuna storage to use instead of the run's own journal. Raises the errors of
-    `flagcore.errors`; on Interrupted and EveryTrialFailed the result is written all the same.
+    `flagcore.errors`; the result is written all the same once a trial has run.
     """
     file = Path(spec_file)
     data = spec_as_data(file)
     spec = parse_spec(data, file=str(file), base=file.parent)
     workload = plugins.workload(spec.train.engine)
     launcher, strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
-    _needs(workload, spec)
+    workload.ready(spec)
     directory = RunDirectory(Path(run_dir) if run_dir else RUNS / file.stem)
 
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)
-        with writable(directory.path):
-            directory.claim(_identity(data, problem))
-            write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
-        return OptunaStore(directory.path, _choices(problem), direction=DIRECTIONS[spec.objective], url=storage)
+        tell(problem.pruned.broken_rules)
+        name = directory.claim(_task(data, problem), {"baseline": problem.baseline.as_dict()})
+        write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
+        return OptunaStore(directory.path, _choices(problem), run=name, objective=spec.objective, url=storage)
 
-    loaded = plugins.load_plugins(without)
-    parts = Parts(
-        plugins=loaded,
-        workload=workload,
-        launcher=launcher,
-        strategy=strategy,
-        open_store=open_store,
-        on_event=on_event or _silent,
-    )
-    try:
-        plan, problem = run_loop(spec, parts)
-        outcome = _keep(plan, problem, workload, directory.path, _anywhere(data, file.parent))
-    finally:
-        directory.close()
-    if plan.stopped_because == INTERRUPTED:
-        raise Interrupted(f"interrupted; {len(plan.trials)} trials are kept in {directory.path}")
-    if plan.best is None:
-        raise EveryTrialFailed(_failures(plan, directory.path))
+    with loaded_plugins(without) as loaded:
+        known = None if new else directory.known()
+        baseline = known["fixed"].get("baseline") if known and known["task"].get("spec") == data else spec.baseline
+        try:
+            parts = Parts(
+                plugins=loaded,
+                workload=workload,
+                launcher=launcher,
+                strategy=strategy,
+                open_store=open_store,
+                on_event=on_event or _unseen,
+            )
+            ending = run_loop(replace(spec, baseline=baseline), parts)
+            outcome = _keep(ending, workload, directory.path, _anywhere(data, file.parent))
+        finally:
+            directory.close()
+    if isinstance(ending.error, Interrupted):
+        raise Interrupted(f"interrupted; {len(ending.plan.trials)} trials are kept in {directory.path}")
+    if ending.error:
+        raise ending.error
+    if ending.plan.best is None:
+        raise EveryTrialFailed(_failures(ending.plan, directory.path))
     return outcome
 
 
-def run_best(run_dir: Path | str, *, stdout: Any = None) -> int:
-    """Start the best configuration of a run for real, in the foreground, and return its exit status.
+def run_best(run_dir: Path | str, *, stdout: int | None = None) -> NoReturn:
+    """Become the best configuration of a run, for real: this process is replaced by it.
 
-    Raises RunError if the run has no best configuration.
+    `stdout` is a file descriptor for its output. Raises RunError if the run has no best configuration,
+    UsageError if it cannot be started.
     """
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
-        argv, environment, folder = launch["argv"], launch["environment"], launch["directory"]
+        argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
         raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
+    sys.stdout.flush()
+    if stdout is not None:
+        os.dup2(stdout, 1)
     try:
-        return subprocess.run(argv, env={**os.environ, **environment}, cwd=folder, stdout=stdout).returncode
-    except OSError as error:
-        raise UsageError(f"{argv[0]} cannot be started: {error.strerror or error}") from None
+        os.chdir(folder)
+        os.execvpe(argv[0], argv, {**os.environ, **environment})
+    except (OSError, ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
 
 
-def _keep(plan: Plan, problem: Problem, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+def _keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
+    plan, problem = ending.plan, ending.problem
     data = result(plan, str(run_dir))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -166,14 +175,17 @@ def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     moved = dict(data)
     if isinstance(data.get("model"), str):
         moved["model"] = str((base / data["model"]).resolve())
+    train = dict(data.get("train") or {})
+    if train.get("command"):
+        moved["train"] = {**train, "directory": str((base / train.get("directory", ".")).resolve())}
     cluster = data.get("cluster")
     if isinstance(cluster, dict) and cluster.get("hostfile"):
         moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
     return moved
 
 
-def _identity(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return what must not change while a run goes on: the spec, the hardware, and what was asked of the engine."""
+def _task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
+    """Return what must not change while a run goes on: the spec as it was written, and the hardware."""
     group = problem.platform.task.cluster.groups[0]
     hardware = {"chip": group.chip.name, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
     return {"spec": dict(data), "model": asdict(problem.platform.task.spec.model), "hardware": hardware}
@@ -187,28 +199,11 @@ def _choices(problem: Problem) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def _needs(workload: Workload, spec: Spec) -> None:
-    """Raise NoDevice unless the engine's modules are here; a user's own command brings its own."""
-    missing = [pip for module, pip in workload.modules.items() if not _installed(module)]
-    if missing and spec.train.command is None:
-        raise NoDevice(
-            f"the engine {workload.name} needs {', '.join(missing)}, not installed here; "
-            f"pip install 'flagcore[{workload.name}]', or use train.command"
-        )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
 def _failures(plan: Plan, run_dir: Path) -> str:
     last = plan.trials[-1] if plan.trials else None
     why = f"; the last one: {last.state.value}: {last.reason} ({run_dir / last.log})" if last else ""
     return f"none of {len(plan.trials)} trials gave a measurement{why}"
 
 
-def _silent(event: Event) -> None:
+def _unseen(event: Event) -> None:
     """Drop an event."""

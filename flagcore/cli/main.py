@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -40,6 +42,14 @@ class Commands(click.Group):
         command: click.Command = getattr(import_module(COMMANDS[cmd_name]), f"{cmd_name}_command")
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command. A reader that has seen enough (`flag schema | head`) is no failure."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _forget_stdout()
+            raise click.exceptions.Exit(0) from None
+
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="flag")
@@ -54,10 +64,12 @@ def flag() -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its status."""
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt)
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
+            signal.signal(ending, _interrupt)
     try:
         status = flag.main(args=list(argv) if argv is not None else None, prog_name="flag", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except FlagError as error:
         click.echo(f"flag: {error}", err=True)
         status = error.exit_code
@@ -72,12 +84,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         click.echo("flag: interrupted", err=True)
         status = 130
     except BrokenPipeError:
-        sys.stderr.close()
+        _forget_stdout()
         status = 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _forget_stdout()
+        click.echo(f"flag: the output cannot be written: {error.strerror}", err=True)
+        status = 2
     except RecursionError:
         click.echo("flag: the input is nested too deeply", err=True)
         status = 2
     sys.exit(status or 0)
+
+
+def _forget_stdout() -> None:
+    """Let what is still to be printed go nowhere: Python would complain of it at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

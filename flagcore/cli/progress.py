@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
@@ -19,7 +19,13 @@ def progress(stream: TextIO, quiet: bool) -> Iterator[OnEvent]:
         with _bar(stream) as draw:
             yield draw
     else:
-        yield lambda event: print(line(event), file=stream, flush=True)
+        yield lambda event: _print(line(event), stream)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Print a line; a reader of stderr that is gone must not end a run."""
+    with suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
 
 
 def line(event: Event) -> str:

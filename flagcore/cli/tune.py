@@ -43,16 +43,20 @@ def tune_command(
     if not quiet:
         click.echo(f"Kept in {found.run_dir}; start the best with `flag run {found.run_dir}`.", err=True)
     if found.run_best:
-        sys.exit(api.run_best(found.run_dir, stdout=sys.stderr))
+        api.run_best(found.run_dir, stdout=2)
 
 
 @click.command("run")
 @click.argument("run", type=click.Path())
 def run_command(run: str) -> None:
-    """Start the best configuration that RUN (a run's folder) found, for real, in the foreground."""
+    """Start the best configuration that RUN (a run's folder) found, for real, in the foreground.
+
+    This process becomes it. flagcore's own trial program trains `train_iters` steps on generated tokens; a
+    `train.command` of yours is started without the flags that cut a trial short.
+    """
     from flagcore import api
 
-    sys.exit(api.run_best(run))
+    api.run_best(run)
 
 
 TRIAL_COLUMNS = {

@@ -46,10 +46,9 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A list of node groups, usually one. `present` is False when the hardware is only planned for."""
+    """A list of node groups, usually one."""
 
     groups: tuple[NodeGroup, ...]
-    present: bool = True
 
     @property
     def devices(self) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Support
@@ -26,14 +25,13 @@ class EngineSupport:
     `device_type` is torch's name of the device, `distributed_backend` torch.distributed's name of the
     collectives, `preload` the modules to import before the first tensor. `shared_devices`
     says that processes may outnumber devices and live in the machine's own memory, as on a plain CPU.
-    `settings` are engine flags that this chip needs.
+    Without a device type and a backend nothing can be run, only predicted.
     """
 
     support: Support
     reason: str = ""
-    device_type: str = "cpu"
-    distributed_backend: str = "gloo"
+    device_type: str | None = None
+    distributed_backend: str | None = None
     preload: tuple[str, ...] = ()
     shared_devices: bool = False
     refused: tuple[Refused, ...] = ()
-    settings: Mapping[str, KnobValue] = field(default_factory=dict)

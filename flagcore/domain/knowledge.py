@@ -54,6 +54,11 @@ class Lessons:
         """One trial a candidate, in the order in which they ran."""
         return tuple(sorted(self.by_candidate.values(), key=lambda trial: trial.number))
 
+    def repeats_of(self, candidate: Candidate) -> tuple[Trial, ...]:
+        """Return the repeats of a candidate that came to an end of their own, in order."""
+        ended = (trial for trial in self.repeats if trial.state is not TrialState.INTERRUPTED)
+        return tuple(trial for trial in ended if trial.candidate == candidate)
+
     @property
     def settled(self) -> frozenset[Candidate]:
         """Candidates that need no further trial; one that was interrupted may be tried again."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import DOES_NOT_FIT, Lessons, Pruned
 from flagcore.domain.space import Space
+from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial, TrialState
 
 
@@ -62,50 +62,57 @@ class Plan:
         return min(self.gains, default=None)
 
 
+def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, because: str) -> Plan:
+    """Sum up what is known of a task."""
+    return Plan(
+        chip=task.cluster.groups[0].chip.name,
+        devices=task.cluster.devices,
+        objective=task.spec.objective,
+        counts=count(space, pruned, lessons),
+        trials=lessons.trials,
+        repeats=lessons.repeats,
+        baseline=lessons.baseline,
+        best=lessons.best,
+        gains=gains(lessons),
+        stopped_because=because,
+    )
+
+
 def count(space: Space, pruned: Pruned, lessons: Lessons) -> Counts:
     """Balance the books. A candidate that ran counts as what its trial was, whatever a rule said of it later."""
-    removed = Counter(dict.fromkeys(pruned.rules, 0))
-    for code in range(1, len(pruned.rules) + 1):
-        removed[pruned.rules[code - 1]] = int((pruned.rule == code).sum())
-    states = Counter(trial.state for trial in lessons.trials)
-    for trial in lessons.trials:
-        row = space.find(trial.candidate)
-        if row is not None and pruned.rule[row]:
-            removed[pruned.rules[int(pruned.rule[row]) - 1]] -= 1
-    failed = sum(number for state, number in states.items() if state.failed)
-    does_not_fit = removed.pop(DOES_NOT_FIT, 0)
-    settled = states[TrialState.MEASURED] + states[TrialState.STOPPED] + failed
+    ran = {row: trial for trial in lessons.trials if (row := space.find(trial.candidate)) is not None}
+    states = Counter(trial.state for trial in ran.values())
+    rule = pruned.rule.copy()
+    rule[list(ran)] = -1
+    removed = {name: int((rule == place + 1).sum()) for place, name in enumerate(pruned.rules)}
     return Counts(
         combinations=space.combinations,
         illegal=dict(space.illegal),
         merged=space.merged,
         candidates=len(space),
-        does_not_fit=does_not_fit,
+        does_not_fit=removed.pop(DOES_NOT_FIT, 0),
         pruned={name: number for name, number in removed.items() if number},
         measured=states[TrialState.MEASURED],
         stopped=states[TrialState.STOPPED],
-        failed=failed,
-        untried=len(space) - does_not_fit - sum(removed.values()) - settled,
+        failed=sum(number for state, number in states.items() if state.failed),
+        untried=int((rule == 0).sum()),
     )
 
 
 def gains(lessons: Lessons) -> tuple[float, ...]:
     """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens a second.
 
-    The first runs are a round, each repeat of both another one. Empty without a measured baseline.
+    The first runs are a round, each repeat of both another one; a round of which one half has no measurement
+    does not count. Empty without a measured baseline.
     """
     best, baseline = lessons.best, lessons.baseline
-    if not best or not baseline or not baseline.measurement:
+    if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
         return ()
     if best.candidate == baseline.candidate:
         return (0.0,)
-    fast, slow = (_speeds((trial, *lessons.repeats), trial.candidate) for trial in (best, baseline))
-    return tuple(quick / steady - 1 for quick, steady in zip(fast, slow, strict=False))
-
-
-def _speeds(trials: Sequence[Trial], candidate: Candidate) -> list[float]:
-    return [
-        trial.measurement.tokens_per_second_per_device
-        for trial in trials
-        if trial.candidate == candidate and trial.measurement and trial.state is TrialState.MEASURED
-    ]
+    rounds = zip(*((trial, *lessons.repeats_of(trial.candidate)) for trial in (best, baseline)), strict=False)
+    return tuple(
+        fast.measurement.tokens_per_second_per_device / slow.measurement.tokens_per_second_per_device - 1
+        for fast, slow in rounds
+        if fast.measurement and slow.measurement and fast.state is slow.state is TrialState.MEASURED
+    )

@@ -26,7 +26,10 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The training job. `command` is the user's own launch command; None means flagcore's own trial program."""
+    """The training job. `command` is the user's own launch command, run in `directory`, the spec's own folder.
+
+    None means flagcore's own trial program.
+    """
 
     engine: str
     seq_length: int
@@ -35,6 +38,7 @@ class TrainSpec:
     attention: str = "flash"
     implementation: str | None = None
     command: tuple[str, ...] | None = None
+    directory: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

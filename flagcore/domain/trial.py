@@ -60,7 +60,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one candidate, as the store keeps it. `predicted` was made before the run."""
+    """One run of one candidate, as the store keeps it. `predicted` was made before the run.
+
+    `fidelity` says how real the run was: `run` is the whole job on all its devices.
+    """
 
     number: int
     candidate: Candidate
@@ -71,3 +74,4 @@ class Trial:
     reason: str | None = None
     duration_s: float = 0.0
     log: str = ""
+    fidelity: str = "run"

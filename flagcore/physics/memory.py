@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics import transformer
 from flagcore.physics.layout import Layout, Training
@@ -32,16 +33,24 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainMemory:
-    """The memory model of a device of which nothing is known but its size. Implements `MemoryModel`.
+    """A device with a caching allocator. Implements `MemoryModel`; for plugins, and for chips without one.
 
-    `context_bytes` is what the device shows in use before the first tensor, `fragmentation` the share that
-    the allocator holds beyond what tensors take. Defaults: rounded medians of 25 ranks of megatron-core on
-    one accelerator with torch's caching allocator, plus 0.4 GB for the buffers of collectives.
+    `capacity` is the budget of one device in bytes (None: nobody knows), `context_bytes` what the device shows
+    in use before the first tensor, `fragmentation` the share that the allocator holds beyond what tensors take.
+    Defaults: rounded medians of 25 ranks of megatron-core on one accelerator with torch's caching allocator,
+    plus 0.4 GB for the buffers of collectives.
     """
 
     capacity: float | None
     context_bytes: float = 1.2e9
     fragmentation: float = 0.01
+
+    @classmethod
+    def of(cls, group: NodeGroup, *, context_bytes: float = 1.2e9, fragmentation: float = 0.01) -> PlainMemory:
+        """Take the budget from the group, or else from what the chip is known to have."""
+        known = group.chip.memory_bytes
+        capacity = group.memory_bytes or (known.value if known else None)
+        return cls(capacity=capacity, context_bytes=context_bytes, fragmentation=fragmentation)
 
     def capacity_bytes(self) -> float | None:
         """Return what one device holds."""

@@ -40,7 +40,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "candidate": each.candidate.as_dict(),
         "state": each.state.value,
         "reason": each.reason,
-        "fidelity": "run",
+        "fidelity": each.fidelity,
         "predicted": dict(each.predicted),
         "measured": _measured(each.measurement) if each.measurement else None,
         "duration_s": each.duration_s,

@@ -32,7 +32,7 @@ def document_as_spec(data: Any, *, file: str, base: Path) -> Spec:
         control=_control(tuner.control, file),
         envs=_environment(document.envs, file),
         model=_model(document, file, base),
-        train=train_of(document.train),
+        train=train_of(document.train, base),
         space=space_of(tuner.space),
         baseline=None if tuner.baseline is None else candidate_of(tuner.baseline),
         objective=tuner.objective,
@@ -41,9 +41,13 @@ def document_as_spec(data: Any, *, file: str, base: Path) -> Spec:
     )
 
 
-def train_of(train: TrainSection) -> TrainSpec:
-    """Return the training job of a section."""
-    return TrainSpec(**train.model_dump(exclude={"command"}), command=tuple(train.command) if train.command else None)
+def train_of(train: TrainSection, base: Path) -> TrainSpec:
+    """Return the training job of a section; a command of the user's runs in `base`."""
+    given = train.model_dump(exclude={"command", "directory"})
+    if not train.command:
+        return TrainSpec(**given)
+    directory = (base / (train.directory or ".")).resolve()
+    return TrainSpec(**given, command=tuple(train.command), directory=str(directory))
 
 
 def _model(document: Document, file: str, base: Path) -> Model:

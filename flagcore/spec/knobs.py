@@ -84,7 +84,7 @@ Space = _section(
 )
 Baseline = _section(
     "Baseline",
-    "The configuration to beat: a value for some or all knobs. Absent knobs follow a rule of thumb.",
+    "The configuration to beat: a value for some or all knobs. Absent knobs are off or 1, DP what is left.",
     {key: (kind, None, text) for key, (kind, text) in SPACE_KNOBS.items()},
 )
 JobKnobs = _section(

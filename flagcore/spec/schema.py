@@ -14,6 +14,7 @@ from flagcore.spec.limits import (
     Amount,
     Bytes,
     Devices,
+    Folder,
     Layers,
     ModelPath,
     NoLayers,
@@ -119,6 +120,8 @@ class TrainSection(Section):
     """Whose layers the engine uses; null: the engine's default."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None
     """Your own launch command, one word an item, run without a shell; null: flagcore's own trial program."""
+    directory: Folder | None = None
+    """The folder in which `command` runs; null: the folder of the spec file."""
 
 
 class ControlSection(Section):

@@ -6,7 +6,7 @@ gone before it multiplies; each row that goes is counted with all the combinatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -14,21 +14,16 @@ import numpy as np
 
 from flagcore.domain.engine import EngineSupport, Refused
 from flagcore.domain.space import Axis, Columns, IntArray, Merge, Rule, Space, decode
-from flagcore.errors import SpecError
+from flagcore.errors import NoDevice, SpecError
 
 CHUNK = 1 << 18
 MOST_ROWS = 200_000_000
 
 
-def build(
-    axes: Sequence[Axis],
-    rules: Sequence[Rule],
-    merges: Sequence[Merge],
-    on_progress: Callable[[str, int], None] | None = None,
-) -> Space:
+def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> Space:
     """Return the space of `axes` under `rules` and `merges`, with the books of what went where.
 
-    `on_progress(knob, rows)` is called after each knob. Raises SpecError when the space is too large to hold.
+    Raises SpecError when the space is too large to hold.
     """
     crossing = _Crossing(tuple(axes))
     for place, axis in enumerate(axes):
@@ -36,8 +31,6 @@ def build(
         ready = [rule for rule in rules if axis.knob in rule.knobs and known.issuperset(rule.knobs)]
         equal = [merge for merge in merges if axis.knob in merge.knobs and known.issuperset(merge.knobs)]
         crossing.cross(ready, equal)
-        if on_progress:
-            on_progress(axis.knob, crossing.rows.size)
     return crossing.space()
 
 
@@ -45,7 +38,11 @@ def refusals(axes: Sequence[Axis], support: EngineSupport) -> tuple[Rule, ...]:
     """Return a rule for each set of knob values that a plugin says do not work on its chip."""
 
     def rule(axis: Axis, refused: Refused) -> Rule:
-        codes = np.array([axis.encode(value) for value in refused.values], dtype=np.int64)
+        try:
+            codes = np.array([axis.encode(value) for value in refused.values], dtype=np.int64)
+        except ValueError:
+            problem = f"a plugin refuses {axis.knob} = {refused.values}, which is no value of that knob"
+            raise NoDevice(f"{problem} (rule {refused.name})") from None
         return Rule(
             name=refused.name,
             knobs=(axis.knob,),

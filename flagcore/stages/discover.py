@@ -45,7 +45,7 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
     """Return the plugins' cost models for `cluster`, and the core's own where they have none."""
     group = cluster.groups[0]
     return Costs(
-        memory=plugins.memory_model(group, engine) or PlainMemory(capacity=_capacity(group)),
+        memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
         kernels=plugins.kernel_costs(group.chip, engine) or Roofline(chip=group.chip),
         collectives=plugins.collective_costs(group, engine)
         or AlphaBeta(topology=plugins.topology(group) or topology_of(group) or Topology(levels=())),
@@ -55,6 +55,8 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
 def present(platform: Platform, devices: tuple[Device, ...]) -> None:
     """Raise NoDevice unless the platform's devices are on this machine, so that trials can run here."""
     group, support = platform.task.cluster.groups[0], platform.support
+    if support.device_type is None or support.distributed_backend is None:
+        raise NoDevice(f"no installed plugin says how {platform.task.spec.train.engine} runs on {group.chip.name}")
     here = [device for device in devices if group.chip.answers_to(device.chip)]
     if not here:
         raise NoDevice(f"no {group.chip.name} on this machine, so nothing can be run; `flag estimate` plans without it")
@@ -100,10 +102,4 @@ def _cluster(spec: Spec, chip: Chip, here: tuple[Device, ...], support: EngineSu
         memory_bytes=wanted.memory_bytes_per_device or memory,
         hosts=wanted.hosts,
     )
-    return Cluster(groups=(group,), present=bool(here))
-
-
-def _capacity(group: NodeGroup) -> float | None:
-    if group.memory_bytes is not None:
-        return float(group.memory_bytes)
-    return group.chip.memory_bytes.value if group.chip.memory_bytes else None
+    return Cluster(groups=(group,))

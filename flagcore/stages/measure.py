@@ -7,6 +7,7 @@ as that one, it could not win. Its partial measurement is kept and marked.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -20,8 +21,9 @@ from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
 HOPELESS = 1.5
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.5
 TAIL_BYTES = 256 * 1024
+LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
 def measure(
@@ -32,12 +34,13 @@ def measure(
     `best` is the trial to beat (None: never end early). KeyboardInterrupt ends the trial's processes, and
     passes.
     """
-    readings = _Readings(platform.telemetry)
+    readings, progress = _Readings(platform.telemetry), workload.progress(folder)
+    warmup = platform.task.spec.control.warmup_iters
     hopeless = False
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
-            if best and _hopeless(workload.progress(folder), platform.task.spec.control.warmup_iters, best):
+            if best and _hopeless(progress(), warmup, best):
                 hopeless = True
                 ended = running.stop()
                 break
@@ -51,7 +54,7 @@ def measure(
 
 
 def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload, trial: Trial, folder: str) -> Trial:
-    if ended.code == 0 or hopeless:
+    if (ended.code == 0 and ended.ended_by is None) or hopeless:
         try:
             measured = workload.read(platform.task, trial.candidate, folder, partial=hopeless)
         except FlagError as error:
@@ -73,12 +76,12 @@ def _judged(platform: Platform, trial: Trial) -> Trial:
     if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
         used = measured.device_used_bytes
         reason = f"one rank used {used / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
-        return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason, measurement=None)
+        return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=reason)
     if any(loss is None for loss in measured.losses):
-        return replace(trial, state=TrialState.FAILED, reason="the loss is not finite", measurement=None)
+        return replace(trial, state=TrialState.FAILED, reason="the loss is not finite")
     wrong = _differs(trial, measured)
     if wrong:
-        return replace(trial, state=TrialState.INVALID, reason=wrong, measurement=None)
+        return replace(trial, state=TrialState.INVALID, reason=wrong)
     return replace(trial, state=TrialState.MEASURED)
 
 
@@ -92,9 +95,10 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
 
 def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
     """Return the kind of a failure and one line that says why, from who ended it, its log and its exit code."""
-    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")[:300]
+    lines = [shown for line in log.splitlines() if (shown := _printable(line))]
+    last = lines[-1][:LONGEST_REASON] if lines else "(none)"
     if ended.ended_by == "timeout":
-        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s; last line: {last or '(none)'}"
+        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s; last line: {last}"
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
@@ -103,14 +107,18 @@ def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple
     if ended.ended_by == "request":
         return TrialState.INTERRUPTED, "ended on request"
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
-        for line in log.splitlines():
+        for line in lines:
             if re.search(known.pattern, line):
-                advice = f" ({known.advice})" if known.advice else ""
-                return known.state, line.strip()[:300] + advice
-    if ended.code == -9:
+                return known.state, line[:LONGEST_REASON] + (f" ({known.advice})" if known.advice else "")
+    if ended.code in (-9, 137):
         return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
     how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
-    return TrialState.FAILED, f"{how}; last line: {last or '(none)'}"
+    return TrialState.FAILED, f"{how}; last line: {last}"
+
+
+def _printable(line: str) -> str:
+    """Return a log line without control characters, of bounded length."""
+    return "".join(letter if letter.isprintable() else " " for letter in line[:LONGEST_LINE]).strip()
 
 
 def _hopeless(steps: Sequence[float], warmup: int, best: Trial) -> bool:
@@ -148,7 +156,8 @@ class _Readings:
         for reader in list(self._readers):
             try:
                 for name, value in reader.sample().items():
-                    self._samples.setdefault(name, []).append(float(value))
+                    if math.isfinite(value):
+                        self._samples.setdefault(name, []).append(float(value))
             except Exception:
                 self._readers.remove(reader)
 

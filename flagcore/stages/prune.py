@@ -16,12 +16,12 @@ from flagcore.domain.trial import Trial, TrialState
 
 AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
-CANNOT_WIN = "cannot_beat_the_best"
+PREDICTED_SLOWER = "predicted_slower_than_a_measured_one"
 LEARNED = {
     DOES_NOT_FIT: "its predicted memory is more than a device has",
     AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
     AS_MUCH_WORK: "a trial was measured, and this one does the same work and recomputes more",
-    CANNOT_WIN: "its predicted interval lies above that of a candidate that was measured",
+    PREDICTED_SLOWER: "its predicted interval lies above that of a candidate that was measured",
 }
 """What the rules of this stage say, by name."""
 
@@ -52,8 +52,10 @@ def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[Pruni
     for rule in rules:
         rows = pruned.open_rows
         try:
-            mask = np.asarray(rule.prunes(space.columns(rows), predictions.take(rows)), dtype=np.bool_)
-            pruned = _remove(pruned, rule.name, rows, mask & np.ones(rows.shape, dtype=np.bool_))
+            mask = np.asarray(rule.prunes(space.columns(rows), predictions.take(rows)))
+            if mask.dtype != np.bool_ or mask.shape != rows.shape:
+                raise TypeError(f"answered {mask.dtype} of shape {mask.shape}, not a truth value a row ({rows.size})")
+            pruned = _remove(pruned, rule.name, rows, mask)
         except Exception as error:  # a plugin's rule costs only itself
             told = f"{rule.name}: {type(error).__name__}: {error}"
             pruned = replace(pruned, broken_rules=(*pruned.broken_rules, told))
@@ -74,7 +76,7 @@ def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: 
     if row is None or not np.isfinite(predictions.high_s[row]):
         return pruned
     rows = pruned.open_rows
-    return _remove(pruned, CANNOT_WIN, rows, predictions.low_s[rows] > predictions.high_s[row], trial.number)
+    return _remove(pruned, PREDICTED_SLOWER, rows, predictions.low_s[rows] > predictions.high_s[row], trial.number)
 
 
 def _is(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:

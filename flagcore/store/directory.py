@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 from flagcore.errors import RunError
 
@@ -31,8 +33,7 @@ class RunDirectory:
         self._hold()
         if new and (self.path / IDENTITY).exists():
             self.close()
-            aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-            self.path.rename(aside)
+            self._move_aside()
             self._hold()
 
     def close(self) -> None:
@@ -41,29 +42,50 @@ class RunDirectory:
             os.close(self._lock)
             self._lock = None
 
-    def claim(self, identity: Mapping[str, object]) -> bool:
-        """Say what this run is. Returns True if it goes on, False if it starts.
+    def known(self) -> dict[str, Any] | None:
+        """Return what an earlier start said of this run (`run`, its own name, `task` and `fixed`), or None.
 
-        `identity` is plain JSON data. Raises RunError with the difference if the folder belongs to
-        something else.
+        Raises RunError if that cannot be read.
         """
         file = self.path / IDENTITY
-        known = json.loads(json.dumps(identity))
-        if not file.exists():
-            write(file, json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False))
-            return False
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return {"run": str(found["run"]), "task": dict(found["task"]), "fixed": dict(found["fixed"])}
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunError(f"{file} cannot be read ({error}); use --new to start afresh") from None
-        changes = list(differences(before, known))
+
+    def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:
+        """Say what this run is, and return the run's own name, the same at each start and like no other.
+
+        Both are plain JSON data: `task` must be the same at each start, `fixed` is kept from the first one.
+        Raises RunError with the difference if the folder belongs to another task.
+        """
+        known = self.known()
+        said = {"task": json.loads(json.dumps(task)), "fixed": json.loads(json.dumps(fixed))}
+        if known is None:
+            known = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **said}
+            write(self.path / IDENTITY, json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False))
+        changes = list(differences(known["task"], said["task"]))
         if changes:
             shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
             raise RunError(
                 f"{self.path} belongs to another task: {shown}. Use --new to start afresh (the old run is kept), "
                 "or --run-dir for another folder"
             )
-        return True
+        return str(known["run"])
+
+    def _move_aside(self) -> None:
+        """Give the folder a name with the time in it, and a number where that is taken."""
+        name = f"{self.path.resolve().name}.{time.strftime('%Y%m%d-%H%M%S')}"
+        aside = self.path.resolve().with_name(name)
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = aside.with_name(f"{name}-{number}")
+        with writable(self.path):
+            self.path.resolve().rename(aside)
 
     def _hold(self) -> None:
         with writable(self.path):

@@ -37,29 +37,31 @@ class OptunaStore:
         path: Path,
         choices: Mapping[str, Sequence[KnobValue]],
         *,
-        direction: str = "max",
+        run: str,
+        objective: str = "tokens_per_second_per_device",
         url: str | None = None,
     ) -> None:
-        """Open or create the study in `path`; `choices` are all values that a knob can have in this run.
+        """Open or create the study called `run`; `choices` are all values that a knob can have in it.
 
-        `url` names any optuna storage to use instead of the journal file.
+        It is kept in the journal of the folder `path`, or in the optuna storage that `url` names.
         """
         optuna.logging.set_verbosity(logging.ERROR)
-        self._path = path
+        self._path, self._objective = path, objective
         self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
-        name = path.resolve().name
         with writable(path):
             try:
                 self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
                 self._study = optuna.create_study(
                     storage=self._storage,
-                    study_name=name,
+                    study_name=run,
                     load_if_exists=True,
-                    direction="maximize" if direction == "max" else "minimize",
+                    direction="minimize" if objective == "step_time_s" else "maximize",
                 )
-                self._identifier = self._storage.get_study_id_from_name(name)
+                self._identifier = self._storage.get_study_id_from_name(run)
                 self._close_interrupted()
-            except (ValueError, KeyError, ImportError, RuntimeError) as error:
+            except OSError:
+                raise
+            except Exception as error:  # whatever a storage or a journal that was tampered with gives
                 where = url or path / JOURNAL
                 raise RunError(f"{where} cannot be read ({_line(error)}); use --new to start afresh") from None
 
@@ -108,7 +110,9 @@ class OptunaStore:
         identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
         measured = trial.measurement
         state = STATES.get(trial.state, OptunaState.FAIL)
-        values = [measured.tokens_per_second_per_device] if measured and state is OptunaState.COMPLETE else None
+        values = None
+        if measured and state is OptunaState.COMPLETE:
+            values = [float(getattr(measured, self._objective))]
         self._storage.set_trial_state_values(identifier, state, values)
 
     def _close_interrupted(self) -> None:

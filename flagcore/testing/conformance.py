@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
 import pytest
 
-from flagcore.chipfile import SOURCE_SAYS
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip, Fact, Support
 from flagcore.domain.cluster import NodeGroup
@@ -22,8 +23,10 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.plugins import LoadedPlugins, answers
+from flagcore.plugins import LoadedPlugins, answers, launcher, workload
+from flagcore.stages.discover import costs as costs_of
 from flagcore.testing.examples import FOREIGN_CHIP, group_of, task_on
+from flagcore.vendorkit.chipfile import SOURCE_SAYS
 
 T = TypeVar("T")
 
@@ -212,7 +215,7 @@ class PluginConformance:
         assert loaded.failures == ()  # the levels were checked when they were answered
 
     def test_prepared_launch_still_runs_the_command(
-        self, loaded: LoadedPlugins, chips: tuple[Chip, ...], tmp_path: object
+        self, loaded: LoadedPlugins, chips: tuple[Chip, ...], tmp_path: Path
     ) -> None:
         launch = Launch(argv=("echo", "the command"), folder=str(tmp_path), environment={"KEEP": "me"})
         for task in self.tasks(chips):
@@ -220,6 +223,25 @@ class PluginConformance:
             assert " ".join(prepared.argv).endswith("echo the command")
             assert prepared.environment["KEEP"] == "me"
             assert prepared.folder == launch.folder
+
+    def test_prepared_launch_can_be_stopped(
+        self, loaded: LoadedPlugins, chips: tuple[Chip, ...], tmp_path: Path
+    ) -> None:
+        sleeper = Launch(argv=(sys.executable, "-c", "import time; time.sleep(60)"), folder=str(tmp_path))
+        for task in itertools.islice(self.tasks(chips), 1):
+            prepared = loaded.prepare_launch(sleeper, task)
+            running = launcher("local").start(prepared)
+            assert running.poll() is None
+            assert running.stop().ended_by == "request"
+
+    def test_a_larger_micro_batch_never_needs_less(self, loaded: LoadedPlugins, chips: tuple[Chip, ...]) -> None:
+        engine = workload("megatron")
+        for task in self.tasks(chips):
+            made = costs_of(task.cluster, loaded, "megatron")
+            sizes = [2**power for power in range(4)]
+            rows = [engine.columns(task, {"micro_batch_size": size}) for size in sizes]
+            columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
+            assert (np.diff(engine.predict(task, columns, made).device_used_bytes) >= 0).all()
 
     def test_pruning_rules_have_a_name_and_say_what_they_do(
         self, loaded: LoadedPlugins, chips: tuple[Chip, ...]

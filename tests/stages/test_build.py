@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import random
 import tracemalloc
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -204,7 +203,9 @@ def test_check_tells_the_broken_rules_of_one_candidate_as_it_stands() -> None:
 
 
 def test_a_space_without_a_legal_candidate_is_empty_and_balanced() -> None:
-    space = build([Axis(knob="a", values=(1, 2), neutral=1)], [Rule(name="all", knobs=("a",), says="", broken=_all)], [])
+    space = build(
+        [Axis(knob="a", values=(1, 2), neutral=1)], [Rule(name="all", knobs=("a",), says="", broken=_all)], []
+    )
     assert (len(space), space.illegal, space.find(Candidate.of({"a": 1}))) == (0, {"all": 2}, None)
     assert list(space.chunks(10)) == []
 
@@ -229,15 +230,21 @@ def test_more_candidates_than_can_be_held_are_refused(monkeypatch: pytest.Monkey
 
 def test_ten_million_combinations_need_little_memory() -> None:
     model = dataclasses.replace(
-        small.EXPERTS, num_layers=24, num_attention_heads=32, num_query_groups=8, num_moe_experts=32, ffn_hidden_size=4096
+        small.EXPERTS,
+        num_layers=24,
+        num_attention_heads=32,
+        num_query_groups=8,
+        num_moe_experts=32,
+        ffn_hidden_size=4096,
     )
-    task = small.task(model, devices=16, seq_length=4096, global_batch_size=64, space={"recompute_granularity": ("full",)})
-    most: Counter[str] = Counter()
+    task = small.task(
+        model, devices=16, seq_length=4096, global_batch_size=64, space={"recompute_granularity": ("full",)}
+    )
     tracemalloc.start()
-    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task), lambda knob, rows: most.update({knob: rows}))
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert space.combinations >= 10_000_000
     assert balanced(space)
-    assert max(most.values()) < space.combinations / 20
+    assert 1000 < len(space) < space.combinations / 20
     assert peak < 400 << 20

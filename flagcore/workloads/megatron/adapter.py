@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
-from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
 from flagcore.workloads.megatron import dominance, knobs, launching, predict, reading, rules
 
@@ -123,13 +123,17 @@ class Megatron:
         )
         return int(np.lexsort(keys[::-1])[0])
 
+    def ready(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice unless trials of `spec` can run here."""
+        launching.ready(spec, self.modules)
+
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Return how to start a candidate."""
         return launching.launch(platform, candidate, folder, for_real=for_real)
 
-    def progress(self, folder: str) -> tuple[float, ...]:
-        """Return the seconds of the steps that a running trial has finished."""
-        return reading.progress(folder)
+    def progress(self, folder: str) -> Callable[[], tuple[float, ...]]:
+        """Return a function that tells the seconds of the steps that a running trial has finished."""
+        return reading.Progress(folder)
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return what a trial measured. Raises NoMetrics with what is missing."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)")
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
 LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
 NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*([1-9]\d*)")
 MEMORY = re.compile(
@@ -41,13 +42,23 @@ def read_logs(files: Iterable[Path]) -> MegatronLog:
     """Read the log files of a run, line by line; bytes that are no text are ignored, missing files too."""
     log = MegatronLog()
     for file in files:
-        try:
-            with file.open("rb") as lines:
-                while lines.tell() < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
-                    _read_line(line.decode("utf-8", errors="replace"), log)
-        except OSError:
-            continue
+        read_on(file, 0, log, unfinished=True)
     return log
+
+
+def read_on(file: Path, place: int, log: MegatronLog, *, unfinished: bool = False) -> int:
+    """Add to `log` what stands in `file` from the byte `place` on, and return where the next reading begins.
+
+    A last line without an end is left for then, unless `unfinished`.
+    """
+    with suppress(OSError), file.open("rb") as lines:
+        lines.seek(place)
+        while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
+            if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
+                break
+            place += len(line)
+            _read_line(line.decode("utf-8", errors="replace"), log)
+    return place
 
 
 def _read_line(line: str, log: MegatronLog) -> None:

@@ -13,43 +13,54 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import FlagError
-from flagcore.workloads.megatron.logs import MegatronLog, read_logs
+from flagcore.workloads.megatron.logs import MegatronLog, read_logs, read_on
 
 STEPS, METRICS = "steps.jsonl", "metrics.json"
 LOGS = ("stdout.log", "stderr.log")
+NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What reading somebody else's JSON may raise."""
 
 
 class NoMetrics(FlagError):
     """A trial ended without the figures that it should have left."""
 
 
-def progress(folder: str) -> tuple[float, ...]:
-    """Return the seconds of the steps done so far: from the trial program's steps, else from Megatron's log lines."""
-    file = Path(folder, STEPS)
-    if file.exists():
-        return tuple(step["step_time_s"] for step in _steps(file))
-    return tuple(read_logs(Path(folder, name) for name in LOGS).step_times_s)
+class Progress:
+    """Tells the seconds of the steps that a running trial has finished. Each line is read once."""
+
+    def __init__(self, folder: str) -> None:
+        self._steps = Path(folder, STEPS)
+        self._logs = MegatronLog()
+        self._places = {Path(folder, name): 0 for name in LOGS}
+
+    def __call__(self) -> tuple[float, ...]:
+        """Return them all so far: from the trial program's steps, else from Megatron's log lines."""
+        if self._steps.exists():
+            return tuple(step["step_time_s"] for step in _steps(self._steps))
+        for file, place in self._places.items():
+            self._places[file] = read_on(file, place, self._logs)
+        return tuple(self._logs.step_times_s)
 
 
 def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
     """Return what the trial program measured. Raises NoMetrics if it did not write its figures."""
     if partial:
         steps = _steps(Path(folder, STEPS))
-        return measurement(task, [step["step_time_s"] for step in steps], losses=[step.get("loss") for step in steps])
+        return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
     data = _metrics(Path(folder, METRICS))
     try:
         ranks: list[dict[str, Any]] = data["ranks"]
         return measurement(
             task,
             [float(step["step_time_s"]) for step in data["steps"]],
-            losses=[step["loss"] for step in data["steps"]],
+            losses=[_loss(step) for step in data["steps"]],
             peak_allocated_bytes=_most(ranks, "peak_allocated_bytes"),
             peak_reserved_bytes=_most(ranks, "peak_reserved_bytes"),
             device_used_bytes=_most(ranks, "device_used_bytes"),
             effective=dict(data["effective"]),
-            versions=dict(data["versions"]),
+            versions={name: str(version) for name, version in data["versions"].items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except NOT_AS_AGREED as error:
         raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
 
 
@@ -101,10 +112,16 @@ def _steps(file: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             step = json.loads(line)
-            steps.append({**step, "step_time_s": float(step["step_time_s"])})
-        except (ValueError, TypeError, KeyError):
+            steps.append({"step_time_s": float(step["step_time_s"]), "loss": _loss(step)})
+        except NOT_AS_AGREED:
             break
     return steps
+
+
+def _loss(step: Mapping[str, Any]) -> float | None:
+    """Return the loss of a step, None where it is not finite."""
+    loss = step["loss"]
+    return float(loss) if loss is not None and math.isfinite(loss) else None
 
 
 def _metrics(file: Path) -> dict[str, Any]:
@@ -136,5 +153,5 @@ def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
         elif printed == "None":
             effective[knob] = None
         else:
-            effective[knob] = int(printed) if printed.isdigit() else printed
+            effective[knob] = int(printed) if printed.isdecimal() else printed
     return effective

@@ -52,6 +52,7 @@ def _width(task: Task) -> Sequence[Rule]:
     if model.num_moe_experts is None or model.moe_first_dense_layers:
         widths.append(model.ffn_hidden_size)
     expert_width = model.moe_ffn_hidden_size or 0
+    keys_values = 2 * groups * model.kv_channels
     return (
         Rule(
             name="attention_heads",
@@ -64,6 +65,12 @@ def _width(task: Task) -> Sequence[Rule]:
             knobs=(TP,),
             says=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
             broken=lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0),
+        ),
+        Rule(
+            name="qkv_width",
+            knobs=(TP,),
+            says=f"{TP} must divide the width of keys and values, {keys_values}",
+            broken=lambda c: (keys_values % c[TP] != 0) & (not model.multi_latent_attention),
         ),
         Rule(
             name="ffn_width",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.allocator import CachingAllocator
 from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.memory import PlainMemory
 
 CONTEXT_BYTES = 1.0 * 2**30
 """Estimated: context and CNCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on an MLU.
@@ -15,6 +15,6 @@ SLACK = 0.02
 """Estimated: torch_mlu's allocator is modelled on torch's, which adds 0.05% to 3% elsewhere."""
 
 
-def memory_of(group: NodeGroup) -> CachingAllocator:
+def memory_of(group: NodeGroup) -> PlainMemory:
     """Return the memory model of one device of `group`."""
-    return CachingAllocator.of(group, slack=SLACK, fixed_bytes=CONTEXT_BYTES)
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES)

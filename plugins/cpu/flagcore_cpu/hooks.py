@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from flagcore.chipfile import load_chips
 from flagcore.contracts import MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
@@ -15,6 +14,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
+from flagcore.vendorkit.chipfile import load_chips
 from flagcore_cpu import discover
 from flagcore_cpu.machine import Processor, this_machine
 from flagcore_cpu.memory import CpuMemory

@@ -4,9 +4,9 @@ import pytest
 from flagcore_cpu import cgroup, discover, hooks
 from flagcore_cpu.machine import Processor, this_machine
 
-from flagcore.chipfile import load_chips
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
+from flagcore.vendorkit.chipfile import load_chips
 
 CPUINFO = """\
 processor\t: {row}

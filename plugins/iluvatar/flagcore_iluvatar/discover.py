@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.chip import Device
-from flagcore.smi import table_devices, tool_output, visible
+from flagcore.vendorkit.smi import table_devices, tool_output, visible
 
 
 def devices() -> tuple[Device, ...]:

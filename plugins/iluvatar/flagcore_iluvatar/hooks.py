@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flagcore.chipfile import load_chips
 from flagcore.contracts import MemoryModel
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
@@ -12,6 +11,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
+from flagcore.vendorkit.chipfile import load_chips
 from flagcore_iluvatar import discover
 from flagcore_iluvatar.memory import memory_of
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.allocator import CachingAllocator
 from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.memory import PlainMemory
 
 DRIVER_BYTES = 257 * 2**20
 """In use on an idle device: ixsmi shows 64 to 116 MiB on BI-V150 and MR-V100, 257 MiB on BI-V100 (driver 3.1.0)."""
@@ -15,6 +15,6 @@ SLACK = 0.02
 """Estimated: CoreX's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
 
 
-def memory_of(group: NodeGroup) -> CachingAllocator:
+def memory_of(group: NodeGroup) -> PlainMemory:
     """Return the memory model of one device of `group`."""
-    return CachingAllocator.of(group, slack=SLACK, fixed_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)

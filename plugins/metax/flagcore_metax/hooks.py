@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flagcore.chipfile import load_chips
 from flagcore.contracts import MemoryModel, PruningRule
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
@@ -13,6 +12,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
+from flagcore.vendorkit.chipfile import load_chips
 from flagcore_metax import discover
 from flagcore_metax.islands import StayInsideIsland, c500_topology
 from flagcore_metax.memory import memory_of

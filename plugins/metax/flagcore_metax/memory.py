@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.allocator import CachingAllocator
 from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.memory import PlainMemory
 
 DRIVER_BYTES = 826 * 2**20
 """In use on an idle device: mx-smi on C500 (driver 3.4.4) shows 826 MiB, on C550 (driver 2.5.014) 810 MiB."""
@@ -15,6 +15,6 @@ SLACK = 0.02
 """Estimated: MACA's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
 
 
-def memory_of(group: NodeGroup) -> CachingAllocator:
+def memory_of(group: NodeGroup) -> PlainMemory:
     """Return the memory model of one device of `group`."""
-    return CachingAllocator.of(group, slack=SLACK, fixed_bytes=DRIVER_BYTES + CONTEXT_BYTES)
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.chip import Device
-from flagcore.smi import MIB, tool_output, visible
+from flagcore.vendorkit.smi import MIB, tool_output, visible
 
 QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.allocator import CachingAllocator
 from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.memory import PlainMemory
 
 SLACK = 0.0075
 """Reserved over allocated, minus one: median of 25 megatron-core jobs on an H200 (0.05% to 3%, once 12%)."""
@@ -15,7 +15,7 @@ COLLECTIVE_BYTES = 392e6
 """NCCL's buffers at 4 and 8 ranks, 342 MB at 2: ai-dynamo/aiconfigurator systems/*.yaml @095f58a5."""
 
 
-def memory_of(group: NodeGroup) -> CachingAllocator:
+def memory_of(group: NodeGroup) -> PlainMemory:
     """Return the memory model of one device of `group`."""
     collective = COLLECTIVE_BYTES if group.devices > 1 else 0
-    return CachingAllocator.of(group, slack=SLACK, fixed_bytes=CONTEXT_BYTES + collective)
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective)

@@ -37,4 +37,4 @@ def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
     )
     assert alone is not None
     assert together is not None
-    assert together.fixed_bytes - alone.fixed_bytes == pytest.approx(392e6)
+    assert together.context_bytes - alone.context_bytes == pytest.approx(392e6)

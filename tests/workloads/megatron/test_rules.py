@@ -50,6 +50,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "heads are split evenly": ("attention_heads", {TP: 3}, {TP: 4}, {"devices": 12}),
     "groups are split or copied": ("query_groups", {TP: 4}, {TP: 3}, WIDE_TASK),
     "groups may be fewer than the tensor devices": ("query_groups", {TP: 4}, {TP: 12}, WIDE_TASK),
+    "keys and values are split evenly": (
+        "qkv_width",
+        {TP: 4},
+        {TP: 2},
+        {"model": dataclasses.replace(small.DENSE, num_query_groups=1, kv_channels=3)},
+    ),
     "the feed-forward width is split evenly": (
         "ffn_width",
         {TP: 4},

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.chip import Device
-from flagcore.smi import tool_output, visible
+from flagcore.vendorkit.smi import tool_output, visible
 
 FOUR = tuple(Device(index=index, chip="X1", uuid=f"UUID-{index}{index}{index}") for index in range(4))
 

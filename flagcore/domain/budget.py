@@ -1,0 +1,65 @@
+"""How long a run may go on: pure arithmetic over what is known, in seconds and trials."""
+
+from __future__ import annotations
+
+from flagcore.domain.knowledge import Lessons
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import Trial, TrialState
+
+HOPELESS_START = 5
+"""After this many trials that all ended as one of BROKEN, something is wrong with the task, not with the candidates."""
+BROKEN = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
+
+
+def spent(control: Control, lessons: Lessons, elapsed: float) -> str | None:
+    """Return why no further trial may start, or None. Time is kept for the repeats and for one more trial."""
+    trials = _ended(lessons)
+    if len(trials) >= HOPELESS_START and all(trial.state in BROKEN for trial in trials):
+        return f"the first {len(trials)} trials all failed"
+    if len(trials) >= control.max_trials:
+        return f"max_trials = {control.max_trials} is reached"
+    if control.max_time is None:
+        return None
+    measured = [trial.duration_s for trial in trials if trial.state is TrialState.MEASURED]
+    needed = max(measured, default=0.0) + repeats_seconds(control, lessons)
+    left = control.max_time - elapsed
+    return f"max_time = {control.max_time:g} s is spent" if left <= needed else None
+
+
+def allowance(control: Control, elapsed: float) -> float:
+    """Return the wall-clock limit of the next trial: its own, or what is left of the run's, but a second at least."""
+    if control.max_time is None:
+        return control.max_time_per_task
+    return max(1.0, min(control.max_time_per_task, control.max_time - elapsed))
+
+
+def seconds_left(control: Control, lessons: Lessons, candidates: int, elapsed: float) -> float | None:
+    """Return an estimate of the rest of the run at the pace so far, repeats included; None before the first trial."""
+    trials = _ended(lessons)
+    if not trials:
+        return None
+    pace = sum(trial.duration_s for trial in trials) / len(trials)
+    left = pace * max(0, min(control.max_trials, candidates) - len(trials)) + repeats_seconds(control, lessons)
+    return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))
+
+
+def repeats_seconds(control: Control, lessons: Lessons) -> float:
+    """Return what the repeats that are still to come will take."""
+    pair = pair_to_repeat(lessons)
+    if pair is None:
+        return 0.0
+    done = sum(repeat.state is not TrialState.INTERRUPTED for repeat in lessons.repeats)
+    return max(0.0, control.repeats - done / 2) * sum(trial.duration_s for trial in pair)
+
+
+def pair_to_repeat(lessons: Lessons) -> tuple[Trial, Trial] | None:
+    """Return baseline and best if both were measured and differ: what is run again at the end."""
+    baseline, best = lessons.baseline, lessons.best
+    if baseline is None or best is None or baseline.state is not TrialState.MEASURED:
+        return None
+    return None if best.candidate == baseline.candidate else (baseline, best)
+
+
+def _ended(lessons: Lessons) -> list[Trial]:
+    """Return the trials that came to an end of their own; one that was interrupted has used up nothing."""
+    return [trial for trial in lessons.trials if trial.state is not TrialState.INTERRUPTED]

@@ -1,0 +1,196 @@
+"""`flag` as a user runs it: in this process where that is enough, else in one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flagcore.cli import main
+from flagcore.launchers import guard
+
+FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
+MODEL = {
+    "name": "tiny",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+}
+SPACE = {
+    "micro_batch_size": [1, 2, 4],
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "use_distributed_optimizer": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "use_recompute": False,
+}
+TRAIN = '''\
+"""Plays a training run: prints what Megatron would print, as fast as the knobs make it."""
+import os, sys, time
+
+def knob(name):
+    return int(os.environ["FLAGCORE_" + name.upper()] or 0)
+
+def do(what):
+    if what == "crash":
+        sys.exit("ValueError: it is broken" if what else "")
+    if what == "die":
+        os.kill(os.getpid(), 11)
+    if what == "hang":
+        os.environ.get("TEST_MARK") and os.fork()
+        time.sleep(600)
+    if what == "binary":
+        sys.stdout.buffer.write(bytes(range(256)) * 1000)
+        sys.exit(3)
+    if what == "silent":
+        sys.exit(0)
+    if what == "oom":
+        hog = bytearray(1 << 20)
+        while True:
+            hog += b"x" * (64 << 20)
+    if what == "says_oom":
+        sys.exit("torch.OutOfMemoryError: tried to allocate 20 GiB")
+    if what == "disk":
+        with open(sys.argv[1] + "/big", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 3 << 30)
+        time.sleep(600)
+    if what == "nan":
+        return "nan"
+    return "7.0E+00"
+
+def step_ms():
+    data, tensor, pipeline, micro = map(knob, ("data_parallel_size", "tensor_model_parallel_size",
+        "pipeline_model_parallel_size", "micro_batch_size"))
+    return 100 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {(2, 1, 1): 1.3, (1, 2, 1): 1.0, (1, 1, 2): 1.4}[data, tensor, pipeline]
+
+loss = do(os.environ.get("TRAIN_DOES", "") if (os.environ.get("TRAIN_WHEN", "1")) in
+    ("1", f"{knob('tensor_model_parallel_size')}x{knob('micro_batch_size')}") else "")
+print(f"  micro_batch_size ................................ {knob('micro_batch_size')}")
+for step in range(1, 4):
+    time.sleep(float(os.environ.get("TRAIN_SLEEPS", "0")))
+    print(f" iteration {step:8}/{3:8} | consumed samples: {step * 8:12} | elapsed time per iteration (ms): "
+          f"{step_ms() + step:.1f} | learning rate: 1.000000E-04 | lm loss: {loss} | number of nan iterations:   0 |",
+          flush=True)
+'''
+BEST = {"tensor_model_parallel_size": 2, "micro_batch_size": 2}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One call of `flag`: its exit status, what it printed, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Project:
+    """A folder with a spec whose trials play a training run; `mark` is in the environment of each of its processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.run_dir = folder / "run"
+        (folder / "train.py").write_text(TRAIN)
+
+    def spec(self, *, does: str = "", when: str = "1", sleeps: float = 0, **sections: Any) -> str:
+        """Write `spec.yaml` and return its path. `sections` are put over the usual ones, one level deep."""
+        control = {"train_iters": 3, "max_time_per_task": 20, "max_trials": 20}
+        usual: dict[str, Any] = {
+            "model": MODEL,
+            "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "512MiB"},
+            "train": {
+                "engine": "megatron",
+                "seq_length": 128,
+                "global_batch_size": 8,
+                "precision": "bf16",
+                "command": [sys.executable, "-S", "-E", str(self.folder / "train.py"), "{folder}"],
+            },
+            "auto_tuner": {"space": SPACE, "control": {**control, **sections.pop("control", {})}},
+            "envs": {
+                "TEST_MARK": self.mark,
+                "TRAIN_DOES": does,
+                "TRAIN_WHEN": when,
+                "TRAIN_SLEEPS": str(sleeps),
+            },
+        }
+        for name, section in sections.items():
+            usual[name] = {**usual[name], **section} if isinstance(section, dict) and name in usual else section
+        path = self.folder / "spec.yaml"
+        path.write_text(yaml.safe_dump(usual))
+        return str(path)
+
+    def result(self) -> Any:
+        return json.loads((self.run_dir / "result.json").read_text())
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        """Start `flag` in a process of its own."""
+        root = str(Path(__file__).parents[2])
+        paths = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), root]))
+        return subprocess.Popen(
+            [*FLAG, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={**os.environ, "TEST_MARK": self.mark, **environment, "PYTHONPATH": paths},
+        )
+
+    def run(self, *arguments: str, **environment: str) -> Ran:
+        """Run `flag` in a process of its own."""
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=60)
+        return Ran(process.returncode, out, err)
+
+    def processes(self) -> list[int]:
+        """Return what still runs of this project."""
+        word = f"TEST_MARK={self.mark}\0".encode()
+        return [pid for pid in guard.all_processes() if word in guard.read_proc(pid, "environ")]
+
+    def all_gone(self, seconds: float = 10) -> bool:
+        """Return whether no process is left after at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.processes()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    mine = Project(tmp_path)
+    yield mine
+    for pid in mine.processes():
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def flag(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Ran]]:
+    """Call the command line in this process."""
+    monkeypatch.chdir(tmp_path)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def call(*arguments: str) -> Ran:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        out, err = capfd.readouterr()
+        return Ran(int(ended.value.code or 0), out, err)
+
+    yield call
+    for number, handler in before.items():
+        signal.signal(number, handler)

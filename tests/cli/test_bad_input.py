@@ -1,0 +1,234 @@
+"""Whatever is wrong with the input: the exit code that is promised, one clear message, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Project, Ran
+
+Flag = Callable[..., Ran]
+
+
+def refused(ran: Ran, code: int, *words: str) -> None:
+    """Assert one line on stderr with all of `words`, nothing on stdout, and the exit code."""
+    assert ran.code == code, ran.err
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+    (line,) = ran.err.strip().splitlines()
+    assert line.startswith("flag: ")
+    assert len(line) < 6000
+    for word in words:
+        assert word in line
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)
+)
+FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is empty"),
+    "a word": (b"hello", "must be a mapping"),
+    "a list": (b"- 1\n- 2", "must be a mapping"),
+    "open bracket": (b"model: [1,\ntrain: }", "cannot be read as YAML"),
+    "a tab": (b"model:\n\t- 1", "cannot be read as YAML"),
+    "two documents": (b"a: 1\n---\nb: 2", "one document"),
+    "UTF-16": ("model: x".encode("utf-16"), "not UTF-8"),
+    "binary": (bytes(range(256)), "not UTF-8"),
+    "a NUL": (b"model: \0", "control character"),
+    "huge": (b"model: " + b"x" * (2 << 20), "larger than 1 MiB"),
+    "an alias bomb": (BOMB.encode(), "more than 100,000 values"),
+    "cyclic": (b"model: &m {model: *m}", "contains itself"),
+    "deep": (b"model: " + b"[" * 100_000, "32 levels"),
+    "a python object": (b"model: !!python/object/apply:os.system ['touch x']", "has the tag"),
+    "a key given twice": (b"model: a\nmodel: b", "second time"),
+    "many digits": (b"model: " + b"9" * 5000, "line 1"),
+    "not a number": (b"model: .nan", "finite"),
+    "a terminal's escape": (b'model: "\\e[31m"', "control character"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_spec(name: str, flag: Flag, tmp_path: Path) -> None:
+    content, words = FILES[name]
+    (tmp_path / "spec.yaml").write_bytes(content)
+    for command in ("tune", "estimate", "explain"):
+        refused(flag(command, str(tmp_path / "spec.yaml")), 2, words, "spec.yaml")
+    assert os.listdir(tmp_path) == ["spec.yaml"]
+
+
+SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "unknown section": ({"trian": {}}, 2, ("trian", "train")),
+    "unknown key": ({"train": {"seq_len": 1}}, 2, ("train.seq_len", "seq_length")),
+    "unknown knob": ({"auto_tuner": {"space": {"micro_batch": 1}}}, 2, ("micro_batch", "micro_batch_size")),
+    "text for a number": ({"train": {"seq_length": "long"}}, 2, ("train.seq_length", "whole number")),
+    "a fraction for a number": ({"train": {"seq_length": 1.5}}, 2, ("train.seq_length",)),
+    "true for a number": ({"train": {"seq_length": True}}, 2, ("train.seq_length",)),
+    "zero": ({"train": {"global_batch_size": 0}}, 2, ("train.global_batch_size",)),
+    "negative": ({"train": {"seq_length": -128}}, 2, ("train.seq_length",)),
+    "too large": ({"train": {"seq_length": 10**18}}, 2, ("train.seq_length",)),
+    "unknown precision": ({"train": {"precision": "fp33"}}, 2, ("train.precision", "bf16")),
+    "unknown engine": ({"train": {"engine": "megatrom"}}, 2, ("megatrom", "megatron")),
+    "unknown objective": ({"auto_tuner": {"objective": "fun"}}, 2, ("auto_tuner.objective",)),
+    "no train section": ({"train": None}, 2, ("train",)),
+    "serving": ({"serve": {"engine": "vllm"}}, 2, ("serve",)),
+    "an empty list": ({"auto_tuner": {"space": {"micro_batch_size": []}}}, 2, ("micro_batch_size",)),
+    "a wrong value in a list": ({"auto_tuner": {"space": {"use_recompute": ["yes"]}}}, 2, ("use_recompute",)),
+    "a list for a mapping": ({"auto_tuner": []}, 2, ("auto_tuner",)),
+    "one step": ({"auto_tuner": {"control": {"train_iters": 1}}}, 2, ("train_iters",)),
+    "only warm-up": ({"auto_tuner": {"control": {"train_iters": 3, "warmup_iters": 3}}}, 2, ("warmup_iters",)),
+    "no time": ({"auto_tuner": {"control": {"max_time": 0}}}, 2, ("max_time",)),
+    "no trials": ({"auto_tuner": {"control": {"max_trials": 0}}}, 2, ("max_trials",)),
+    "an illegal baseline": ({"auto_tuner": {"baseline": {"tensor_model_parallel_size": 3}}}, 2, ("baseline",)),
+    "an impossible memory": ({"cluster": {"memory_per_device": "4 bananas"}}, 2, ("memory_per_device",)),
+    "an empty command": ({"train": {"command": []}}, 2, ("train.command",)),
+    "a variable that is no name": ({"envs": {"A=B": "1"}}, 2, ("A=B",)),
+    "a NUL in a variable": ({"envs": {"A": "x\0"}}, 2, ("control character",)),
+    "a hostfile that is missing": ({"cluster": {"hostfile": "hosts"}}, 2, ("hosts", "does not exist")),
+    "a model that is missing": ({"model": "./nowhere"}, 2, ("nowhere", "does not exist")),
+    "a model without a size": ({"model": {"hidden_size": None}}, 2, ("model.hidden_size",)),
+    "heads that do not divide": ({"model": {"num_attention_heads": 7}}, 2, ("hidden_size",)),
+    "groups that do not divide": ({"model": {"num_query_groups": 3}}, 2, ("num_query_groups",)),
+    "experts without a top-k": ({"model": {"num_moe_experts": 4}}, 2, ("moe_router_topk",)),
+    "an unknown chip": ({"cluster": {"chip": "unobtainium"}}, 4, ("unobtainium", "cpu")),
+    "nothing legal": (
+        {"auto_tuner": {"space": {"tensor_model_parallel_size": 3}}},
+        3,
+        ("no legal candidate", "attention_heads"),
+    ),
+    "a world of no use": ({"cluster": {"devices_per_node": 7}, "train": {"global_batch_size": 1}}, 3, ("legal",)),
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_spec_that_is_wrong(name: str, flag: Flag, project: Project) -> None:
+    sections, code, words = SECTIONS[name]
+    spec = project.spec(**sections)
+    for command in ("estimate", "tune"):
+        refused(flag(command, spec), code, *words)
+    assert not (project.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("key", "known"), [("strategy", "by_prediction"), ("launcher", "local")])
+def test_a_part_that_is_not_installed_is_refused_before_anything_runs(
+    key: str, known: str, flag: Flag, project: Project
+) -> None:
+    refused(flag("tune", project.spec(auto_tuner={key: "magic"})), 2, key, "magic", known)
+    assert not (project.folder / "runs").exists()
+
+
+PATHS: dict[str, Callable[[Path], str]] = {
+    "missing": lambda folder: str(folder / "nowhere.yaml"),
+    "a folder": lambda folder: str(folder),
+    "a pipe": lambda folder: os.mkfifo(folder / "pipe") or str(folder / "pipe"),
+    "a device": lambda folder: "/dev/zero",
+    "a socket": lambda folder: _socket(folder / "socket"),
+    "a link to itself": lambda folder: os.symlink("loop", folder / "loop") or str(folder / "loop"),
+    "too long": lambda folder: "x" * 5000,
+    "empty": lambda folder: "",
+}
+
+
+def _socket(path: Path) -> str:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_that_is_no_file(name: str, flag: Flag, tmp_path: Path) -> None:
+    path = PATHS[name](tmp_path)
+    refused(flag("estimate", path), 2)
+    refused(flag("tune", path), 2)
+    refused(flag("run", path), 2, "launch.json")
+    refused(flag("estimate", "--jobs", path) if name not in ("a pipe", "a device") else flag("run", path), 2)
+
+
+@pytest.mark.parametrize("where", ["file", "file/run", "/proc/flagcore", "x" * 300, "file/\N{SNOWMAN}"])
+def test_a_run_folder_that_cannot_be_written(where: str, flag: Flag, project: Project) -> None:
+    (project.folder / "file").touch()
+    refused(flag("tune", project.spec(), "--run-dir", where), 2, "cannot be")
+
+
+def test_a_storage_that_cannot_be_opened(flag: Flag, project: Project) -> None:
+    refused(flag("tune", project.spec(), "--storage", "nonsense", "--run-dir", str(project.run_dir)), 2, "nonsense")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "\x00", '{"argv": [], "environment": {}, "directory": "/"}', "7"])
+def test_a_run_whose_best_was_tampered_with(content: str, flag: Flag, tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "launch.json").write_text(content)
+    refused(flag("run", str(tmp_path)), 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nosuch",),
+        ("tune",),
+        ("estimate",),
+        ("estimate", "a.yaml", "--jobs", "b.jsonl"),
+        ("estimate", "a.yaml", "--top", "0"),
+        ("estimate", "a.yaml", "--format", "xml"),
+        ("tune", "a.yaml", "b.yaml"),
+        ("tune", "a.yaml", "--nosuch"),
+        ("plugins", "nosuch"),
+        ("run",),
+    ],
+)
+def test_wrong_usage_shows_the_usage(arguments: tuple[str, ...], flag: Flag) -> None:
+    ran = flag(*arguments)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("Usage: flag")
+    assert "Traceback" not in ran.err
+
+
+JOB = {
+    "id": "a",
+    "kind": "train",
+    "model": {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 100},
+    "cluster": {"chip": "cpu", "devices": 2, "devices_per_node": 2},
+    "train": {"seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
+    "candidate": {"tensor_model_parallel_size": 2},
+}
+RECORDS: dict[str, tuple[Any, str]] = {
+    "good": (JOB, "ok"),
+    "illegal": ({**JOB, "candidate": {"tensor_model_parallel_size": 3}}, "invalid"),
+    "not JSON": ("{", "invalid"),
+    "deep": ("[" * 100_000, "invalid"),
+    "a number": (7, "invalid"),
+    "null": (None, "invalid"),
+    "an id that is no text": ({**JOB, "id": [1]}, "invalid"),
+    "an id that is no number": ('{"id": NaN}', "invalid"),
+    "an id of half a character": ({**JOB, "id": "\ud800"}, "invalid"),
+    "an unknown kind": ({**JOB, "kind": "bake"}, "unknown"),
+    "an unknown chip": ({**JOB, "cluster": {**JOB["cluster"], "chip": "x"}}, "unknown"),  # type: ignore[dict-item]
+    "uneven nodes": ({**JOB, "cluster": {"chip": "cpu", "devices": 3, "devices_per_node": 2}}, "invalid"),
+    "an unknown schedule": ({**JOB, "candidate": {"pipeline_schedule": "zigzag"}}, "unknown"),
+    "binary": ("\x00\x01\x02", "invalid"),
+    "huge sizes": (
+        {
+            **JOB,
+            "model": {**JOB["model"], "hidden_size": 2**30, "ffn_hidden_size": 2**31, "num_layers": 10_000},  # type: ignore[dict-item]
+            "train": {"seq_length": 2**31, "global_batch_size": 2**31, "precision": "fp32"},
+        },
+        "ok",
+    ),
+}
+
+
+def test_bad_job_records_are_answered_one_by_one(flag: Flag, tmp_path: Path) -> None:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record, _ in RECORDS.values()]
+    (tmp_path / "jobs.jsonl").write_text("\n".join(lines) + "\n")
+    ran = flag("estimate", "--jobs", str(tmp_path / "jobs.jsonl"), "--format", "jsonl")
+    assert ran.code == 0, ran.err
+    answers = [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in ran.out.splitlines()]
+    assert [answer["status"] for answer in answers] == [status for _, status in RECORDS.values()]
+    assert all("\n" not in answer.get("reason", "") for answer in answers)
+    assert "Traceback" not in ran.err

@@ -1,0 +1,111 @@
+"""`flag` itself: what it imports, and how it behaves among other programs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.cli.conftest import FLAG, Project, Ran
+
+Flag = Callable[..., Ran]
+HEAVY = ("numpy", "pydantic", "optuna", "torch", "yaml", "stevedore", "pluggy", "rich", "psutil")
+IMPORTED = """
+import sys
+from flagcore.cli import main
+try:
+    main(sys.argv[2:])
+finally:
+    found = [name for name in sys.argv[1].split(",") if name in sys.modules]
+    print("imported:", *found, file=sys.stderr)
+"""
+
+
+def imported(project: Project, watched: tuple[str, ...], *arguments: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, ",".join(watched), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=project.folder,
+        check=True,
+    )
+    return done.stderr.strip().splitlines()[-1].split()[1:]
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("tune", "--help"), ("estimate", "--help")])
+def test_help_imports_nothing_heavy(project: Project, arguments: tuple[str, ...]) -> None:
+    assert imported(project, HEAVY, *arguments) == []
+
+
+def test_planning_does_not_import_torch(project: Project) -> None:
+    spec = project.spec(train={"command": None})
+    assert imported(project, ("torch", "megatron", "sqlalchemy"), "estimate", spec) == []
+    assert imported(project, ("torch", "megatron"), "devices") == []
+
+
+@pytest.mark.parametrize("command", ["devices", "tune", "estimate", "explain", "run", "plugins", "schema", "doctor"])
+def test_every_command_tells_what_it_does(flag: Flag, command: str) -> None:
+    ran = flag(command, "--help")
+    assert ran.code == 0
+    assert ran.out.startswith(f"Usage: flag {command}")
+    assert command in flag("--help").out
+
+
+def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
+    schema = json.loads(flag("schema").out)
+    assert schema["properties"]["train"]
+    parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}
+    assert parts["flagcore"]["ok"]
+    assert "pip install" in parts["torch"]["mend"] or parts["torch"]["ok"]
+
+
+def test_estimate_says_the_same_in_each_format(flag: Flag, project: Project) -> None:
+    spec = project.spec()
+    rows = json.loads(flag("estimate", spec, "--json", "--top", "3").out)
+    assert len(rows) == 3
+    assert rows == sorted(rows, key=lambda row: row["step_time_s"]["value"])
+    lines = flag("estimate", spec, "--format", "jsonl", "--top", "3").out.splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    table = flag("estimate", spec, "--top", "3")
+    assert table.out.count("\n") == 5
+    assert "combinations" in table.err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*FLAG, "schema"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "flag: the output cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+    process = subprocess.Popen([*FLAG, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+
+
+def test_a_closed_stdout_is_no_failure() -> None:
+    done = subprocess.run(["/bin/sh", "-c", 'exec "$@" >&-', "sh", *FLAG, "schema"], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_nohup_is_respected(project: Project) -> None:
+    spec = project.spec(sleeps=0.1, control={"max_trials": 2, "repeats": 0})
+    process = subprocess.Popen(
+        ["nohup", *FLAG, "tune", spec, "-q", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=project.folder
+    )
+    folder = project.folder / "runs" / "spec" / "trials" / "0"
+    while not (folder / "launch.json").exists():
+        assert process.poll() is None
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert len(json.loads(out)["trials"]) == 2

@@ -1,0 +1,153 @@
+"""What plugins change, and that a broken one is told and hurts nobody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Project, Ran
+
+Flag = Callable[..., Ran]
+BROKEN = "raise ImportError('libdriver.so.1: cannot open shared object file')"
+NEWCOMER = '''
+import os
+from dataclasses import replace
+from flagcore.domain.chip import Chip, Device, Fact, Source, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.hooks import hookimpl
+
+SAID = Source(kind="datasheet", detail="brief, page 1")
+CHIP = Chip(name="newcomer-1", vendor="newcomer", memory_bytes=Fact(value=64e9, source=SAID),
+            memory_bandwidth_bytes_per_second=Fact(value=1e12, source=SAID),
+            dense_flops_per_second={"bf16": Fact(value=200e12, source=SAID)})
+
+class NoTensor:
+    name, says = "newcomer_no_tensor", "its links are slow"
+    def prunes(self, columns, predictions):
+        return columns["tensor_model_parallel_size"] > 1
+
+@hookimpl
+def flagcore_chips():
+    return [CHIP]
+
+@hookimpl
+def flagcore_devices():
+    return [Device(index=n, chip="newcomer-1", memory_bytes=64 << 30) for n in range(2)]
+
+@hookimpl
+def flagcore_engine_support(chip, engine):
+    if chip.vendor == "newcomer":
+        return EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo")
+
+@hookimpl
+def flagcore_environment(chip, engine):
+    return {"NEWCOMER_FAST": "1"} if chip.vendor == "newcomer" else None
+
+@hookimpl
+def flagcore_pruning_rules(task):
+    return [NoTensor()] if task.cluster.groups[0].chip.vendor == "newcomer" else None
+
+@hookimpl
+def flagcore_prepare_launch(launch, task):
+    if os.environ.get("NEWCOMER_BREAKS"):
+        raise RuntimeError("no wrapper here")
+'''
+
+
+def install(folder: Path, name: str, source: str) -> str:
+    """Leave a plugin's distribution as pip would, and return the folder for PYTHONPATH."""
+    site = folder / "site"
+    info = site / f"flagcore_{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / f"{name}_plugin.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flagcore-{name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[flagcore.plugins]\n{name} = {name}_plugin\n")
+    return str(site)
+
+
+def test_a_broken_plugin_is_told_and_hurts_nobody(project: Project) -> None:
+    path = install(project.folder, "broken", BROKEN)
+    told = "plugin broken (flagcore-broken): ImportError: libdriver.so.1: cannot open shared object file"
+    listed = project.run("plugins", "list", "--json", PYTHONPATH=path)
+    assert listed.code == 0
+    plugins = {plugin["name"]: plugin for plugin in json.loads(listed.out)}
+    assert plugins["broken"]["status"] == "failed"
+    assert plugins["broken"]["problem"] == told
+    assert plugins["cpu"]["status"] == "loaded"
+    spec = project.spec(control={"max_trials": 2, "repeats": 0})
+    for command in (
+        ("devices", "--json"),
+        ("estimate", spec, "--json"),
+        ("explain", spec, "--json"),
+        ("tune", spec, "--json", "--run-dir", str(project.run_dir)),
+    ):
+        ran = project.run(*command, PYTHONPATH=path)
+        assert ran.code == 0, ran.err
+        assert json.loads(ran.out)
+        assert told in ran.err.splitlines()
+        assert "Traceback" not in ran.err
+    quiet = project.run("estimate", spec, "--no-plugin", "broken", "--json", PYTHONPATH=path)
+    assert (quiet.code, quiet.err) == (0, "")
+
+
+def test_a_newcomer_changes_what_is_found_planned_and_run(project: Project) -> None:
+    path = install(project.folder, "newcomer", NEWCOMER)
+    devices = json.loads(project.run("devices", "--json", PYTHONPATH=path).out)
+    assert {"newcomer-1"} <= {device["chip"] for device in devices}
+    spec = project.spec(cluster={"chip": "auto", "memory_per_device": None}, control={"max_trials": 3, "repeats": 0})
+    found = project.run("estimate", spec, "--json", PYTHONPATH=path)
+    assert found.code == 0, found.err
+    assert {row["candidate"]["tensor_model_parallel_size"] for row in json.loads(found.out)} == {1}
+    ran = project.run("tune", spec, "--json", "--run-dir", str(project.run_dir), PYTHONPATH=path)
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result["chip"] == "newcomer-1"
+    assert result["counts"]["pruned"]["newcomer_no_tensor"] > 0
+    launched = json.loads((project.run_dir / "trials" / "0" / "launch.json").read_text())
+    assert launched["environment"]["NEWCOMER_FAST"] == "1"
+
+
+def test_a_plugin_that_cannot_prepare_trials_fails_them_and_is_named(project: Project) -> None:
+    path = install(project.folder, "newcomer", NEWCOMER)
+    spec = project.spec(cluster={"chip": "newcomer-1", "memory_per_device": None})
+    ran = project.run(
+        "tune", spec, "-q", "--run-dir", str(project.run_dir), PYTHONPATH=path, NEWCOMER_BREAKS="1"
+    )
+    assert ran.code == 5
+    assert "no wrapper here" in ran.err
+    assert "Traceback" not in ran.err
+    assert {trial["state"] for trial in project.result()["trials"]} == {"failed"}
+
+
+def test_plugins_are_switched_off_by_option_and_by_environment(
+    flag: Flag, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = project.spec()
+    without = flag("estimate", spec, "--no-plugin", "cpu")
+    assert without.code == 4
+    assert "'cpu' is not known" in without.err
+    names = [plugin["name"] for plugin in json.loads(flag("plugins", "list", "--json").out)]
+    assert "cpu" in names
+    monkeypatch.setenv("FLAGCORE_DISABLE_PLUGINS", ",".join(names))
+    assert flag("estimate", spec).code == 4
+    nothing = flag("devices")
+    assert nothing.code == 4
+    assert "no device found" in nothing.err
+    assert json.loads(flag("plugins", "list", "--json").out) == []
+
+
+def test_a_plugin_that_cannot_be_switched_off_is_told(project: Project) -> None:
+    ran = project.run("estimate", project.spec(), "--no-plugin", "cpuu")
+    assert ran.code == 0
+    assert "did you mean cpu?" in ran.err
+
+
+def test_every_plugin_of_the_checkout_is_told_with_its_chips_in_each_format(flag: Flag) -> None:
+    for form in ("table", "json", "jsonl", "yaml", "csv"):
+        ran = flag("plugins", "list", "--format", form)
+        assert ran.code == 0
+        assert "cpu" in ran.out
+        assert "loaded" in ran.out

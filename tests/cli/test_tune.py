@@ -1,0 +1,322 @@
+"""`flag tune` with real processes that play training runs of known speed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import BEST, Project, Ran
+
+Flag = Callable[..., Ran]
+
+
+def tune(flag: Flag, project: Project, *more: str, **of_spec: Any) -> Ran:
+    return flag("tune", project.spec(**of_spec), "--run-dir", str(project.run_dir), *more)
+
+
+def books_balance(result: Any) -> bool:
+    counts = result["counts"]
+    ran = counts["measured"] + counts["stopped"] + counts["failed"]
+    settled = counts["does_not_fit"] + sum(counts["pruned"].values()) + ran
+    return (
+        counts["combinations"] == sum(counts["illegal"].values()) + counts["merged"] + counts["candidates"]
+        and counts["candidates"] == settled + counts["untried"]
+        and ran == len(result["trials"])
+    )
+
+
+def states(result: Any) -> list[str]:
+    return [trial["state"] for trial in result["trials"]]
+
+
+def test_the_known_best_is_found_and_everything_is_kept(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, "--json")
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result == project.result()
+    assert result["best"]["candidate"].items() >= BEST.items()
+    assert result["baseline"]["role"] == "baseline"
+    assert result["baseline"]["number"] == 0
+    base, best = (result[name]["measured"]["step_time_s"]["median"] for name in ("baseline", "best"))
+    assert best == pytest.approx(0.1025)
+    assert result["gain"] == pytest.approx(base / best - 1)
+    assert {trial["candidate"]["micro_batch_size"] for trial in result["repeats"]} == {
+        result[name]["candidate"]["micro_batch_size"] for name in ("baseline", "best")
+    }
+    assert books_balance(result)
+    tried = [json.dumps(trial["candidate"]) for trial in result["trials"]]
+    assert len(set(tried)) == len(tried) >= 5
+    for trial in result["trials"]:
+        folder = project.run_dir / "trials" / str(trial["number"])
+        assert {"launch.json", "stdout.log", "stderr.log"} <= {file.name for file in folder.iterdir()}
+        assert (project.run_dir / trial["log"]).exists()
+    assert "trial 0 (baseline) starts" in ran.err
+    assert "Traceback" not in ran.err
+    assert project.all_gone()
+
+
+def test_started_again_it_repeats_nothing(flag: Flag, project: Project) -> None:
+    first = json.loads(tune(flag, project, "--json").out)
+    again = tune(flag, project, "--json")
+    assert again.code == 0
+    assert json.loads(again.out) == first
+    assert "starts" not in again.err
+
+
+def test_the_best_can_be_run_read_and_estimated_again(flag: Flag, project: Project) -> None:
+    model = project.folder / "model"
+    model.mkdir()
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, **config})
+    )
+    assert tune(flag, project, model="./model").code == 0
+    again = flag("estimate", str(project.run_dir / "best.yaml"), "--json")
+    assert again.code == 0, again.err
+    assert project.result()["best"]["candidate"] in [row["candidate"] for row in json.loads(again.out)]
+    ran = project.run("run", str(project.run_dir))
+    assert ran.code == 0
+    assert "elapsed time per iteration (ms): 101.0" in ran.out
+    script = project.run_dir / "best.sh"
+    assert os.access(script, os.X_OK)
+    done = os.popen(f"cd / && {script}").read()
+    assert done.count("elapsed time per iteration (ms)") == 3
+    explained = flag("explain", str(project.run_dir))
+    assert explained.code == 0
+    assert "measured" in explained.out
+
+
+def test_the_best_is_started_at_the_end_if_the_spec_says_so(flag: Flag, project: Project) -> None:
+    spec = project.spec(control={"run_best": True, "max_trials": 2})
+    ran = project.run("tune", spec, "--run-dir", str(project.run_dir), "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out)["best"]
+    assert "elapsed time per iteration" in ran.err
+
+
+def test_each_format_says_the_same(flag: Flag, project: Project) -> None:
+    table = tune(flag, project, control={"max_trials": 4, "repeats": 0})
+    assert table.code == 0
+    assert "Best on 2 x cpu" in table.out
+    result = project.result()
+    assert yaml.safe_load(tune(flag, project, "--format", "yaml", control={"max_trials": 4, "repeats": 0}).out) == [
+        result
+    ]
+    lines = tune(flag, project, "--format", "jsonl", control={"max_trials": 4, "repeats": 0}).out.splitlines()
+    assert [json.loads(line) for line in lines] == result["trials"]
+    rows = list(
+        csv.DictReader(io.StringIO(tune(flag, project, "--format", "csv", control={"max_trials": 4, "repeats": 0}).out))
+    )
+    assert [row["state"] for row in rows] == states(result)
+    assert [int(row["trial"]) for row in rows] == [trial["number"] for trial in result["trials"]]
+
+
+FAILS = {
+    "crash": ("crash", "invalid", "it is broken"),
+    "signal": ("die", "failed", "signal 11"),
+    "binary": ("binary", "failed", "exit code 3"),
+    "no metrics": ("silent", "failed", "0 step times"),
+    "out of memory, as the machine sees it": ("oom", "out_of_memory", "over the memory budget"),
+    "out of memory, as torch says": ("says_oom", "out_of_memory", "20 GiB"),
+    "full disk": ("disk", "failed", "filled the disk"),
+    "no finite loss": ("nan", "failed", "loss is not finite"),
+}
+
+
+@pytest.mark.parametrize("name", FAILS)
+def test_a_trial_that_fails_is_told_and_the_others_go_on(name: str, flag: Flag, project: Project) -> None:
+    does, state, words = FAILS[name]
+    ran = tune(flag, project, "--json", does=does, when="1x1", control={"max_trials": 4, "repeats": 0})
+    assert ran.code == 0, ran.err
+    result = project.result()
+    failed = [trial for trial in result["trials"] if trial["state"] not in ("measured", "stopped")]
+    assert [trial["state"] for trial in failed] == [state] * len(failed)
+    assert failed
+    assert all(words in trial["reason"] for trial in failed)
+    assert "measured" in states(result)
+    assert result["best"]["state"] == "measured"
+    assert books_balance(result)
+    assert "Traceback" not in ran.err
+    assert project.all_gone()
+
+
+def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project: Project) -> None:
+    control = {"max_trials": 2, "repeats": 0, "max_time_per_task": 1}
+    ran = tune(flag, project, does="hang", when="1x1", control=control)
+    assert project.result()["trials"][0]["state"] == "timed_out"
+    assert "still running after" in project.result()["trials"][0]["reason"]
+    assert ran.code in (0, 5)
+    assert project.all_gone(2)
+
+
+def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_told(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, "-q", does="crash")
+    assert ran.code == 5
+    assert ran.err.count("\n") == 1
+    assert "it is broken" in ran.err
+    result = project.result()
+    assert set(states(result)) == {"invalid"}
+    assert result["best"] is None
+    assert result["gain"] is None
+    assert books_balance(result)
+    assert len(result["trials"]) == 5
+    assert flag("run", str(project.run_dir)).code == 2
+
+
+def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project) -> None:
+    assert tune(flag, project, control={"max_trials": 3, "repeats": 2}).code == 0
+    result = project.result()
+    assert len(result["trials"]) == 3
+    assert "max_trials" in result["stopped_because"]
+    assert len(result["repeats"]) in (0, 4)
+
+
+def test_max_time_is_a_limit_for_the_run_and_for_the_trial_that_runs(flag: Flag, project: Project) -> None:
+    began = time.monotonic()
+    ran = tune(flag, project, control={"max_time": 2.5, "max_time_per_task": 60, "repeats": 0}, sleeps=0.2)
+    assert ran.code == 0
+    assert "max_time" in project.result()["stopped_because"]
+    assert 1 <= len(project.result()["trials"]) < 9
+    assert time.monotonic() - began < 6
+
+
+def test_a_hanging_trial_does_not_outlive_the_run(flag: Flag, project: Project) -> None:
+    began = time.monotonic()
+    ran = tune(flag, project, does="hang", control={"max_time": 1.5, "max_time_per_task": 60})
+    assert ran.code == 5
+    assert time.monotonic() - began < 8
+    assert project.all_gone(2)
+
+
+def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_afresh(flag: Flag, project: Project) -> None:
+    few = {"max_trials": 1, "repeats": 0}
+    assert tune(flag, project, control=few).code == 0
+    changed = {"train": {"seq_length": 256}, "control": few}
+    ran = tune(flag, project, "-q", **changed)
+    assert ran.code == 2
+    assert "spec.train.seq_length: 128 -> 256" in ran.err
+    assert ran.err.count("\n") == 1
+    assert tune(flag, project, "--new", **changed).code == 0
+    kept = [folder for folder in project.folder.iterdir() if folder.name.startswith("run.")]
+    assert len(kept) == 1
+    assert json.loads((kept[0] / "result.json").read_text())["trials"]
+
+
+def test_nothing_fits_is_3_and_says_how_close_it_came(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, cluster={"memory_per_device": "1MiB"})
+    assert ran.code == 3
+    assert "does_not_fit" in ran.err
+    assert "the smallest needs" in ran.err
+    assert not project.run_dir.exists()
+
+
+def test_a_command_that_does_not_exist_is_told_at_once(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, "-q", train={"command": ["/no/such/program"]})
+    assert ran.code == 2
+    assert "cannot run /no/such/program" in ran.err
+    assert ran.err.count("\n") == 1
+    mended = tune(flag, project, "--new", control={"max_trials": 1})
+    assert mended.code == 0
+
+
+def test_progress_on_a_pipe_is_plain_lines_on_stderr_and_quiet_is_quiet(flag: Flag, project: Project) -> None:
+    few = {"max_trials": 3, "repeats": 0}
+    talk = tune(flag, project, control=few).err.splitlines()
+    started = [line for line in talk if "starts" in line]
+    assert len(started) == 3
+    assert any("best" in line and "3/3 trials" in line for line in talk)
+    assert "\x1b" not in "".join(talk)
+    assert tune(flag, project, "-q", "--new", control=few).err == ""
+
+
+def wait_for_trial(project: Project, number: int) -> None:
+    deadline = time.monotonic() + 30
+    while not (project.run_dir / "trials" / str(number) / "launch.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> None:
+    spec = project.spec(sleeps=0.15)
+    process = project.start("tune", spec, "--run-dir", str(project.run_dir))
+    wait_for_trial(project, 2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    assert "interrupted" in err.splitlines()[-1]
+    result = project.result()
+    assert states(result).count("measured") + states(result).count("stopped") >= 2
+    assert result["trials"][-1]["state"] == "interrupted"
+    assert books_balance(result)
+    assert result["best"] is not None
+    assert project.all_gone()
+
+
+def test_killed_at_random_moments_it_goes_on_and_loses_nothing(project: Project) -> None:
+    draw = random.Random(11)
+    spec = project.spec(sleeps=0.03)
+    arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
+    kept: dict[int, Any] = {}
+    for _ in range(4):
+        process = project.start(*arguments)
+        time.sleep(draw.uniform(0.7, 2.0))
+        process.kill()
+        process.communicate()
+        assert project.all_gone(10)
+    ran = project.run(*arguments)
+    assert ran.code == 0, ran.err
+    result = json.loads(ran.out)
+    assert result == project.result()
+    assert result["best"]["candidate"].items() >= BEST.items()
+    assert books_balance(result)
+    journal = [json.loads(line) for line in (project.run_dir / "journal.log").read_text().splitlines()]
+    for line in journal:
+        for trial in [line.get("user_attr", {}).get("result")] if "trial_id" in line else []:
+            if trial is not None:
+                assert line["trial_id"] not in kept, "a finished trial was written twice"
+                kept[line["trial_id"]] = trial
+    numbers = [trial["number"] for trial in (*result["trials"], *result["repeats"])]
+    assert len(set(numbers)) == len(numbers)
+    measured = {number for number, trial in kept.items() if trial["state"] == "measured"}
+    told = {trial["number"] for trial in (*result["trials"], *result["repeats"]) if trial["state"] == "measured"}
+    assert told == measured
+
+
+def test_a_second_tuner_on_one_folder_is_told_who_holds_it(flag: Flag, project: Project) -> None:
+    spec = project.spec(sleeps=0.5)
+    process = project.start("tune", spec, "--run-dir", str(project.run_dir))
+    wait_for_trial(project, 0)
+    ran = flag("tune", spec, "--run-dir", str(project.run_dir))
+    assert ran.code == 2
+    assert f"is held by another tuner (process {process.pid} on " in ran.err
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert project.all_gone()
+
+
+def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Project) -> None:
+    (project.folder / "torch.py").write_text("raise ImportError")
+    spec = project.spec(train={"command": None})
+    code = "import sys; sys.modules['torch'] = None; from flagcore.cli import main; main()"
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=30
+    )
+    assert done.returncode == 4
+    assert "pip install" in done.stderr
+    assert "Traceback" not in done.stderr

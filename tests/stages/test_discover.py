@@ -1,0 +1,146 @@
+"""Which chip a task runs on, and what plugins say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.spec import ClusterSpec, Spec
+from flagcore.errors import NoDevice
+from flagcore.hooks import hookimpl
+from flagcore.plugins import LoadedPlugins
+from flagcore.stages.discover import discover, present
+from tests import small
+
+SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+CPU = replace(small.CHIP, name="plain-cpu", aliases=(), devices_per_node=2)
+
+
+def plugin(chip: Chip, count: int = 0, *, called: str = "", support: object = None, **hooks: object) -> SimpleNamespace:
+    """A plugin for one chip of which `count` devices are here, under the name `called`."""
+    answer = support or replace(SHARED, device_type="xpu", shared_devices=False)
+
+    @hookimpl
+    def flagcore_chips() -> list[Chip]:
+        return [chip]
+
+    @hookimpl
+    def flagcore_devices() -> list[Device]:
+        return [Device(index=n, chip=called or chip.name, memory_bytes=(40 + n) << 30) for n in range(count)]
+
+    @hookimpl
+    def flagcore_engine_support(chip: Chip, engine: str) -> Any:
+        return answer if chip.name == known else None
+
+    known = chip.name
+    given = {"flagcore_chips": flagcore_chips, "flagcore_devices": flagcore_devices}
+    return SimpleNamespace(**given, flagcore_engine_support=flagcore_engine_support, **hooks)
+
+
+def spec(**cluster: Any) -> Spec:
+    return replace(small.task().spec, cluster=ClusterSpec(**cluster))
+
+
+def loaded(**plugins: object) -> LoadedPlugins:
+    found = LoadedPlugins.of(plugins)
+    assert found.failures == ()
+    return found
+
+
+def test_the_devices_here_are_the_cluster() -> None:
+    platform = discover(spec(), loaded(x=plugin(small.CHIP, 4, called="TEST accelerator 9000")))
+    group = platform.task.cluster.groups[0]
+    assert (group.chip.name, group.devices) == ("test-chip", 4)
+    assert group.memory_bytes == 40 << 30
+    assert platform.support.device_type == "xpu"
+
+
+def test_a_named_chip_is_planned_for_without_being_here() -> None:
+    platform = discover(spec(chip="TEST-CHIP", nodes=2), loaded(x=plugin(small.CHIP)))
+    group = platform.task.cluster.groups[0]
+    assert group.devices == 16
+    assert platform.costs.memory.capacity_bytes() == 80e9
+    with pytest.raises(NoDevice, match="no test-chip on this machine"):
+        present(platform, ())
+
+
+def test_what_the_spec_says_of_the_cluster_comes_first() -> None:
+    wanted = spec(devices_per_node=2, memory_bytes_per_device=1 << 30)
+    group = discover(wanted, loaded(x=plugin(small.CHIP, 4))).task.cluster.groups[0]
+    assert (group.devices, group.memory_bytes) == (2, 1 << 30)
+
+
+def test_an_unknown_chip_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(NoDevice, match=r"'nosuch' is not known .* known chips: plain-cpu, test-chip"):
+        discover(spec(chip="nosuch"), loaded(x=plugin(small.CHIP), y=plugin(CPU, 2)))
+
+
+def test_nothing_found_is_refused() -> None:
+    with pytest.raises(NoDevice, match="no device at all"):
+        discover(spec(), loaded(x=plugin(small.CHIP)))
+    with pytest.raises(NoDevice, match="no device at all"):
+        discover(spec(), loaded())
+
+
+def test_a_device_that_nobody_knows_is_named() -> None:
+    with pytest.raises(NoDevice, match="found Strange 1"):
+        discover(spec(), loaded(x=plugin(small.CHIP, 1, called="Strange 1")))
+
+
+def test_the_plain_cpu_is_the_last_resort() -> None:
+    cpu = plugin(CPU, 64, support=SHARED)
+    assert discover(spec(), loaded(a=cpu, z=plugin(small.CHIP, 1))).task.cluster.groups[0].chip.name == "test-chip"
+    assert discover(spec(), loaded(a=cpu)).task.cluster.groups[0].chip.name == "plain-cpu"
+
+
+def test_of_two_accelerators_the_one_with_more_devices_is_taken() -> None:
+    other = replace(small.CHIP, name="other", aliases=())
+    plugins = loaded(a=plugin(other, 2), b=plugin(small.CHIP, 3))
+    assert discover(spec(), plugins).task.cluster.groups[0].chip.name == "test-chip"
+    assert discover(spec(chip="other"), plugins).task.cluster.groups[0].devices == 2
+
+
+def test_more_devices_than_are_here_can_be_planned_but_not_run() -> None:
+    plugins = loaded(x=plugin(small.CHIP, 2))
+    platform = discover(spec(devices_per_node=8), plugins)
+    with pytest.raises(NoDevice, match="devices_per_node = 8, but this machine has 2"):
+        present(platform, plugins.devices())
+
+
+def test_processes_may_outnumber_the_cores_of_a_shared_machine() -> None:
+    plugins = loaded(x=plugin(CPU, 2, support=SHARED))
+    present(discover(spec(devices_per_node=8), plugins), plugins.devices())
+
+
+@pytest.mark.parametrize("no", [Support.IMPOSSIBLE, Support.NOT_YET])
+def test_an_engine_that_does_not_run_there_is_refused_with_the_reason(no: Support) -> None:
+    support = EngineSupport(support=no, reason="its collectives lack send")
+    with pytest.raises(NoDevice, match=r"megatron does not run on test-chip: .*lack send"):
+        discover(spec(), loaded(x=plugin(small.CHIP, 1, support=support)))
+
+
+def test_unknown_support_is_not_no_but_can_only_be_planned() -> None:
+    silent = SimpleNamespace(**{k: v for k, v in vars(plugin(small.CHIP, 1)).items() if "support" not in k})
+    platform = discover(spec(), loaded(x=silent))
+    assert platform.support.support is Support.UNKNOWN
+    with pytest.raises(NoDevice, match="no installed plugin says how megatron runs on test-chip"):
+        present(platform, (Device(index=0, chip="test-chip"),) * 8)
+
+
+def test_every_hook_is_asked_about_this_chip_and_engine_once() -> None:
+    asked: list[tuple[str, str]] = []
+
+    @hookimpl
+    def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str]:
+        asked.append((chip.name, engine))
+        return {"FABRIC": "1"}
+
+    platform = discover(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    assert platform.environment == {"FABRIC": "1"}
+    assert asked == [("test-chip", "megatron")]

@@ -1,0 +1,241 @@
+"""Watching a trial: how each end is called, and what is concluded from what it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.contracts import Platform, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, FailurePattern
+from flagcore.domain.spec import Control, Task
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.errors import FlagError
+from flagcore.stages.measure import HOPELESS, classify, measure
+from flagcore.workloads.megatron.adapter import WORKLOAD
+from tests import small
+
+TASK = small.task(control=Control(train_iters=5, warmup_iters=1), memory_bytes=1 << 30)
+TRIAL = Trial(number=1, candidate=small.candidate(), role=Role.SEARCH, state=TrialState.RUNNING)
+MEASURED = Measurement(
+    step_times_s=(1.0, 1.0), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=10.0, losses=(2.0, 1.0)
+)
+BEST = replace(TRIAL, number=0, state=TrialState.MEASURED, measurement=MEASURED)
+VENDOR = FailurePattern(pattern=r"xpu: E42", state=TrialState.OUT_OF_MEMORY, advice="lower the pool")
+
+
+class Ran:
+    """A trial that ends as it is told after some polls; `stop` ends it on request."""
+
+    def __init__(self, ended: Exit, polls: int = 0) -> None:
+        self.ended, self.polls, self.stopped = ended, polls, False
+
+    def poll(self) -> Exit | None:
+        return self.wait(0)
+
+    def wait(self, seconds: float) -> Exit | None:
+        self.polls -= 1
+        return self.ended if self.polls < 0 else None
+
+    def stop(self) -> Exit:
+        self.stopped = True
+        return replace(self.ended, code=-15, ended_by="request")
+
+
+class Engine:
+    """The engine's adapter, as far as measuring asks it."""
+
+    def __init__(self, steps: Sequence[float] = (), result: Measurement | str = MEASURED) -> None:
+        self.steps, self.result = steps, result
+
+    def progress(self, folder: str) -> Callable[[], Sequence[float]]:
+        return lambda: self.steps
+
+    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+        if isinstance(self.result, str):
+            raise FlagError(self.result)
+        return self.result
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        return WORKLOAD.failure_patterns()
+
+
+def ended(code: int = 0, by: str | None = None) -> Exit:
+    return Exit(code=code, ended_by=by, duration_s=12.0, peak_memory_bytes=3 << 30)
+
+
+def measured(
+    run: Ran, folder: Path, engine: Any = None, platform: Platform | None = None, best: Trial | None = None
+) -> Trial:
+    workload: Workload = engine or Engine()
+    return measure(run, platform or small.platform(TASK), workload, TRIAL, str(folder), best)
+
+
+def test_a_trial_that_ran_to_its_end_is_measured(tmp_path: Path) -> None:
+    done = measured(Ran(ended()), tmp_path)
+    assert (done.state, done.duration_s, done.reason) == (TrialState.MEASURED, 12.0, None)
+    assert done.measurement is not None
+    assert done.measurement.step_time_s == 1.0
+
+
+def test_exit_0_without_metrics_is_a_failure_with_the_reason(tmp_path: Path) -> None:
+    done = measured(Ran(ended()), tmp_path, Engine(result="it wrote no metrics.json"))
+    assert (done.state, done.reason, done.measurement) == (TrialState.FAILED, "it wrote no metrics.json", None)
+
+
+ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
+    "by itself": (ended(3), "", TrialState.FAILED, "exit code 3"),
+    "by itself, with a word": (ended(3), "one\nlast words\n\n", TrialState.FAILED, "last words"),
+    "by a signal": (ended(-11), "", TrialState.FAILED, "signal 11"),
+    "by the kernel": (ended(-9), "", TrialState.OUT_OF_MEMORY, "SIGKILL"),
+    "by its time": (ended(-15, "timeout"), "step 3", TrialState.TIMED_OUT, "after 12 s; last line: step 3"),
+    "by its time, with exit 0": (ended(0, "timeout"), "", TrialState.TIMED_OUT, "still running"),
+    "by its memory": (ended(-9, "memory"), "", TrialState.OUT_OF_MEMORY, "3.00 GiB"),
+    "by its disk": (ended(-9, "disk"), "out of memory: no", TrialState.FAILED, "filled the disk"),
+    "on request": (ended(-15, "request"), "", TrialState.INTERRUPTED, "request"),
+    "torch out of memory": (
+        ended(1),
+        "[rank0]: torch.OutOfMemoryError: tried to allocate 2 GiB",
+        TrialState.OUT_OF_MEMORY,
+        "tried to allocate",
+    ),
+    "refused by Megatron": (ended(1), "AssertionError: layers % pp", TrialState.INVALID, "layers % pp"),
+    "the trial program's word": (ended(1), "invalid configuration: heads", TrialState.INVALID, "heads"),
+    "memory behind an assertion": (
+        ended(1),
+        "AssertionError: peer\nout of memory: rank 1\nlater",
+        TrialState.OUT_OF_MEMORY,
+        "rank 1",
+    ),
+    "a plugin's pattern": (ended(1), "xpu: E42 at 0x7", TrialState.OUT_OF_MEMORY, "xpu: E42 at 0x7 (lower the pool)"),
+    "a hang that was noticed": (
+        ended(-6),
+        "Watchdog caught collective operation timeout: WorkNCCL",
+        TrialState.TIMED_OUT,
+        "Watchdog",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_trial_that_ended(name: str, tmp_path: Path) -> None:
+    end, log, state, words = ENDS[name]
+    (tmp_path / "stderr.log").write_text(log)
+    done = measured(Ran(end), tmp_path, platform=small.platform(TASK, failure_patterns=(VENDOR,)))
+    assert done.state is state
+    assert words in (done.reason or "")
+    assert done.measurement is None
+    assert done.duration_s == 12.0
+
+
+def test_binary_logs_make_a_printable_reason_of_one_short_line(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_bytes(bytes(range(256)) * 4000)
+    done = measured(Ran(ended(1)), tmp_path)
+    assert done.state is TrialState.FAILED
+    assert (done.reason or "").isprintable()
+    assert len(done.reason or "") < 400
+
+
+def test_a_reason_is_short_however_long_the_line() -> None:
+    state, reason = classify(ended(1), "ValueError: " + "x" * 100_000, WORKLOAD.failure_patterns())
+    assert state is TrialState.INVALID
+    assert len(reason) < 400
+
+
+def test_only_the_end_of_a_large_log_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "stdout.log").open("wb") as file:
+        file.truncate(8 << 30)
+        file.seek(0, 2)
+        file.write(b"\ngone for good\n")
+    assert "gone for good" in (measured(Ran(ended(1)), tmp_path).reason or "")
+
+
+def test_a_loss_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
+    done = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, losses=(2.0, None))))
+    assert done.state is TrialState.FAILED
+    assert "loss is not finite" in (done.reason or "")
+
+
+def test_what_the_engine_ran_must_be_what_was_asked_for(tmp_path: Path) -> None:
+    done = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 2})))
+    assert done.state is TrialState.INVALID
+    assert "micro_batch_size = 2 where 1 was asked for" in (done.reason or "")
+    same = measured(Ran(ended()), tmp_path, Engine(result=replace(MEASURED, effective={"micro_batch_size": 1, "x": 2})))
+    assert same.state is TrialState.MEASURED
+
+
+@pytest.mark.parametrize(("shared", "state"), [(True, TrialState.OUT_OF_MEMORY), (False, TrialState.MEASURED)])
+def test_a_rank_over_its_share_of_the_machine_is_out_of_memory(shared: bool, state: TrialState, tmp_path: Path) -> None:
+    support = EngineSupport(support=Support.YES, shared_devices=shared)
+    greedy = Engine(result=replace(MEASURED, device_used_bytes=(1 << 30) + 1))
+    assert measured(Ran(ended()), tmp_path, greedy, small.platform(TASK, support=support)).state is state
+    modest = Engine(result=replace(MEASURED, device_used_bytes=1 << 30))
+    done = measured(Ran(ended()), tmp_path, modest, small.platform(TASK, support=support))
+    assert done.state is TrialState.MEASURED
+
+
+def test_a_trial_that_surely_loses_is_stopped_and_its_steps_are_kept(tmp_path: Path) -> None:
+    run = Ran(ended(), polls=3)
+    slow = Engine(steps=(9.0, HOPELESS + 0.1, HOPELESS + 0.2))
+    done = measured(run, tmp_path, slow, best=BEST)
+    assert run.stopped
+    assert done.state is TrialState.STOPPED
+    assert done.measurement is not None
+    assert done.measurement.partial
+
+
+@pytest.mark.parametrize("steps", [(9.0,), (9.0, 9.0), (9.0, 9.0, HOPELESS), (0.1, 9.0), ()])
+def test_a_trial_that_may_still_win_is_not_stopped(steps: tuple[float, ...], tmp_path: Path) -> None:
+    run = Ran(ended(), polls=3)
+    assert measured(run, tmp_path, Engine(steps), best=BEST).state is TrialState.MEASURED
+    assert not run.stopped
+
+
+def test_without_a_best_nothing_is_stopped(tmp_path: Path) -> None:
+    run = Ran(ended(), polls=3)
+    assert measured(run, tmp_path, Engine((9.0, 99.0, 99.0))).state is TrialState.MEASURED
+
+
+def test_an_interrupt_ends_the_trial_and_passes(tmp_path: Path) -> None:
+    class Interrupted(Ran):
+        def wait(self, seconds: float) -> Exit | None:
+            raise KeyboardInterrupt
+
+    run = Interrupted(ended())
+    with pytest.raises(KeyboardInterrupt):
+        measured(run, tmp_path)
+    assert run.stopped
+
+
+class Reader:
+    def __init__(self, *samples: Mapping[str, float] | Exception) -> None:
+        self.samples = list(samples)
+
+    def sample(self) -> Mapping[str, float]:
+        answer = self.samples.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_telemetry_is_averaged_and_a_reader_that_raises_hurts_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))
+    good = Reader({"power_watts": 100.0}, {"power_watts": 300.0, "odd": float("nan")})
+    broken = Reader({"temperature_celsius": 40.0}, OSError("gone"))
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=small.platform(TASK, telemetry=(good, broken)))
+    assert done.measurement is not None
+    assert done.measurement.telemetry == {
+        "power_watts": 200.0,
+        "peak_power_watts": 300.0,
+        "temperature_celsius": 40.0,
+        "peak_temperature_celsius": 40.0,
+    }

@@ -1,0 +1,171 @@
+"""What is ruled out: by prediction, by plugins' rules, and by what trials proved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import PruningRule
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.knowledge import Pruned
+from flagcore.domain.plan import count
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Columns, Space
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.stages.build import build
+from flagcore.stages.learn import learn
+from flagcore.stages.predict import predict
+from flagcore.stages.prune import AS_MUCH_MEMORY, AS_MUCH_WORK, PREDICTED_SLOWER, prune
+from flagcore.stages.rank import untried
+from flagcore.workloads.megatron.adapter import WORKLOAD
+from tests import small
+
+TASK = small.task(space={"recompute_granularity": ("full",)})
+SPACE = build(WORKLOAD.axes(TASK), WORKLOAD.rules(TASK), WORKLOAD.merges(TASK))
+FULL = {
+    "use_recompute": True,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def predictions(capacity: float | None = 80e9) -> Predictions:
+    return predict(TASK, WORKLOAD, SPACE, small.costs(TASK, capacity))
+
+
+def trial(candidate: Candidate, state: TrialState, number: int = 0) -> Trial:
+    measured = None
+    if state is TrialState.MEASURED:
+        measured = Measurement(
+            step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=1.0, losses=(1.0,)
+        )
+    return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, measurement=measured)
+
+
+def pruned(
+    trials: Sequence[Trial] = (), rules: Sequence[PruningRule] = (), of: Predictions | None = None, space: Space = SPACE
+) -> Pruned:
+    return prune(space, of or predictions(), WORKLOAD, rules, trials)
+
+
+def rows_of(found: Pruned, name: str) -> list[int]:
+    return np.flatnonzero(found.rule == found.rules.index(name) + 1).tolist() if name in found.rules else []
+
+
+class Rule:
+    name = "no_small_batches"
+    says = "slow on this chip"
+
+    def __init__(self, answer: object = None) -> None:
+        self.answer = answer
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return columns["micro_batch_size"] < 4 if self.answer is None else self.answer  # type: ignore[return-value]
+
+
+def test_what_does_not_fit_is_removed_and_nothing_else() -> None:
+    need = predictions().device_used_bytes
+    middle = float(np.median(need))
+    found = pruned(of=predictions(middle))
+    assert rows_of(found, "does_not_fit") == np.flatnonzero(need > middle).tolist()
+    assert 0 < found.open_rows.size < len(SPACE)
+    assert pruned(of=predictions(None)).open_rows.size == len(SPACE)
+
+
+def test_a_plugins_rule_is_counted_under_its_name() -> None:
+    found = pruned(rules=[Rule()])
+    small_batches = SPACE.columns()["micro_batch_size"] < 4
+    assert rows_of(found, "no_small_batches") == np.flatnonzero(small_batches).tolist()
+    assert found.reason(int(np.flatnonzero(small_batches)[0])) == "no_small_batches"
+
+
+@pytest.mark.parametrize("answer", [ValueError("no kernel table"), "text", np.ones(3, dtype=bool), int, True, [0, 1]])
+def test_a_rule_that_breaks_costs_only_itself_and_is_told(answer: object) -> None:
+    found = pruned(rules=[Rule(answer), Rule()])
+    assert rows_of(found, "no_small_batches")
+    assert len(found.broken_rules) == 1
+    assert found.broken_rules[0].startswith("no_small_batches")
+
+
+def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -> None:
+    ran_out = small.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True)
+    found = pruned([trial(ran_out, TrialState.OUT_OF_MEMORY, 7)])
+    larger = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=2, use_distributed_optimizer=True))
+    plain = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1))
+    smaller = SPACE.find(
+        small.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True, **FULL)
+    )
+    assert larger is not None
+    assert {larger, plain} <= set(rows_of(found, AS_MUCH_MEMORY))
+    assert smaller in found.open_rows.tolist()
+    assert found.reason(larger) == f"{AS_MUCH_MEMORY} (trial 7)"
+
+
+def test_the_candidate_of_a_trial_is_not_pruned_by_its_own_trial() -> None:
+    for state in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
+        one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+        assert SPACE.find(one) in pruned([trial(one, state)]).open_rows.tolist()
+
+
+def test_more_work_than_a_measured_candidate_is_pruned() -> None:
+    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+    found = pruned([trial(one, TrialState.MEASURED, 3)])
+    recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
+    assert recomputed in rows_of(found, AS_MUCH_WORK)
+
+
+def test_what_surely_loses_against_a_measured_candidate_is_pruned() -> None:
+    of = predictions()
+    fastest = int(np.argmin(of.high_s))
+    found = pruned([trial(SPACE.candidate(fastest), TrialState.MEASURED)], of=of)
+    hopeless = rows_of(found, PREDICTED_SLOWER)
+    assert hopeless
+    assert all(of.low_s[row] > of.high_s[fastest] for row in hopeless)
+    assert all(of.low_s[row] <= of.high_s[fastest] for row in found.open_rows)
+
+
+@pytest.mark.parametrize(
+    "state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT, TrialState.INTERRUPTED, TrialState.STOPPED]
+)
+def test_other_ends_prove_nothing(state: TrialState) -> None:
+    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+    assert pruned([trial(one, state)]).open_rows.size == len(SPACE)
+
+
+def test_a_trial_is_applied_once_and_in_steps_as_at_once() -> None:
+    trials = [
+        trial(small.candidate(data_parallel_size=4, micro_batch_size=2), TrialState.OUT_OF_MEMORY, 0),
+        trial(small.candidate(tensor_model_parallel_size=4, micro_batch_size=1), TrialState.MEASURED, 1),
+    ]
+    at_once = pruned(trials)
+    before = pruned(trials[:1])
+    after = prune(SPACE, predictions(), WORKLOAD, (), trials, before)
+    assert after.rule.tolist() == at_once.rule.tolist()
+    assert prune(SPACE, predictions(), WORKLOAD, (), trials, after) == after
+    assert before.open_rows.size > after.open_rows.size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_books_balance_after_any_trials_and_untried_is_what_is_left(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    states = [state for state in TrialState if state is not TrialState.RUNNING]
+    rows = draw.choice(len(SPACE), size=12, replace=False)
+    trials = [
+        trial(SPACE.candidate(int(row)), states[int(draw.integers(len(states)))], n) for n, row in enumerate(rows)
+    ]
+    found = pruned(trials, of=predictions(float(np.quantile(predictions().device_used_bytes, 0.8))))
+    lessons = learn(trials)
+    counts = count(SPACE, found, lessons)
+    interrupted = sum(each.state is TrialState.INTERRUPTED for each in trials)
+    interrupted_and_open = sum(
+        each.state is TrialState.INTERRUPTED and SPACE.find(each.candidate) in found.open_rows for each in trials
+    )
+    assert counts.balanced
+    assert counts.untried == untried(SPACE, found, lessons).size - interrupted_and_open
+    assert counts.measured + counts.stopped + counts.failed == 12
+    assert counts.failed >= interrupted

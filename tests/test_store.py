@@ -1,0 +1,295 @@
+"""The run directory and its trials: what a kill, a full disk or a stranger may leave, and who is let in."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.errors import RunError
+from flagcore.store import OptunaStore, RunDirectory
+from tests import small
+
+CHOICES: dict[str, tuple[KnobValue, ...]] = {
+    "micro_batch_size": (1, 2, 4, 8),
+    "sequence_parallel": (False, True),
+    "recompute_method": (None, "uniform"),
+}
+MEASURED = Measurement(
+    step_times_s=(1.5, 2.5),
+    step_time_s=2.0,
+    spread_s=0.5,
+    tokens_per_second_per_device=512.0,
+    peak_allocated_bytes=1 << 30,
+    losses=(9.0, None),
+    effective={"micro_batch_size": 2},
+    versions={"torch": "2.13"},
+    telemetry={"power_watts": 300.0},
+)
+
+
+def candidate(micro_batch_size: int = 1) -> Candidate:
+    return Candidate.of({"micro_batch_size": micro_batch_size, "sequence_parallel": False, "recompute_method": None})
+
+
+def store(path: Path, **options: str) -> OptunaStore:
+    return OptunaStore(path, CHOICES, **{"run": "run", **options})
+
+
+def run(into: OptunaStore, micro_batch_size: int = 1, state: TrialState = TrialState.MEASURED) -> Trial:
+    trial = into.begin(candidate(micro_batch_size), Role.SEARCH, {"step_time_s": {"value": 1.0}})
+    measured = MEASURED if state is TrialState.MEASURED else None
+    done = replace(trial, state=state, measurement=measured, reason=None if measured else "why", duration_s=3.5)
+    into.finish(done)
+    return done
+
+
+def test_what_was_finished_is_read_back_as_it_was(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    kept = [run(first, 1), run(first, 2, TrialState.OUT_OF_MEMORY), run(first, 4, TrialState.STOPPED)]
+    assert list(first.trials()) == kept
+    assert list(store(tmp_path).trials()) == kept
+    assert [trial.number for trial in kept] == [0, 1, 2]
+    assert Path(first.folder(kept[1])) == tmp_path / "trials" / "1"
+    assert Path(first.folder(kept[1])).is_dir()
+
+
+def test_a_running_trial_is_no_result_and_closed_as_interrupted_at_the_next_start(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    run(first)
+    first.begin(candidate(2), Role.BASELINE, {})
+    assert len(first.trials()) == 1
+    second = store(tmp_path)
+    assert [trial.state for trial in second.trials()] == [TrialState.MEASURED, TrialState.INTERRUPTED]
+    assert second.trials()[1].role is Role.BASELINE
+    assert run(second, 2).number == 2
+    assert len(store(tmp_path).trials()) == 3
+
+
+def test_a_kill_between_result_and_its_note_to_optuna_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(OptunaStore, "_tell", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(first)
+    assert [trial.state for trial in store(tmp_path).trials()] == [TrialState.MEASURED]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("size", [1, 10, -2, -40])
+def test_a_journal_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, size: int) -> None:
+    first = store(tmp_path)
+    kept = run(first)
+    journal = tmp_path / "journal.log"
+    whole = journal.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    journal.write_bytes(whole + last[:size])
+    second = store(tmp_path)
+    assert second.trials() == (kept,)
+    run(second, 2)
+    assert len(store(tmp_path).trials()) == 2
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+def test_a_stale_lock_of_the_journal_does_not_hold_anybody_up(tmp_path: Path) -> None:
+    run(store(tmp_path))
+    (tmp_path / "journal.log.lock").touch()
+    began = time.monotonic()
+    run(store(tmp_path), 2)
+    assert time.monotonic() - began < 5
+    assert len(store(tmp_path).trials()) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"not json\n", b"\x00\xff\n", b"[]\n", b'{"op_code": 4}\n', b"7\n", b"[" * 100_000 + b"\n", b'{"op_code": 99}\n'],
+)
+def test_a_journal_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    run(store(tmp_path))
+    journal = tmp_path / "journal.log"
+    journal.write_bytes(content + journal.read_bytes())
+    with pytest.raises(RunError, match="cannot be read") as caught:
+        store(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/no/such.db", "nodialect://x", "redis://127.0.0.1:1"])
+def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, url: str) -> None:
+    with pytest.raises(RunError, match="cannot be read") as caught:
+        store(tmp_path, url=url)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_optuna_storage_keeps_the_trials(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/trials.db"
+    kept = run(store(tmp_path, url=url))
+    assert store(tmp_path, url=url).trials() == (kept,)
+    assert store(tmp_path, url=url, run="another run").trials() == ()
+    assert not (tmp_path / "journal.log").exists()
+
+
+@pytest.mark.parametrize(("objective", "best"), [("tokens_per_second_per_device", 512.0), ("step_time_s", 2.0)])
+def test_optunas_own_tools_see_the_objective(tmp_path: Path, objective: str, best: float) -> None:
+    ours = store(tmp_path, objective=objective)
+    run(ours)
+    run(ours, 2, TrialState.FAILED)
+    run(ours, 4, TrialState.STOPPED)
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal.log"))
+    study = optuna.load_study(study_name="run", storage=optuna.storages.JournalStorage(backend))
+    assert study.best_value == best
+    assert study.best_params == {"micro_batch_size": 1, "sequence_parallel": False, "recompute_method": None}
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "FAIL", "PRUNED"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.test_store import run, store
+from flagcore.store import RunDirectory
+path = Path(sys.argv[1])
+RunDirectory(path).open()
+kept = store(path)
+print("open", flush=True)
+while True:
+    print("kept", run(kept).number, flush=True)
+"""
+
+
+def test_killed_at_any_moment_every_finished_trial_is_kept_once(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    promised: list[int] = []
+    root = Path(__file__).parents[1]
+    for _ in range(10):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "open\n"
+        time.sleep(draw.uniform(0, 0.03))
+        writer.send_signal(signal.SIGKILL)
+        promised += [int(line.split()[1]) for line in writer.stdout if line.startswith("kept")]
+        writer.wait()
+    trials = store(tmp_path).trials()
+    numbers = [trial.number for trial in trials]
+    assert len(set(numbers)) == len(numbers)
+    measured = {trial.number for trial in trials if trial.state is TrialState.MEASURED}
+    assert promised
+    assert set(promised) <= measured
+    assert {trial.state for trial in trials} <= {TrialState.MEASURED, TrialState.INTERRUPTED}
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[RunDirectory]:
+    directory = RunDirectory(tmp_path / "run")
+    directory.open()
+    yield directory
+    directory.close()
+
+
+def test_a_second_tuner_is_told_who_holds_the_folder(held: RunDirectory) -> None:
+    with pytest.raises(RunError, match=f"is held by another tuner .process {os.getpid()} "):
+        RunDirectory(held.path).open()
+    with pytest.raises(RunError, match="is held"):
+        RunDirectory(held.path).open(new=True)
+    held.close()
+    after = RunDirectory(held.path)
+    after.open()
+    after.close()
+
+
+def test_the_same_task_goes_on_under_its_name_and_with_what_was_fixed(held: RunDirectory) -> None:
+    task = {"spec": {"train": {"seq_length": 128}}}
+    assert held.known() is None
+    name = held.claim(task, {"baseline": {"micro_batch_size": 1}})
+    assert held.claim(task, {"baseline": {"micro_batch_size": 2}}) == name
+    assert held.known() == {"run": name, "task": task, "fixed": {"baseline": {"micro_batch_size": 1}}}
+    other = RunDirectory(held.path.with_name("other"))
+    other.open()
+    assert other.claim(task, {}) != name
+    other.close()
+
+
+def test_another_task_is_refused_with_the_differences(held: RunDirectory) -> None:
+    held.claim({"spec": {"train": {"seq_length": 128}, "model": "a"}, "hardware": {"nodes": 1}}, {})
+    changed = {"spec": {"train": {"seq_length": 256}, "envs": {"A": "1"}}, "hardware": {"nodes": 1}}
+    with pytest.raises(RunError) as caught:
+        held.claim(changed, {})
+    words = str(caught.value)
+    assert "spec.train.seq_length: 128 -> 256" in words
+    assert 'spec.envs: null -> {"A": "1"}' in words
+    assert 'spec.model: "a" -> null' in words
+    assert "nodes" not in words
+    assert "--new" in words
+
+
+def test_many_differences_make_a_short_message(held: RunDirectory) -> None:
+    held.claim({f"key{n}": n for n in range(100)}, {})
+    with pytest.raises(RunError, match="and 92 more"):
+        held.claim({f"key{n}": "x" * 1000 for n in range(100)}, {})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"[]", b"{}", b'{"run": 1}'])
+def test_an_identity_that_was_tampered_with_is_refused(held: RunDirectory, content: bytes) -> None:
+    (held.path / "task.json").write_bytes(content)
+    with pytest.raises(RunError, match="--new"):
+        held.claim({"a": 1}, {})
+
+
+def test_new_moves_an_earlier_run_aside_and_deletes_nothing(tmp_path: Path) -> None:
+    names = set()
+    for round_ in range(3):
+        directory = RunDirectory(tmp_path / "run")
+        directory.open(new=True)
+        names.add(directory.claim({"round": round_}, {}))
+        directory.close()
+    kept = sorted(json.loads((folder / "task.json").read_text())["task"]["round"] for folder in tmp_path.iterdir())
+    assert kept == [0, 1, 2]
+    assert len(names) == 3
+
+
+def test_new_leaves_a_folder_that_is_no_run_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    directory = RunDirectory(tmp_path)
+    directory.open(new=True)
+    directory.close()
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/flagcore"), tmp_path / ("x" * 300)):
+        with pytest.raises(RunError, match="cannot be written"):
+            RunDirectory(path).open()
+
+
+def test_a_full_disk_is_told_and_what_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"No space left .* finished trials are kept"):
+        _write_to_full_disk(tmp_path)
+
+
+def _write_to_full_disk(path: Path) -> None:
+    kept = store(path)
+    (path / "journal.log").unlink()
+    (path / "journal.log").symlink_to("/dev/full")
+    kept.begin(small.candidate(), Role.SEARCH, {})

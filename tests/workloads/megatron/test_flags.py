@@ -1,0 +1,107 @@
+"""The knobs in a user's own command: as flags, placeholders and environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.spec import ClusterSpec
+from flagcore.errors import LaunchError, SpecError
+from flagcore.workloads.megatron.adapter import WORKLOAD
+from flagcore.workloads.megatron.flags import environment, expand, flags
+from tests import small
+
+PLAIN = small.candidate(data_parallel_size=4)
+RICH = small.candidate(
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=2,
+    micro_batch_size=4,
+    sequence_parallel=True,
+    use_distributed_optimizer=True,
+    num_layers_per_virtual_pipeline_stage=1,
+    use_recompute=True,
+    recompute_granularity="full",
+    recompute_method="uniform",
+    recompute_num_layers=1,
+)
+
+
+def test_flags_are_megatrons_own() -> None:
+    given = flags(RICH.as_dict(), small.task().spec.train, 5)
+    pairs = dict(zip(given, [*given[1:], ""], strict=True))
+    assert pairs["--tensor-model-parallel-size"] == "2"
+    assert pairs["--num-layers-per-virtual-pipeline-stage"] == "1"
+    assert (pairs["--recompute-granularity"], pairs["--recompute-method"]) == ("full", "uniform")
+    assert (pairs["--seq-length"], pairs["--global-batch-size"]) == ("128", "8")
+    assert (pairs["--train-iters"], pairs["--log-interval"]) == ("5", "1")
+    assert {"--sequence-parallel", "--use-distributed-optimizer"} <= set(given)
+    assert "True" not in given
+
+
+def test_what_is_off_has_no_flag_and_a_real_run_is_not_cut_short() -> None:
+    given = flags(PLAIN.as_dict(), small.task().spec.train, None)
+    assert not {"--sequence-parallel", "--recompute-granularity", "--recompute-num-layers"} & set(given)
+    assert not {"--num-layers-per-virtual-pipeline-stage", "--data-parallel-size", "--train-iters"} & set(given)
+    assert "None" not in given
+
+
+def test_flags_go_where_the_command_wants_them_and_else_to_the_end() -> None:
+    given = ["--a", "1"]
+    assert expand(["run", "{flags}", "--mine"], {}, given, "/f") == ("run", "--a", "1", "--mine")
+    assert expand(["run", "--mine"], {}, given, "/f") == ("run", "--mine", "--a", "1")
+
+
+def test_placeholders_become_values_and_other_braces_stay() -> None:
+    command = ["t={tensor_model_parallel_size}", "{folder}/log", "m={recompute_method}", '{"json": 1}', "{unknown}"]
+    expanded = expand(command, PLAIN.as_dict(), [], "/trial 1")
+    assert expanded == ("t=1", "/trial 1/log", "m=", '{"json": 1}', "{unknown}")
+
+
+def test_the_environment_has_every_knob_as_text() -> None:
+    variables = environment(RICH.as_dict())
+    assert len(variables) == 13
+    assert variables["FLAGCORE_MICRO_BATCH_SIZE"] == "4"
+    assert (variables["FLAGCORE_SEQUENCE_PARALLEL"], variables["FLAGCORE_RECOMPUTE_METHOD"]) == ("1", "uniform")
+    plain = environment(PLAIN.as_dict())
+    assert (plain["FLAGCORE_SEQUENCE_PARALLEL"], plain["FLAGCORE_RECOMPUTE_METHOD"]) == ("0", "")
+
+
+def test_a_users_command_runs_where_its_spec_lies(tmp_path: Path) -> None:
+    platform = small.platform(small.task(command=("bash", "pretrain.sh"), directory="/there"))
+    planned = WORKLOAD.launch(platform, PLAIN, str(tmp_path))
+    assert planned.argv[:2] == ("bash", "pretrain.sh")
+    assert "--train-iters" in planned.argv
+    assert planned.directory == "/there"
+    assert "--train-iters" not in WORKLOAD.launch(platform, PLAIN, str(tmp_path), for_real=True).argv
+
+
+def test_the_trial_program_gets_its_job_as_a_file(tmp_path: Path) -> None:
+    planned = WORKLOAD.launch(small.platform(small.task()), PLAIN, str(tmp_path))
+    assert planned.argv[-1] == str(tmp_path / "job.json")
+    assert (tmp_path / "job.json").exists()
+    with pytest.raises(LaunchError, match="cannot be written"):
+        WORKLOAD.launch(small.platform(small.task()), PLAIN, str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "job"),
+    [
+        ("train.precision", "fp8", {"precision": "fp8"}),
+        ("train.attention", "unfused", {"attention": "unfused"}),
+        ("train.implementation", "transformer_engine", {"implementation": "transformer_engine"}),
+    ],
+)
+def test_what_the_trial_program_cannot_run_is_refused_before_any_trial(key: str, value: str, job: Any) -> None:
+    with pytest.raises(SpecError) as refused:
+        WORKLOAD.ready(small.task(**job).spec)
+    assert (refused.value.key, refused.value.value) == (key, value)
+    WORKLOAD.ready(small.task(command=("bash", "pretrain.sh"), **job).spec)
+
+
+def test_the_trial_program_is_not_asked_to_play_several_nodes_on_one() -> None:
+    spec = small.task().spec
+    with pytest.raises(SpecError, match=r"cluster\.nodes = 2"):
+        WORKLOAD.ready(dataclasses.replace(spec, cluster=ClusterSpec(nodes=2)))
