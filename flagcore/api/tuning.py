@@ -177,7 +177,7 @@ def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
         moved["model"] = str((base / data["model"]).resolve())
     train = dict(data.get("train") or {})
     if train.get("command"):
-        moved["train"] = {**train, "directory": str((base / train.get("directory", ".")).resolve())}
+        moved["train"] = {**train, "directory": str((base / (train.get("directory") or ".")).resolve())}
     cluster = data.get("cluster")
     if isinstance(cluster, dict) and cluster.get("hostfile"):
         moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}

@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except RecursionError:
         click.echo("flag: the input is nested too deeply", err=True)
         status = 2
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.SIG_IGN)  # the verdict stands, however often Ctrl-C is pressed
     sys.exit(status or 0)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 
@@ -84,6 +82,7 @@ PREDICTED_COLUMNS = {
     "~used GiB": "memory.device_used_gib",
     "of GiB": "memory.capacity_gib",
 }
+LONGEST_LINE = 1 << 20
 JOB_COLUMNS = {"id": "id", "status": "status", "reason": "reason", **PREDICTED_COLUMNS}
 
 
@@ -92,10 +91,19 @@ def _records(file: str) -> Iterator[Any]:
     from flagcore.errors import UsageError
 
     try:
-        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as lines:
-            yield from (_value(line) for line in lines if line.strip())
+        with open(0, "rb", closefd=False) if file == "-" else Path(file).open("rb") as stream:
+            yield from (_value(line) for line in _lines(stream) if line.strip())
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is too long only its start, which is no JSON."""
+    while line := stream.readline(LONGEST_LINE):
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = stream.readline(LONGEST_LINE)
+        yield line
 
 
 def _value(line: bytes) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan
-from flagcore.domain.trial import Trial
-from flagcore.report.formats import shown, table
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.report.formats import lookup, table
 
 GIB = 2**30
 SHORT = {
@@ -27,28 +27,25 @@ SHORT = {
     "recompute_num_layers": "layers",
 }
 """What the field calls the knobs, for tables."""
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 def plan_text(plan: Plan) -> str:
     """Return the answer first, then every trial, then where the combinations went."""
-    parts = [_answer(plan), trials_table(plan), funnel(plan.counts), f"Ended because {plan.stopped_because}."]
+    parts = [_answer(plan), trials_table(plan), funnel(plan.counts), f"It ended because {plan.stopped_because}."]
     return "\n\n".join(parts)
 
 
 def trials_table(plan: Plan) -> str:
-    """Return one line a trial: what differs between the candidates, measured and predicted (~) figures."""
+    """Return one line a trial: its configuration, measured and predicted (~) figures, and why it failed if it did."""
     trials = [*plan.trials, *plan.repeats]
     if not trials:
         return "No trial ran."
-    differing, common = _split([trial.candidate for trial in trials])
     base = plan.baseline.measurement.step_time_s if plan.baseline and plan.baseline.measurement else None
-    headings = ["trial", *(_short(knob) for knob in differing), "state", "step s", "spread", "~step s", "tok/s/dev"]
-    headings += ["vs base", "GiB", "~GiB", "note"]
-    rows = [[*_mark(plan, trial), *_cells(trial, differing), *_figures(trial, base)] for trial in trials]
-    lines = [table(headings, rows)]
-    if common:
-        lines.append("In all trials: " + ", ".join(f"{_short(knob)} {shown(value)}" for knob, value in common.items()))
-    return "\n".join(lines)
+    headings = ["trial", "configuration", "state", "step s", "spread", "~step s", "tok/s/dev", "vs base", "GiB", "~GiB"]
+    rows = [[_name(plan, trial), candidate_text(trial.candidate), *_figures(trial, base)] for trial in trials]
+    reasons = [f"trial {trial.number}: {trial.reason}" for trial in trials if trial.reason and trial.state.failed]
+    return "\n".join([table(headings, rows), *reasons])
 
 
 def funnel(counts: Counts) -> str:
@@ -67,18 +64,25 @@ def funnel(counts: Counts) -> str:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Return a candidate in one line: what is neutral is left out."""
-    items = [(knob, value) for knob, value in candidate.items if value not in (None, False)]
-    return ", ".join(_short(knob) if value is True else f"{_short(knob)} {value}" for knob, value in items)
+    """Return a candidate in one line: parallel sizes of 1, flags that are off and knobs not in use are left out."""
+    values = candidate.as_dict()
+    parts: list[str] = []
+    for knob, value in values.items():
+        if knob == "use_recompute" and value:
+            how = [str(values[each]) for each in RECOMPUTE if values.get(each) is not None]
+            parts.append(" ".join(["recompute", *how]))
+        elif value is True:
+            parts.append(SHORT.get(knob, knob))
+        elif value not in (None, False) and knob not in RECOMPUTE and not (value == 1 and "parallel" in knob):
+            parts.append(f"{SHORT.get(knob, knob)} {value}")
+    return ", ".join(parts)
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return headings and keys of the knobs of some records; those that say nothing in all of them are left out."""
     knobs = dict.fromkeys(knob for record in records for knob in record["candidate"])
-    shown_ones = [
-        knob for knob in knobs if any(record["candidate"].get(knob) not in (None, False) for record in records)
-    ]
-    return {_short(knob): f"candidate.{knob}" for knob in shown_ones}
+    telling = [knob for knob in knobs if any(record["candidate"].get(knob) not in (None, False) for record in records)]
+    return {SHORT.get(knob, knob): f"candidate.{knob}" for knob in telling}
 
 
 def _answer(plan: Plan) -> str:
@@ -98,50 +102,27 @@ def _answer(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _split(candidates: Sequence[Candidate]) -> tuple[list[str], dict[str, KnobValue]]:
-    """Return the knobs in which candidates differ, and the common value of the others."""
-    first = candidates[0].as_dict()
-    same = {knob: all(c.as_dict().get(knob) == value for c in candidates) for knob, value in first.items()}
-    return [k for k in first if not same[k]], {k: v for k, v in first.items() if same[k] and v not in (None, False)}
-
-
-def _mark(plan: Plan, trial: Trial) -> list[str]:
-    best = plan.best is not None and trial.number == plan.best.number
+def _name(plan: Plan, trial: Trial) -> str:
+    best = " best" if plan.best is not None and trial.number == plan.best.number else ""
     role = "" if trial.role.value == "search" else f" {trial.role.value}"
-    return [f"{trial.number}{role}{' best' if best else ''}"]
-
-
-def _cells(trial: Trial, knobs: Sequence[str]) -> list[str]:
-    values: Mapping[str, Any] = trial.candidate.as_dict()
-    return [shown(values.get(knob)) for knob in knobs]
+    return f"{trial.number}{role}{best}"
 
 
 def _figures(trial: Trial, base: float | None) -> list[str]:
-    measured, predicted = trial.measurement, trial.predicted
-    seconds = _deep(predicted, "step_time_s", "value")
-    memory = _deep(predicted, "memory", "device_used_gib")
-    guess = [f"~{seconds:.4g}" if seconds else "-"], [f"~{memory:.3g}" if memory else "-", (trial.reason or "")[:70]]
+    predicted = [lookup(trial.predicted, key) for key in ("step_time_s.value", "memory.device_used_gib")]
+    guesses = [f"~{figure:.3g}" if isinstance(figure, float) else "-" for figure in predicted]
+    measured = trial.measurement
     if measured is None:
-        return [trial.state.value, "-", "-", *guess[0], "-", "-", "-", *guess[1]]
+        return [trial.state.value, "-", "-", guesses[0], "-", "-", "-", guesses[1]]
     used = measured.device_used_bytes or measured.peak_reserved_bytes
+    compared = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
     return [
         trial.state.value,
         f"{measured.step_time_s:.4g}",
         f"{measured.spread_s:.2g}",
-        *guess[0],
+        guesses[0],
         f"{measured.tokens_per_second_per_device:,.0f}",
-        f"{base / measured.step_time_s - 1:+.1%}" if base else "-",
+        f"{base / measured.step_time_s - 1:+.1%}" if base and compared else "-",
         f"{used / GIB:.3g}" if used else "-",
-        *guess[1],
+        guesses[1],
     ]
-
-
-def _deep(data: Mapping[str, Any], *keys: str) -> float | None:
-    found: Any = data
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, (int, float)) else None
-
-
-def _short(knob: str) -> str:
-    return SHORT.get(knob, knob)

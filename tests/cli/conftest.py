@@ -64,6 +64,10 @@ def do(what):
             hog += b"x" * (64 << 20)
     if what == "says_oom":
         sys.exit("torch.OutOfMemoryError: tried to allocate 20 GiB")
+    if what == "vanish":
+        import shutil
+        shutil.rmtree(sys.argv[1])
+        sys.exit(0)
     if what == "disk":
         with open(sys.argv[1] + "/big", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, 3 << 30)
@@ -75,7 +79,8 @@ def do(what):
 def step_ms():
     data, tensor, pipeline, micro = map(knob, ("data_parallel_size", "tensor_model_parallel_size",
         "pipeline_model_parallel_size", "micro_batch_size"))
-    return 100 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {(2, 1, 1): 1.3, (1, 2, 1): 1.0, (1, 1, 2): 1.4}[data, tensor, pipeline]
+    layout = {(2, 1, 1): 1.3, (1, 2, 1): 1.0, (1, 1, 2): 1.4}[data, tensor, pipeline]
+    return 100 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * layout
 
 loss = do(os.environ.get("TRAIN_DOES", "") if (os.environ.get("TRAIN_WHEN", "1")) in
     ("1", f"{knob('tensor_model_parallel_size')}x{knob('micro_batch_size')}") else "")
@@ -182,7 +187,7 @@ def flag(
 ) -> Iterator[Callable[..., Ran]]:
     """Call the command line in this process."""
     monkeypatch.chdir(tmp_path)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def call(*arguments: str) -> Ran:
         capfd.readouterr()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import FLAG, Project, Ran
 
 Flag = Callable[..., Ran]
 
@@ -212,6 +213,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
     "uneven nodes": ({**JOB, "cluster": {"chip": "cpu", "devices": 3, "devices_per_node": 2}}, "invalid"),
     "an unknown schedule": ({**JOB, "candidate": {"pipeline_schedule": "zigzag"}}, "unknown"),
     "binary": ("\x00\x01\x02", "invalid"),
+    "long": (json.dumps({**JOB, "note": "x" * (5 << 20)}), "invalid"),
     "huge sizes": (
         {
             **JOB,
@@ -230,5 +232,16 @@ def test_bad_job_records_are_answered_one_by_one(flag: Flag, tmp_path: Path) -> 
     assert ran.code == 0, ran.err
     answers = [json.loads(line, parse_constant=lambda word: pytest.fail(word)) for line in ran.out.splitlines()]
     assert [answer["status"] for answer in answers] == [status for _, status in RECORDS.values()]
+    assert all(len(answer.get("reason", "")) < 500 for answer in answers)
     assert all("\n" not in answer.get("reason", "") for answer in answers)
     assert "Traceback" not in ran.err
+
+
+def test_job_records_come_from_stdin_too(project: Project) -> None:
+    estimate = (*FLAG, "estimate", "--jobs", "-")
+    done = subprocess.run(estimate, input=json.dumps(JOB), capture_output=True, text=True, cwd=project.folder)
+    assert (done.returncode, json.loads(done.stdout)["status"]) == (0, "ok")
+    closed = subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" <&-', "sh", *estimate], capture_output=True, text=True, cwd=project.folder
+    )
+    assert (closed.returncode, closed.stderr) == (2, "flag: - cannot be read: Bad file descriptor\n")

@@ -100,7 +100,10 @@ def test_a_closed_stdout_is_no_failure() -> None:
 def test_nohup_is_respected(project: Project) -> None:
     spec = project.spec(sleeps=0.1, control={"max_trials": 2, "repeats": 0})
     process = subprocess.Popen(
-        ["nohup", *FLAG, "tune", spec, "-q", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=project.folder
+        ["nohup", *FLAG, "tune", spec, "-q", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=project.folder,
     )
     folder = project.folder / "runs" / "spec" / "trials" / "0"
     while not (folder / "launch.json").exists():

@@ -12,7 +12,7 @@ from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
 BROKEN = "raise ImportError('libdriver.so.1: cannot open shared object file')"
-NEWCOMER = '''
+NEWCOMER = """
 import os
 from dataclasses import replace
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
@@ -54,7 +54,7 @@ def flagcore_pruning_rules(task):
 def flagcore_prepare_launch(launch, task):
     if os.environ.get("NEWCOMER_BREAKS"):
         raise RuntimeError("no wrapper here")
-'''
+"""
 
 
 def install(folder: Path, name: str, source: str) -> str:
@@ -113,9 +113,7 @@ def test_a_newcomer_changes_what_is_found_planned_and_run(project: Project) -> N
 def test_a_plugin_that_cannot_prepare_trials_fails_them_and_is_named(project: Project) -> None:
     path = install(project.folder, "newcomer", NEWCOMER)
     spec = project.spec(cluster={"chip": "newcomer-1", "memory_per_device": None})
-    ran = project.run(
-        "tune", spec, "-q", "--run-dir", str(project.run_dir), PYTHONPATH=path, NEWCOMER_BREAKS="1"
-    )
+    ran = project.run("tune", spec, "-q", "--run-dir", str(project.run_dir), PYTHONPATH=path, NEWCOMER_BREAKS="1")
     assert ran.code == 5
     assert "no wrapper here" in ran.err
     assert "Traceback" not in ran.err

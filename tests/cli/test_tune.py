@@ -8,6 +8,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +75,16 @@ def test_started_again_it_repeats_nothing(flag: Flag, project: Project) -> None:
     assert "starts" not in again.err
 
 
+def test_trials_can_be_kept_in_any_optuna_storage(flag: Flag, project: Project) -> None:
+    url, few = f"sqlite:///{project.folder}/trials.db", {"max_trials": 3, "repeats": 0}
+    first = tune(flag, project, "--json", "--storage", url, control=few)
+    assert first.code == 0, first.err
+    again = tune(flag, project, "--json", "--storage", url, control=few)
+    assert json.loads(again.out) == json.loads(first.out)
+    assert "starts" not in again.err
+    assert not (project.run_dir / "journal.log").exists()
+
+
 def test_the_best_can_be_run_read_and_estimated_again(flag: Flag, project: Project) -> None:
     model = project.folder / "model"
     model.mkdir()
@@ -128,6 +140,7 @@ FAILS = {
     "no metrics": ("silent", "failed", "0 step times"),
     "out of memory, as the machine sees it": ("oom", "out_of_memory", "over the memory budget"),
     "out of memory, as torch says": ("says_oom", "out_of_memory", "20 GiB"),
+    "no folder any more": ("vanish", "failed", "0 step times"),
     "full disk": ("disk", "failed", "filled the disk"),
     "no finite loss": ("nan", "failed", "loss is not finite"),
 }
@@ -156,7 +169,7 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(flag: Flag, project:
     assert project.result()["trials"][0]["state"] == "timed_out"
     assert "still running after" in project.result()["trials"][0]["reason"]
     assert ran.code in (0, 5)
-    assert project.all_gone(2)
+    assert project.all_gone()
 
 
 def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_told(flag: Flag, project: Project) -> None:
@@ -173,6 +186,19 @@ def test_when_every_trial_failed_the_exit_code_is_5_and_the_last_reason_is_told(
     assert flag("run", str(project.run_dir)).code == 2
 
 
+@pytest.mark.parametrize("where", [None, "elsewhere"])
+def test_a_command_runs_in_the_folder_of_the_spec_or_in_the_one_it_names(
+    where: str | None, flag: Flag, project: Project
+) -> None:
+    folder = project.folder / (where or ".")
+    folder.mkdir(exist_ok=True)
+    (folder / "here.py").write_text((project.folder / "train.py").read_text())
+    control = {"max_trials": 1, "repeats": 0}
+    ran = tune(flag, project, train={"command": [sys.executable, "here.py"], "directory": where}, control=control)
+    assert ran.code == 0, ran.err
+    assert yaml.safe_load((project.run_dir / "best.yaml").read_text())["train"]["directory"] == str(folder)
+
+
 def test_max_trials_is_a_limit_without_the_repeats(flag: Flag, project: Project) -> None:
     assert tune(flag, project, control={"max_trials": 3, "repeats": 2}).code == 0
     result = project.result()
@@ -187,15 +213,15 @@ def test_max_time_is_a_limit_for_the_run_and_for_the_trial_that_runs(flag: Flag,
     assert ran.code == 0
     assert "max_time" in project.result()["stopped_because"]
     assert 1 <= len(project.result()["trials"]) < 9
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 20
 
 
 def test_a_hanging_trial_does_not_outlive_the_run(flag: Flag, project: Project) -> None:
     began = time.monotonic()
     ran = tune(flag, project, does="hang", control={"max_time": 1.5, "max_time_per_task": 60})
     assert ran.code == 5
-    assert time.monotonic() - began < 8
-    assert project.all_gone(2)
+    assert time.monotonic() - began < 20
+    assert project.all_gone()
 
 
 def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_afresh(flag: Flag, project: Project) -> None:
@@ -271,8 +297,10 @@ def test_killed_at_random_moments_it_goes_on_and_loses_nothing(project: Project)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
     kept: dict[int, Any] = {}
     for _ in range(4):
+        number = sum(1 for _ in (project.run_dir / "trials").glob("*"))
         process = project.start(*arguments)
-        time.sleep(draw.uniform(0.7, 2.0))
+        wait_for_trial(project, number)
+        time.sleep(draw.uniform(0, 0.6))
         process.kill()
         process.communicate()
         assert project.all_gone(10)
@@ -311,9 +339,6 @@ def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Pr
     (project.folder / "torch.py").write_text("raise ImportError")
     spec = project.spec(train={"command": None})
     code = "import sys; sys.modules['torch'] = None; from flagcore.cli import main; main()"
-    import subprocess
-    import sys
-
     done = subprocess.run(
         [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=30
     )

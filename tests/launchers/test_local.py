@@ -189,7 +189,8 @@ def test_a_full_folder_is_ended_as_disk(tmp_path: Path) -> None:
 
 
 def test_stop_ends_the_tree_and_says_request(tmp_path: Path, marked: Marked) -> None:
-    launch = Launch(argv=("/bin/sh", "-c", "sleep 60 & exec sleep 60"), folder=str(tmp_path), environment=marked.environment)
+    argv = ("/bin/sh", "-c", "sleep 60 & exec sleep 60")
+    launch = Launch(argv=argv, folder=str(tmp_path), environment=marked.environment)
     running = LAUNCHER.start(launch)
     assert running.poll() is None
     assert running.wait(0.2) is None

@@ -1,0 +1,92 @@
+"""How long a run may go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.domain.budget import allowance, repeats_seconds, seconds_left, spent
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.knowledge import Lessons
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.stages.learn import learn
+
+CONTROL = Control(max_trials=4, max_time=100.0, max_time_per_task=30.0, repeats=1)
+
+
+def trial(
+    number: int,
+    speed: float | None = 1.0,
+    *,
+    role: Role = Role.SEARCH,
+    seconds: float = 10.0,
+) -> Trial:
+    measured = speed and Measurement(
+        step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=speed
+    )
+    return Trial(
+        number=number,
+        candidate=Candidate.of({"micro_batch_size": number}),
+        role=role,
+        state=TrialState.MEASURED if measured else TrialState.FAILED,
+        measurement=measured or None,
+        duration_s=seconds,
+    )
+
+
+def lessons(*trials: Trial) -> Lessons:
+    return learn(trials)
+
+
+def test_the_number_of_trials_ends_a_run() -> None:
+    known = [trial(0, role=Role.BASELINE), *(trial(n) for n in (1, 2, 3))]
+    assert spent(CONTROL, lessons(*known[:3]), 0.0) is None
+    assert spent(CONTROL, lessons(*known), 0.0) == "max_trials = 4 is reached"
+
+
+def test_an_interrupted_trial_has_used_up_nothing() -> None:
+    known = [trial(n) for n in range(4)]
+    known[3] = replace(known[3], state=TrialState.INTERRUPTED, measurement=None)
+    assert spent(CONTROL, lessons(*known), 0.0) is None
+
+
+def test_time_is_kept_for_the_repeats_and_one_more_trial() -> None:
+    known = lessons(trial(0, 1.0, role=Role.BASELINE, seconds=20.0), trial(1, 2.0, seconds=10.0))
+    assert repeats_seconds(CONTROL, known) == 30.0
+    assert spent(CONTROL, known, 49.0) is None
+    assert spent(CONTROL, known, 50.0) == "max_time = 100 s is spent"
+
+
+def test_a_hang_does_not_eat_the_time_of_the_others() -> None:
+    known = lessons(
+        trial(0, 1.0, role=Role.BASELINE), replace(trial(1, None, seconds=30.0), state=TrialState.TIMED_OUT)
+    )
+    assert spent(CONTROL, known, 80.0) is None
+
+
+def test_when_nothing_works_it_ends_early() -> None:
+    assert spent(replace(CONTROL, max_trials=99), lessons(*(trial(n, None) for n in range(5))), 0.0) == (
+        "the first 5 trials all failed"
+    )
+    memory = [replace(trial(n, None), state=TrialState.OUT_OF_MEMORY) for n in range(5)]
+    assert spent(replace(CONTROL, max_trials=99), lessons(*memory), 0.0) is None
+
+
+@pytest.mark.parametrize(("elapsed", "seconds"), [(0.0, 30.0), (90.0, 10.0), (100.0, 1.0), (500.0, 1.0)])
+def test_a_trial_gets_what_is_left_of_the_run(elapsed: float, seconds: float) -> None:
+    assert allowance(CONTROL, elapsed) == seconds
+    assert allowance(replace(CONTROL, max_time=None), elapsed) == 30.0
+
+
+def test_the_estimate_of_what_is_left_counts_trials_and_repeats() -> None:
+    known = lessons(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0))
+    assert seconds_left(CONTROL, lessons(), 50, 0.0) is None
+    assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0
+    assert seconds_left(CONTROL, known, 3, 0.0) == 1 * 10.0 + 20.0
+    assert seconds_left(CONTROL, known, 50, 95.0) == 5.0
+
+
+def test_a_best_that_is_the_baseline_is_not_repeated() -> None:
+    assert repeats_seconds(CONTROL, lessons(trial(0, 2.0, role=Role.BASELINE), trial(1, 1.0))) == 0.0

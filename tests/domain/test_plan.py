@@ -1,0 +1,48 @@
+"""The gain that is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.plan import gains
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.stages.learn import learn
+
+
+def trial(number: int, who: str, speed: float, role: Role) -> Trial:
+    measured = Measurement(step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=speed)
+    state = TrialState.MEASURED
+    return Trial(number=number, candidate=Candidate.of({"who": who}), role=role, state=state, measurement=measured)
+
+
+FIRST = (trial(0, "baseline", 100.0, Role.BASELINE), trial(1, "best", 150.0, Role.SEARCH))
+REPEATS = (trial(2, "baseline", 100.0, Role.REPEAT), trial(3, "best", 130.0, Role.REPEAT))
+
+
+def test_each_round_of_both_gives_a_gain() -> None:
+    assert gains(learn(FIRST)) == (0.5,)
+    assert gains(learn((*FIRST, *REPEATS))) == (0.5, pytest.approx(0.3))
+
+
+def test_a_round_of_which_one_half_failed_does_not_count() -> None:
+    failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
+    more = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
+    assert gains(learn((*FIRST, failed, REPEATS[1], *more))) == (0.5, pytest.approx(0.1))
+
+
+def test_an_interrupted_repeat_is_no_round() -> None:
+    cut = replace(REPEATS[1], state=TrialState.INTERRUPTED, measurement=None)
+    assert gains(learn((*FIRST, REPEATS[0], cut))) == (0.5,)
+
+
+def test_there_is_no_gain_without_a_measured_baseline() -> None:
+    broken = replace(FIRST[0], state=TrialState.OUT_OF_MEMORY, measurement=None)
+    assert gains(learn((broken, FIRST[1]))) == ()
+    assert gains(learn(())) == ()
+
+
+def test_a_baseline_that_nothing_beats_gains_nothing() -> None:
+    assert gains(learn((trial(0, "baseline", 200.0, Role.BASELINE), FIRST[1]))) == (0.0,)

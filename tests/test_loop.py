@@ -1,0 +1,285 @@
+"""The loop with everything real but the processes: a launcher that writes at once what a run would have printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.contracts import Event
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Device, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.plan import Plan
+from flagcore.domain.spec import ClusterSpec, Control, Spec
+from flagcore.domain.trial import Role, TrialState
+from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
+from flagcore.hooks import hookimpl
+from flagcore.loop import Ending, Parts, tune
+from flagcore.plugins import LoadedPlugins
+from flagcore.store import OptunaStore
+from flagcore.strategies.by_prediction import STRATEGY
+from flagcore.workloads.megatron.adapter import WORKLOAD
+from tests import small
+
+SPACE: dict[str, Any] = {
+    "micro_batch_size": (1, 2, 4),
+    "context_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "sequence_parallel": (False,),
+    "use_distributed_optimizer": (False,),
+    "num_layers_per_virtual_pipeline_stage": (None,),
+    "use_recompute": (False,),
+}
+
+
+class Ended:
+    """A run that is over."""
+
+    def __init__(self, ended: Exit) -> None:
+        self.ended = ended
+
+    def poll(self) -> Exit:
+        return self.ended
+
+    def wait(self, seconds: float) -> Exit:
+        return self.ended
+
+    def stop(self) -> Exit:
+        return self.ended
+
+
+class Instant:
+    """Plays each launch: `ms` gives a step's milliseconds for (tensor, micro batch), an exit code, or an exception."""
+
+    name = "instant"
+
+    def __init__(self, ms: Callable[[int, int], float | Exit | BaseException]) -> None:
+        self.ms, self.limits = ms, list[float]()
+
+    def start(self, launch: Launch) -> Ended:
+        self.limits.append(launch.timeout_seconds)
+        knobs = launch.environment
+        answer = self.ms(int(knobs["FLAGCORE_TENSOR_MODEL_PARALLEL_SIZE"]), int(knobs["FLAGCORE_MICRO_BATCH_SIZE"]))
+        if isinstance(answer, BaseException):
+            raise answer
+        if isinstance(answer, Exit):
+            return Ended(answer)
+        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
+        Path(launch.folder, "stdout.log").write_text("".join(line.format(step, answer) for step in (1, 2, 3)))
+        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
+
+
+def plain(tensor: int, micro: int) -> float:
+    """Tensor parallelism of 2 with a micro batch of 2 is the best."""
+    return 100.0 * {1: 1.5, 2: 1.0, 4: 1.2}[micro] * {1: 1.3, 2: 1.0}[tensor]
+
+
+@hookimpl
+def flagcore_chips() -> list[Any]:
+    """A chip of which no rate is known, so that no candidate is ruled out by its predicted time."""
+    return [replace(small.CHIP, dense_flops_per_second={}, memory_bandwidth_bytes_per_second=None)]
+
+
+@hookimpl
+def flagcore_devices() -> list[Device]:
+    return [Device(index=n, chip="test-chip", memory_bytes=64 << 30) for n in range(2)]
+
+
+@hookimpl
+def flagcore_engine_support() -> EngineSupport:
+    return EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
+
+
+PLUGIN = SimpleNamespace(
+    flagcore_chips=flagcore_chips,
+    flagcore_devices=flagcore_devices,
+    flagcore_engine_support=flagcore_engine_support,
+)
+
+
+class Bench:
+    """A spec, a folder and a launcher; `tune` runs the loop, again on what is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Event] = []
+        self.launcher = Instant(plain)
+
+    def tune(self, *, cluster: ClusterSpec | None = None, baseline: Any = None, **control: Any) -> Ending:
+        task = small.task(space=SPACE, control=Control(train_iters=3, **control), command=("train",))
+        spec: Spec = replace(task.spec, cluster=cluster or ClusterSpec(), baseline=baseline)
+        parts = Parts(
+            plugins=LoadedPlugins.of({"here": PLUGIN}),
+            workload=WORKLOAD,
+            launcher=self.launcher,
+            strategy=STRATEGY,
+            open_store=lambda problem: OptunaStore(self.folder, self._choices(problem.space), run="run"),
+            on_event=self.events.append,
+        )
+        return tune(spec, parts)
+
+    @staticmethod
+    def _choices(space: Any) -> dict[str, Any]:
+        return {
+            axis.knob: [axis.decode(int(code)) for code in codes]
+            for axis, codes in zip(space.axes, space.codes, strict=True)
+        }
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def knobs(candidate: Candidate) -> tuple[Any, Any]:
+    values = candidate.as_dict()
+    return values["tensor_model_parallel_size"], values["micro_batch_size"]
+
+
+def sound(plan: Plan) -> bool:
+    ran = plan.counts.measured + plan.counts.stopped + plan.counts.failed
+    return plan.counts.balanced and ran == len(plan.trials)
+
+
+def test_the_baseline_runs_first_then_the_rest_then_both_again_in_alternation(bench: Bench) -> None:
+    plan = bench.tune(repeats=2).plan
+    assert plan.best is not None
+    assert knobs(plan.best.candidate) == (2, 2)
+    assert [trial.role for trial in plan.trials] == [Role.BASELINE] + [Role.SEARCH] * (len(plan.trials) - 1)
+    assert plan.baseline is not None
+    pair = [plan.baseline.candidate, plan.best.candidate]
+    assert [trial.candidate for trial in plan.repeats] == pair * 2
+    assert plan.gains == pytest.approx((0.95,) * 3)
+    assert plan.stopped_because == "every candidate is settled"
+    assert sound(plan)
+
+
+def test_the_users_own_baseline_is_what_the_gain_is_told_against(bench: Bench) -> None:
+    own = {"micro_batch_size": 8, "tensor_model_parallel_size": 2, "data_parallel_size": 1}
+    bench.launcher = Instant(lambda tensor, micro: 400.0 if micro == 8 else plain(tensor, micro))
+    plan = bench.tune(baseline=own).plan
+    assert plan.baseline is not None
+    assert knobs(plan.baseline.candidate) == (2, 8)
+    assert plan.gain == pytest.approx(3.0)
+    assert sound(plan)
+
+
+def test_events_tell_each_trial_twice_and_the_best_so_far(bench: Bench) -> None:
+    plan = bench.tune(repeats=1).plan
+    kinds = [event.kind for event in bench.events]
+    assert kinds == ["trial_started", "trial_finished"] * (len(plan.trials) + len(plan.repeats))
+    bests = [event.best.measurement.step_time_s for event in bench.events if event.best and event.best.measurement]
+    assert bests == sorted(bests, reverse=True)
+    assert [event.trials_finished for event in bench.events] == sorted(event.trials_finished for event in bench.events)
+    assert all(event.trials_finished <= event.trials_planned for event in bench.events)
+    assert all(event.seconds_left is None or event.seconds_left >= 0 for event in bench.events)
+
+
+def test_a_second_start_finds_everything_done(bench: Bench) -> None:
+    first = bench.tune().plan
+    bench.launcher = Instant(lambda tensor, micro: AssertionError("nothing should run"))
+    assert bench.tune().plan == first
+
+
+@pytest.mark.parametrize("stop_at", range(8))
+def test_an_interrupt_anywhere_is_kept_and_the_next_start_ends_as_if_there_was_none(bench: Bench, stop_at: int) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else plain(*of))
+    first = bench.tune()
+    assert isinstance(first.error, Interrupted)
+    assert len(first.plan.trials) + len(first.plan.repeats) == stop_at + 1
+    last = max((*first.plan.trials, *first.plan.repeats), key=lambda trial: trial.number)
+    assert last.state is TrialState.INTERRUPTED
+    assert sound(first.plan)
+    bench.launcher = Instant(plain)
+    second = bench.tune()
+    assert second.error is None
+    assert second.plan.best is not None
+    assert knobs(second.plan.best.candidate) == (2, 2)
+    assert {trial.state for trial in second.plan.trials} <= {TrialState.MEASURED, TrialState.STOPPED}
+    assert len([trial for trial in second.plan.repeats if trial.state is TrialState.MEASURED]) == 2
+    assert len(second.plan.gains) == 2
+    assert sound(second.plan)
+
+
+def test_a_trial_that_cannot_be_started_ends_the_run_and_keeps_what_was_measured(bench: Bench) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: LaunchError("no free TCP port") if next(starts) == 2 else plain(*of))
+    ending = bench.tune()
+    assert isinstance(ending.error, LaunchError)
+    assert ending.plan.best is not None
+    assert sound(ending.plan)
+    bench.launcher = Instant(plain)
+    mended = bench.tune()
+    assert mended.error is None
+    assert TrialState.INTERRUPTED not in {trial.state for trial in mended.plan.trials}
+
+
+def test_after_five_trials_of_which_none_worked_it_gives_up(bench: Bench) -> None:
+    bench.launcher = Instant(lambda *_: Exit(code=1, ended_by=None, duration_s=1.0))
+    plan = bench.tune().plan
+    assert len(plan.trials) == 5
+    assert plan.best is None
+    assert plan.gain is None
+    assert "all failed" in plan.stopped_because
+    assert sound(plan)
+
+
+def test_running_out_of_memory_is_no_reason_to_give_up(bench: Bench) -> None:
+    out = Exit(code=-9, ended_by="memory", duration_s=1.0)
+    bench.launcher = Instant(lambda tensor, micro: plain(tensor, micro) if (tensor, micro) == (2, 1) else out)
+    plan = bench.tune().plan
+    assert plan.best is not None
+    assert knobs(plan.best.candidate) == (2, 1)
+    assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] > 0
+    assert sound(plan)
+
+
+def test_a_baseline_that_fails_leaves_no_gain_but_a_best(bench: Bench) -> None:
+    starts = iter(range(100))
+    crash = Exit(code=1, ended_by=None, duration_s=1.0)
+    bench.launcher = Instant(lambda *of: crash if next(starts) == 0 else plain(*of))
+    plan = bench.tune().plan
+    assert plan.best is not None
+    assert (plan.gain, plan.repeats) == (None, ())
+    assert sound(plan)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_no_more_trials_than_allowed(bench: Bench, most: int) -> None:
+    plan = bench.tune(max_trials=most, repeats=0).plan
+    assert len(plan.trials) == most
+    assert f"max_trials = {most}" in plan.stopped_because
+
+
+def test_a_trial_may_take_its_own_limit_or_what_is_left_of_the_runs(bench: Bench) -> None:
+    bench.tune(max_time_per_task=50.0, max_trials=2)
+    assert set(bench.launcher.limits) == {50.0}
+    bench.launcher = Instant(plain)
+    bench.folder = bench.folder / "other"
+    bench.folder.mkdir()
+    bench.tune(max_time_per_task=50.0, max_time=20.0, max_trials=2)
+    assert 0 < max(bench.launcher.limits) <= 20.0
+
+
+def test_the_time_of_earlier_starts_counts(bench: Bench) -> None:
+    bench.tune(max_trials=3, repeats=0)
+    plan = bench.tune(max_trials=9, max_time=3.5, repeats=0).plan
+    assert re.match(r"max_time = 3.5 s", plan.stopped_because)
+    assert len(plan.trials) == 3
+
+
+def test_nothing_runs_where_the_chip_is_not(bench: Bench) -> None:
+    with pytest.raises(NoDevice, match="this machine has 2"):
+        bench.tune(cluster=ClusterSpec(devices_per_node=4))
+    with pytest.raises(NothingFits):
+        bench.tune(cluster=ClusterSpec(memory_bytes_per_device=1 << 20))
+    assert bench.events == []
+    assert list(bench.folder.iterdir()) == []
