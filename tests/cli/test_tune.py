@@ -293,13 +293,14 @@ def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> 
 
 def test_killed_at_random_moments_it_goes_on_and_loses_nothing(project: Project) -> None:
     draw = random.Random(11)
-    spec = project.spec(sleeps=0.03)
+    spec = project.spec(sleeps=0.1)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--json", "-q")
     kept: dict[int, Any] = {}
     for _ in range(4):
         number = sum(1 for _ in (project.run_dir / "trials").glob("*"))
         process = project.start(*arguments)
-        wait_for_trial(project, number)
+        while not (project.run_dir / "trials" / str(number)).exists() and process.poll() is None:
+            time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.6))
         process.kill()
         process.communicate()

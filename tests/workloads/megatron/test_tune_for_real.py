@@ -1,0 +1,78 @@
+"""`flagcore.api.tune` on a tiny model that megatron-core really trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+import yaml
+
+from flagcore import api
+
+pytest.importorskip("megatron.core", reason="needs the extra megatron")
+
+SPEC = {
+    "model": {
+        "name": "tiny",
+        "num_layers": 4,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "vocab_size": 1000,
+    },
+    "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
+    "train": {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"},
+    "auto_tuner": {
+        "baseline": {"tensor_model_parallel_size": 2, "micro_batch_size": 1},
+        "space": {"micro_batch_size": [1, 4], "use_recompute": False, "num_layers_per_virtual_pipeline_stage": None},
+        "control": {"train_iters": 4, "warmup_iters": 1, "max_trials": 3, "repeats": 1},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> api.Outcome:
+    folder = tmp_path_factory.mktemp("tune")
+    (folder / "spec.yaml").write_text(yaml.safe_dump(SPEC))
+    return api.tune(folder / "spec.yaml", run_dir=folder / "run")
+
+
+def test_trials_train_what_was_asked_for(tuned: api.Outcome) -> None:
+    for trial in tuned.data["trials"]:
+        assert trial["state"] in ("measured", "stopped"), trial["reason"]
+        if trial["state"] == "measured":
+            assert trial["measured"]["effective"].items() >= trial["candidate"].items()
+            assert len(trial["measured"]["losses"]) == 4
+
+
+def test_every_layout_trains_the_same_model(tuned: api.Outcome) -> None:
+    losses = [t["measured"]["losses"] for t in tuned.data["trials"] if t["state"] == "measured"]
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_figures_are_those_of_the_trials_own_files(tuned: api.Outcome) -> None:
+    best = tuned.data["best"]
+    metrics = json.loads((tuned.run_dir / "trials" / str(best["number"]) / "metrics.json").read_text())
+    times = [step["step_time_s"] for step in metrics["steps"]][1:]
+    assert best["measured"]["step_time_s"]["median"] == median(times)
+    assert best["measured"]["tokens_per_second_per_device"] == pytest.approx(8 * 32 / median(times) / 2)
+    used = max(rank["device_used_bytes"] for rank in metrics["ranks"])
+    assert best["measured"]["device_used_gib"] == pytest.approx(used / 2**30)
+
+
+def test_books_balance_and_the_gain_is_the_least_of_the_rounds(tuned: api.Outcome) -> None:
+    assert tuned.plan.counts.balanced
+    assert tuned.plan.counts.measured + tuned.plan.counts.stopped == 3
+    assert tuned.data["gain"] == min(tuned.data["gains"])
+
+
+def test_going_on_runs_nothing_again(tuned: api.Outcome) -> None:
+    folder: Path = tuned.run_dir.parent
+    started: list[object] = []
+    again = api.tune(folder / "spec.yaml", run_dir=tuned.run_dir, on_event=started.append)
+    assert started == []
+    assert again.data == tuned.data
