@@ -17,7 +17,7 @@ from flagcore.errors import UsageError
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import answers
 from flagcore.plugins.filled import FilledKernelCosts
-from flagcore.plugins.guard import guarded
+from flagcore.plugins.blamed import blamed
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loading import Plugin, load_plugin, make_plugin
 
@@ -204,7 +204,7 @@ class LoadedPlugins:
             with talk_on_stderr():
                 answer = plugin.ask(hook, arguments)
                 stage = "answer"
-                return None if answer is None else guarded(plugin.name, hook, check(answer))
+                return None if answer is None else blamed(plugin.name, hook, check(answer))
         except KeyboardInterrupt:
             raise
         except BaseException as error:

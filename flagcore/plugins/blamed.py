@@ -21,16 +21,16 @@ COLUMNS = frozenset(
 """Methods whose answer is made an array of float64."""
 
 
-def guarded(plugin: str, hook: str, answer: T) -> T:
-    """Return `answer`, with every object in it guarded if `hook` answers with objects."""
+def blamed(plugin: str, hook: str, answer: T) -> T:
+    """Return `answer`, with every object in it wrapped if `hook` answers with objects."""
     if hook not in HOOKS_WITH_OBJECTS:
         return answer
     if isinstance(answer, tuple):
-        return cast(T, tuple(Guarded(plugin, one) for one in answer))
-    return cast(T, Guarded(plugin, answer))
+        return cast(T, tuple(Blamed(plugin, one) for one in answer))
+    return cast(T, Blamed(plugin, answer))
 
 
-class Guarded:
+class Blamed:
     """Stands for a plugin's object. What its methods raise becomes NoDevice, with the way to do without the plugin."""
 
     def __init__(self, plugin: str, answer: object) -> None:
