@@ -13,7 +13,7 @@ from flagcore.domain.plan import Plan, summarise
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
-from flagcore.problem import Problem, pose
+from flagcore.problem import Problem, must_fit, pose
 from flagcore.stages.discover import present
 from flagcore.stages.launch import launch
 from flagcore.stages.learn import learn
@@ -47,6 +47,7 @@ class Ending:
 def tune(spec: Spec, parts: Parts) -> Ending:
     """Find the fastest configuration by running candidates for real. What was measured is kept, however it ends."""
     problem = pose(spec, parts.plugins, parts.workload)
+    must_fit(problem)
     present(problem.platform, parts.plugins.devices())
     session = _Session(problem, parts)
     error: FlagError | None = None

@@ -29,7 +29,7 @@ class Problem:
 
 
 def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
-    """Discover, build, predict, prune. Raises NothingFits when no candidate is left, saying what each rule took."""
+    """Discover, build, predict, prune. Raises NothingFits when no combination is legal, with what each rule took."""
     platform = discover(spec, plugins)
     baseline = _baseline(platform, workload)
     space = _space(platform, workload, platform.task, baseline)
@@ -39,9 +39,13 @@ def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     predictions = predict(platform.task, workload, space, platform.costs)
     rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
     pruned = prune(space, predictions, workload, rules, ())
-    if not pruned.open_rows.size:
-        raise NothingFits(_why_nothing_fits(space, predictions, pruned))
     return Problem(platform=platform, space=space, predictions=predictions, pruned=pruned, baseline=baseline)
+
+
+def must_fit(problem: Problem) -> None:
+    """Raise NothingFits if no candidate is left, with what each rule took and how close the closest came."""
+    if not problem.pruned.open_rows.size:
+        raise NothingFits(_why_nothing_fits(problem.space, problem.predictions, problem.pruned))
 
 
 def _space(platform: Platform, workload: Workload, task: Task, baseline: Candidate | None = None) -> Space:

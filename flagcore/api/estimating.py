@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins, tell
+from flagcore.api.telling import loaded_plugins, tell_of_problem
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -21,9 +21,9 @@ from flagcore.domain.job import Job
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.errors import FlagError, RunError, SpecError
+from flagcore.errors import FlagError, NothingFits, RunError, SpecError
 from flagcore.plugins import LoadedPlugins
-from flagcore.problem import Problem, pose
+from flagcore.problem import Problem, must_fit, pose
 from flagcore.spec import read_job, read_spec
 from flagcore.stages.build import check, refusals
 from flagcore.stages.discover import costs
@@ -47,10 +47,15 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Where all combinations went, and what each rule that can remove one says, by its name."""
+    """Where all combinations went, what each rule that can remove one says, by its name, and why a run ended.
+
+    `nothing_fits` says, if no candidate is left before any trial, how close the closest came.
+    """
 
     counts: Counts
     says: Mapping[str, str]
+    ended_because: str | None = None
+    nothing_fits: str | None = None
 
 
 def estimate(
@@ -65,6 +70,7 @@ def estimate(
     `chip` names a chip to plan for instead of the spec's. Raises the errors of `flagcore.errors`.
     """
     problem, workload = _pose(Path(spec_file), chip, without)
+    must_fit(problem)
     rows = problem.pruned.open_rows
     time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
     order = rows[np.lexsort((problem.predictions.device_used_bytes[rows], time))[:top]]
@@ -87,17 +93,23 @@ def explain(where: Path | str, *, chip: str | None = None, without: Collection[s
     """
     path = Path(where)
     problem, workload = _pose(path / "spec.yaml" if path.is_dir() else path, chip, without)
-    counts = _before_trials(problem)
+    counts, because = _before_trials(problem), None
     if path.is_dir():
         try:
-            counts = Counts(**json.loads((path / "result.json").read_text(encoding="utf-8"))["counts"])
+            known = json.loads((path / "result.json").read_text(encoding="utf-8"))
+            counts, because = Counts(**known["counts"]), str(known["stopped_because"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path / 'result.json'} cannot be read ({error}); `flag tune` writes it") from None
     platform, task = problem.platform, problem.platform.task
     legality = (*workload.rules(task), *refusals(workload.axes(task), platform.support))
     pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
     says = {rule.name: rule.says for rule in legality} | {rule.name: rule.says for rule in pruning}
-    return Explanation(counts=counts, says=says | LEARNED)
+    nothing_fits = None
+    try:
+        must_fit(problem)
+    except NothingFits as error:
+        nothing_fits = str(error)
+    return Explanation(counts=counts, says=says | LEARNED, ended_because=because, nothing_fits=nothing_fits)
 
 
 def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[Problem, Workload]:
@@ -107,7 +119,7 @@ def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(without) as loaded:
         problem = pose(spec, loaded, workload)
-    tell(problem.pruned.broken_rules)
+    tell_of_problem(problem)
     return problem, workload
 
 

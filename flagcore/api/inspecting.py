@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 from flagcore import __version__, plugins
 from flagcore.api.telling import loaded_plugins
+from flagcore.domain.chip import Support
 from flagcore.errors import FlagError, NoDevice
 
 
@@ -69,12 +70,31 @@ def doctor() -> list[dict[str, Any]]:
             continue
         for module, requirement in engine.modules.items():
             records.append(_requirement(Requirement(requirement), f"engine {name} ({module})", name))
+    records += _support()
     for record in plugin_table():
         name, loaded = record["distribution"] or record["name"], record["status"] == "loaded"
         records.append(
             _part(name, f"plugin {record['name']}", record["version"] if loaded else None, record["problem"] or "")
         )
     return records
+
+
+def _support() -> list[dict[str, Any]]:
+    """Return one record an engine and kind of chip that was found here: whether somebody says that it works."""
+    with loaded_plugins(()) as loaded:
+        found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
+        pairs = [(chip, engine) for chip in found.values() for engine in plugins.names(plugins.WORKLOADS)]
+        said = [(chip, engine, loaded.engine_support(chip, engine)) for chip, engine in pairs]
+    return [
+        {
+            "name": chip.name,
+            "for": f"engine {engine} on this chip",
+            "version": answer.device_type,
+            "ok": answer.support is Support.YES,
+            "mend": "" if answer.support is Support.YES else f"{answer.support.value}: {answer.reason}",
+        }
+        for chip, engine, answer in said
+    ]
 
 
 def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:

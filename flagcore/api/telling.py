@@ -6,7 +6,9 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+from flagcore.domain.chip import Support
 from flagcore.plugins import LoadedPlugins, load_plugins
+from flagcore.problem import Problem
 
 LOG = logging.getLogger("flagcore")
 
@@ -19,6 +21,15 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
         yield loaded
     finally:
         tell(loaded.failures)
+
+
+def tell_of_problem(problem: Problem) -> None:
+    """Warn of pruning rules that had to be left out, and of an engine that nobody has said to work on the chip."""
+    support, task = problem.platform.support, problem.platform.task
+    if support.support is Support.UNKNOWN:
+        chip = task.cluster.groups[0].chip.name
+        tell([f"{task.spec.train.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
+    tell(problem.pruned.broken_rules)
 
 
 def tell(problems: Iterable[object]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins, tell
+from flagcore.api.telling import loaded_plugins, tell_of_problem
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
@@ -30,6 +30,8 @@ from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
 
 RUNS = Path("runs")
+MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Where the ranks of a best configuration meet if nobody says; each trial gets a free port from its launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def tune(
 
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)
-        tell(problem.pruned.broken_rules)
+        tell_of_problem(problem)
         name = directory.claim(_task(data, problem), {"baseline": problem.baseline.as_dict()})
         write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
         return OptunaStore(directory.path, _choices(problem), run=name, objective=spec.objective, url=storage)
@@ -121,7 +123,7 @@ def run_best(run_dir: Path | str, *, stdout: int | None = None) -> NoReturn:
         os.dup2(stdout, 1)
     try:
         os.chdir(folder)
-        os.execvpe(argv[0], argv, {**os.environ, **environment})
+        os.execvpe(argv[0], argv, {**MEETING_PLACE, **os.environ, **environment})
     except (OSError, ValueError, TypeError, IndexError) as error:
         raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
 
@@ -149,7 +151,8 @@ def _keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, 
 def _script(plan: Plan, launch: Launch) -> str:
     """Return a shell script that starts `launch` as it stands."""
     assert plan.best is not None
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
+    exports += [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
     lines = [
         "#!/bin/sh",
         f"# Best of {len(plan.trials)} trials on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate)}",
@@ -185,10 +188,13 @@ def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return what must not change while a run goes on: the spec as it was written, and the hardware."""
+    """Return what must not change while a run goes on: spec, model, hardware, and how trials are started there."""
     group = problem.platform.task.cluster.groups[0]
     hardware = {"chip": group.chip.name, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
-    return {"spec": dict(data), "model": asdict(problem.platform.task.spec.model), "hardware": hardware}
+    platform = problem.platform
+    engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
+    given = {"environment": dict(platform.environment), "engine": engine}
+    return {"spec": dict(data), "model": asdict(platform.task.spec.model), "hardware": hardware, "plugins say": given}
 
 
 def _choices(problem: Problem) -> dict[str, tuple[Any, ...]]:
@@ -201,7 +207,7 @@ def _choices(problem: Problem) -> dict[str, tuple[Any, ...]]:
 
 def _failures(plan: Plan, run_dir: Path) -> str:
     last = plan.trials[-1] if plan.trials else None
-    why = f"; the last one: {last.state.value}: {last.reason} ({run_dir / last.log})" if last else ""
+    why = f"; the last one: {last.state.value}: {last.reason} (logs in {(run_dir / last.log).parent})" if last else ""
     return f"none of {len(plan.trials)} trials gave a measurement{why}"
 
 

@@ -31,6 +31,8 @@ def estimate_command(
 
     if (spec is None) == (jobs is None):
         raise click.UsageError("give either SPEC or --jobs FILE")
+    if jobs is not None and chip is not None:
+        raise click.UsageError("--chip goes with SPEC; a job record names its own chip")
     if jobs is not None:
         predictions = api.estimate_jobs(_records(jobs), without=without)
         if form in ("jsonl", "table"):
@@ -42,7 +44,7 @@ def estimate_command(
     assert spec is not None
     found = api.estimate(spec, chip=chip, top=top, without=without)
     if form == "table":
-        click.echo(f"{len(found.candidates)} fastest predicted candidates on {found.devices} x {found.chip}", err=True)
+        click.echo(f"The fastest predicted candidates on {found.devices} x {found.chip}:", err=True)
     click.echo(render(found.candidates, form, {**candidate_columns(found.candidates), **PREDICTED_COLUMNS}))
     if form == "table":
         click.echo("\n" + funnel(found.counts), err=True)
@@ -61,6 +63,7 @@ def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, 
     from dataclasses import asdict
 
     from flagcore import api
+    from flagcore.errors import NothingFits
     from flagcore.report.formats import render
     from flagcore.report.text import funnel
 
@@ -70,8 +73,14 @@ def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, 
         says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
         click.echo(funnel(found.counts))
         click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
+        if found.ended_because:
+            click.echo(f"\nThe run ended because {found.ended_because}.")
+    elif form == "json":
+        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
     else:
-        click.echo(render([{"counts": asdict(found.counts), "rules": dict(found.says)}], form, {"counts": "counts"}))
+        click.echo(render([asdict(found)], form, {"counts": "counts"}))
+    if found.nothing_fits:
+        raise NothingFits(found.nothing_fits)
 
 
 PREDICTED_COLUMNS = {

@@ -36,7 +36,8 @@ def line(event: Event) -> str:
         predicted = trial.predicted.get("step_time_s")
         guess = f", predicted ~{predicted['value']:.3g} s" if isinstance(predicted, dict) else ""
         return f"{what} starts: {candidate_text(trial.candidate)}{guess}"
-    said = f"{trial.measurement.step_time_s:.3g} s a step" if trial.measurement else trial.reason or ""
+    timed = trial.measurement if not trial.state.failed else None
+    said = f"{timed.step_time_s:.3g} s a step" if timed else trial.reason or ""
     return f"{what} {trial.state.value}: {said}  [{_state(event)}]"
 
 

@@ -16,8 +16,8 @@ from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
 from flagcore.physics.roofline import Roofline
 from flagcore.plugins import answers
-from flagcore.plugins.filled import FilledKernelCosts
 from flagcore.plugins.blamed import blamed
+from flagcore.plugins.filled import FilledKernelCosts
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loading import Plugin, load_plugin, make_plugin
 

@@ -94,11 +94,19 @@ def _answer(plan: Plan) -> str:
         f"  {best.tokens_per_second_per_device:,.0f} tokens/s/device, step {best.step_time_s:.4g} s "
         f"(spread {best.spread_s:.2g} s over {len(best.step_times_s)} steps)",
     ]
-    if plan.gain is not None and plan.baseline:
-        lines.append(f"  {plan.gain:+.1%} tokens/s against the baseline: {candidate_text(plan.baseline.candidate)}")
-        if len(plan.gains) > 1:
-            rounds = ", ".join(f"{each:+.1%}" for each in plan.gains)
-            lines.append(f"  (the least of {len(plan.gains)} rounds of both: {rounds})")
+    if plan.baseline is None:
+        return "\n".join(lines)
+    baseline = candidate_text(plan.baseline.candidate)
+    if plan.gain is None:
+        lines.append(f"  no gain can be told: the baseline ({baseline}) is {plan.baseline.state.value}")
+    elif plan.best.candidate == plan.baseline.candidate:
+        lines.append("  it is the baseline: nothing that was tried is faster")
+    else:
+        lines.append(f"  {plan.gain:+.1%} tokens/s against the baseline: {baseline}")
+    if len(plan.gains) > 1:
+        rounds = ", ".join(f"{each:+.1%}" for each in plan.gains)
+        proof = "" if min(plan.gains) > 0 else "; the machine was not quiet, and no gain is proved"
+        lines.append(f"  (both ran {len(plan.gains)} times: {rounds}; the least is told{proof})")
     return "\n".join(lines)
 
 

@@ -51,7 +51,11 @@ def refusals(axes: Sequence[Axis], support: EngineSupport) -> tuple[Rule, ...]:
         )
 
     by_knob = {axis.knob: axis for axis in axes}
-    return tuple(rule(by_knob[refused.knob], refused) for refused in support.refused if refused.knob in by_knob)
+    for refused in support.refused:
+        if refused.knob not in by_knob:
+            problem = f"a plugin refuses values of {refused.knob}, which is no knob (rule {refused.name})"
+            raise NoDevice(f"{problem}; knobs: {', '.join(by_knob)}")
+    return tuple(rule(by_knob[refused.knob], refused) for refused in support.refused)
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:

@@ -7,6 +7,7 @@ as that one, it could not win. Its partial measurement is kept and marked.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from flagcore.domain.launch import Exit, FailurePattern
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
+LOG = logging.getLogger("flagcore")
 HOPELESS = 1.5
 POLL_SECONDS = 0.5
 TAIL_BYTES = 256 * 1024
@@ -158,7 +160,8 @@ class _Readings:
                 for name, value in reader.sample().items():
                     if math.isfinite(value):
                         self._samples.setdefault(name, []).append(float(value))
-            except Exception:
+            except Exception as error:
+                LOG.warning("telemetry of a device is left out: %s", error)
                 self._readers.remove(reader)
 
     def summary(self) -> dict[str, float]:

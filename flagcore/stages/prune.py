@@ -13,6 +13,7 @@ from flagcore.domain.knowledge import DOES_NOT_FIT, Pruned
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
+from flagcore.errors import FlagError
 
 AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
@@ -57,7 +58,8 @@ def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[Pruni
                 raise TypeError(f"answered {mask.dtype} of shape {mask.shape}, not a truth value a row ({rows.size})")
             pruned = _remove(pruned, rule.name, rows, mask)
         except Exception as error:  # a plugin's rule costs only itself
-            told = f"{rule.name}: {type(error).__name__}: {error}"
+            said = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
+            told = f"pruning rule {rule.name} is left out: {said}"
             pruned = replace(pruned, broken_rules=(*pruned.broken_rules, told))
     return pruned
 

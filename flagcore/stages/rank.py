@@ -8,11 +8,15 @@ from flagcore.contracts import Strategy
 from flagcore.domain.knowledge import Lessons, Pruned
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import IntArray, Space
+from flagcore.domain.trial import TrialState
 
 
 def rank(strategy: Strategy, space: Space, predictions: Predictions, pruned: Pruned, lessons: Lessons) -> int | None:
-    """Return the row that `strategy` wants to try next, or None when nothing is left."""
+    """Return the row to try next, or None when nothing is left: what was interrupted, else what `strategy` wants."""
     rows = untried(space, pruned, lessons)
+    for trial in lessons.trials:
+        if trial.state is TrialState.INTERRUPTED and (row := space.find(trial.candidate)) in rows:
+            return row
     return strategy.next(rows, predictions, space, lessons.trials) if rows.size else None
 
 

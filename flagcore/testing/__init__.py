@@ -11,6 +11,23 @@ class TestAcme(PluginConformance):
 ```
 """
 
-from flagcore.testing.conformance import PluginConformance
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flagcore.testing.conformance import PluginConformance
 
 __all__ = ["PluginConformance"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the kit when it is asked for, with its assertions telling their values."""
+    if name != "PluginConformance":
+        raise AttributeError(name)
+    import pytest
+
+    pytest.register_assert_rewrite("flagcore.testing.conformance")
+    from flagcore.testing.conformance import PluginConformance
+
+    return PluginConformance

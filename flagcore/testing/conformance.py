@@ -24,7 +24,10 @@ from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import LoadedPlugins, answers, launcher, workload
+from flagcore.stages.build import build, refusals
 from flagcore.stages.discover import costs as costs_of
+from flagcore.stages.predict import predict
+from flagcore.stages.prune import prune
 from flagcore.testing.examples import FOREIGN_CHIP, group_of, task_on
 from flagcore.vendorkit.chipfile import SOURCE_SAYS
 
@@ -73,7 +76,7 @@ class PluginConformance:
         return loaded.chips()
 
     def test_hooks_and_their_arguments_are_known(self, loaded: LoadedPlugins) -> None:
-        assert loaded.failures == ()
+        assert not loaded.failures, told(loaded)
         assert loaded.plugins[0].hooks
 
     def test_importing_it_loads_no_driver_and_no_framework(self, plugin: object) -> None:
@@ -118,7 +121,7 @@ class PluginConformance:
             "collective_costs": (group_of(FOREIGN_CHIP), "megatron"),
         }
         assert not getattr(loaded, hook)(*about.get(hook, (FOREIGN_CHIP, "megatron")))
-        assert loaded.failures == ()
+        assert not loaded.failures, told(loaded)
 
     def test_it_does_not_support_engines_on_a_foreign_chip(self, loaded: LoadedPlugins) -> None:
         for engine in self.engines:
@@ -136,14 +139,14 @@ class PluginConformance:
                 assert said.distributed_backend
                 assert said.reason or said.support is Support.YES, "tell why"
                 assert all(refused.reason and refused.values for refused in said.refused)
-        assert loaded.failures == ()
+        assert not loaded.failures, told(loaded)
 
     def test_environment_is_variables(self, loaded: LoadedPlugins, chips: tuple[Chip, ...]) -> None:
         for chip in chips:
             for engine in self.engines:
                 variables = loaded.environment(chip, engine)
                 assert all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in variables)
-        assert loaded.failures == ()
+        assert not loaded.failures, told(loaded)
 
     def test_failure_patterns_match_their_examples(
         self,
@@ -159,7 +162,7 @@ class PluginConformance:
                 first = next((pattern for pattern in patterns if re.search(pattern.pattern, line)), None)
                 assert first is not None, line
                 assert first.state is state, line
-        assert loaded.failures == ()
+        assert not loaded.failures, told(loaded)
 
     def test_more_allocated_never_means_less_used(self, loaded: LoadedPlugins, chips: tuple[Chip, ...]) -> None:
         allocated = np.linspace(0, 2.0**37, 200)
@@ -212,13 +215,13 @@ class PluginConformance:
     ) -> None:
         for chip in chips:
             loaded.topology(NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices))
-        assert loaded.failures == ()  # the levels were checked when they were answered
+        assert not loaded.failures, told(loaded)  # the levels were checked when they were answered
 
     def test_prepared_launch_still_runs_the_command(
         self, loaded: LoadedPlugins, chips: tuple[Chip, ...], tmp_path: Path
     ) -> None:
         launch = Launch(argv=("echo", "the command"), folder=str(tmp_path), environment={"KEEP": "me"})
-        for task in self.tasks(chips):
+        for task in self.tasks(chips or (FOREIGN_CHIP,)):
             prepared = loaded.prepare_launch(launch, task)
             assert " ".join(prepared.argv).endswith("echo the command")
             assert prepared.environment["KEEP"] == "me"
@@ -243,20 +246,32 @@ class PluginConformance:
             columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
             assert (np.diff(engine.predict(task, columns, made).device_used_bytes) >= 0).all()
 
-    def test_pruning_rules_have_a_name_and_say_what_they_do(
+    def test_refused_values_are_those_of_known_knobs(self, loaded: LoadedPlugins, chips: tuple[Chip, ...]) -> None:
+        for task in self.tasks(chips):
+            for engine in self.engines:
+                support = loaded.engine_support(task.cluster.groups[0].chip, engine)
+                assert len(refusals(workload(engine).axes(task), support)) == len(support.refused)
+
+    def test_pruning_rules_have_a_name_and_leave_something(
         self, loaded: LoadedPlugins, chips: tuple[Chip, ...]
     ) -> None:
-        for task in self.tasks(chips):
+        engine = workload("megatron")
+        for task in self.tasks(chips or (FOREIGN_CHIP,)):
+            space = build(engine.axes(task), engine.rules(task), engine.merges(task))
+            predictions = predict(task, engine, space, costs_of(task.cluster, loaded, "megatron"))
             for rule in loaded.pruning_rules(task):
                 assert rule.name.isidentifier()
                 assert rule.says
-        assert loaded.failures == ()
+                pruned = prune(space, predictions, engine, (rule,), ())
+                assert not pruned.broken_rules, pruned.broken_rules
+                assert pruned.open_rows.size, f"{rule.name} leaves no candidate of a small model on 8 devices"
+        assert not loaded.failures, told(loaded)
 
     def test_devices_are_found_quickly_or_not_at_all(self, loaded: LoadedPlugins) -> None:
         start = time.monotonic()
         devices = loaded.devices()
         assert time.monotonic() - start < DISCOVERY_SECONDS
-        assert loaded.failures == ()
+        assert not loaded.failures, told(loaded)
         assert len({device.index for device in devices}) == len(devices)
 
     @pytest.mark.device
@@ -278,6 +293,11 @@ class PluginConformance:
     def tasks(self, chips: tuple[Chip, ...]) -> Iterator[Task]:
         """Yield a small training task for each chip."""
         return (task_on(chip) for chip in chips)
+
+
+def told(loaded: LoadedPlugins) -> str:
+    """Return what went wrong with the plugin, a line a failure."""
+    return "\n".join(str(failure) for failure in loaded.failures)
 
 
 def powers_of_two(first: int, end: int) -> FloatArray:

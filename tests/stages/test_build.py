@@ -16,7 +16,7 @@ from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport, Refused
 from flagcore.domain.space import Axis, Columns, Merge, Rule, Space
 from flagcore.domain.spec import Task
-from flagcore.errors import SpecError
+from flagcore.errors import NoDevice, SpecError
 from flagcore.stages import build as build_module
 from flagcore.stages.build import build, check, refusals
 from flagcore.workloads.megatron.adapter import WORKLOAD
@@ -182,16 +182,22 @@ def test_a_candidate_that_was_not_listed_can_be_added_once() -> None:
 
 def test_what_a_plugin_refuses_is_a_rule_of_its_name() -> None:
     task = small.task(space={"recompute_granularity": ("full", "selective")})
-    refused = (
-        Refused(name="no_selective", knob="recompute_granularity", values=("selective",), reason="its kernels crash"),
-        Refused(name="no_such_knob", knob="block_size", values=(16,), reason="another engine's"),
+    refused = Refused(
+        name="no_selective", knob="recompute_granularity", values=("selective",), reason="its kernels crash"
     )
     axes = WORKLOAD.axes(task)
-    (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=refused))
+    (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=(refused,)))
     space = build(axes, [*WORKLOAD.rules(task), rule], WORKLOAD.merges(task))
     assert space.illegal["no_selective"] > 0
     assert not np.any(space.columns()["recompute_granularity"] == 1)
     assert "its kernels crash" in rule.says
+
+
+@pytest.mark.parametrize(("knob", "value"), [("block_size", 16), ("recompute_method", "diagonal")])
+def test_a_plugin_that_refuses_what_does_not_exist_is_told(knob: str, value: object) -> None:
+    refused = Refused(name="odd", knob=knob, values=(value,), reason="?")  # type: ignore[arg-type]
+    with pytest.raises(NoDevice, match=f"{knob}.*rule odd"):
+        refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
 
 
 def test_check_tells_the_broken_rules_of_one_candidate_as_it_stands() -> None:

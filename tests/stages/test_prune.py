@@ -89,7 +89,7 @@ def test_a_rule_that_breaks_costs_only_itself_and_is_told(answer: object) -> Non
     found = pruned(rules=[Rule(answer), Rule()])
     assert rows_of(found, "no_small_batches")
     assert len(found.broken_rules) == 1
-    assert found.broken_rules[0].startswith("no_small_batches")
+    assert found.broken_rules[0].startswith("pruning rule no_small_batches is left out: ")
 
 
 def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -> None:
