@@ -54,9 +54,9 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
 
 def present(platform: Platform, devices: tuple[Device, ...]) -> None:
     """Raise NoDevice unless the platform's devices are on this machine, so that trials can run here."""
-    group, support = platform.task.cluster.groups[0], platform.support
-    if support.device_type is None or support.distributed_backend is None:
-        raise NoDevice(f"no installed plugin says how {platform.task.spec.train.engine} runs on {group.chip.name}")
+    group, support, train = platform.task.cluster.groups[0], platform.support, platform.task.spec.train
+    if train.command is None and (support.device_type is None or support.distributed_backend is None):
+        raise NoDevice(f"no installed plugin says how {train.engine} runs on {group.chip.name}; give a train.command")
     here = [device for device in devices if group.chip.answers_to(device.chip)]
     if not here:
         raise NoDevice(f"no {group.chip.name} on this machine, so nothing can be run; `flag estimate` plans without it")
