@@ -148,7 +148,7 @@ class Workload(Protocol):
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
         """Return columns of one row from knob values. Raises SpecError for a knob or value that is not known."""
 
-    def unmodelled(self, values: Mapping[str, KnobValue]) -> str | None:
+    def unmodelled(self, task: Task, values: Mapping[str, KnobValue]) -> str | None:
         """Return, in one line, what the model does not know about a candidate of a job record, or None."""
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
@@ -166,7 +166,7 @@ class Workload(Protocol):
         A trial is cut to `control.train_iters` steps; `for_real` is the user's own job with this candidate.
         """
 
-    def progress(self, folder: str) -> Callable[[], tuple[float, ...]]:
+    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
         """Return a function that tells the seconds of the steps a running trial has finished, warm-up included.
 
         It is called about twice a second while the trial runs, and reads on where it was.

@@ -125,14 +125,14 @@ def test_a_journal_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path,
     run(store(tmp_path))
     journal = tmp_path / "journal.log"
     journal.write_bytes(content + journal.read_bytes())
-    with pytest.raises(RunError, match="cannot be read") as caught:
+    with pytest.raises(RunError, match="cannot be used") as caught:
         store(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////proc/no/such.db", "nodialect://x", "redis://127.0.0.1:1"])
 def test_a_storage_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path, url: str) -> None:
-    with pytest.raises(RunError, match="cannot be read") as caught:
+    with pytest.raises(RunError, match="cannot be used") as caught:
         store(tmp_path, url=url)
     assert "\n" not in str(caught.value)
 
@@ -293,3 +293,23 @@ def _write_to_full_disk(path: Path) -> None:
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
     kept.begin(small.candidate(), Role.SEARCH, {})
+
+
+def test_a_trial_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path) -> None:
+    run(store(tmp_path))
+    journal = tmp_path / "journal.log"
+    journal.write_text(journal.read_text().replace('"state":"measured"', '"state":"weird"'))
+    with pytest.raises(RunError, match=r"weird.*--new"):
+        store(tmp_path)
+
+
+def test_new_follows_a_link_to_the_run(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for _ in range(2):
+        directory = RunDirectory(tmp_path / "link")
+        directory.open(new=True)
+        directory.claim({"a": 1}, {})
+        directory.close()
+    assert len(list(tmp_path.glob("real.*"))) == 1
+    assert (tmp_path / "link" / "task.json").exists()

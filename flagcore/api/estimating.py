@@ -137,9 +137,14 @@ def estimate_jobs(lines: Iterable[Mapping[str, Any]], *, without: Collection[str
             try:
                 yield {"id": name, **estimator.predict(read_job(line))}
             except SpecError as error:
-                yield {"id": name, "status": "unknown" if error.key == "kind" else "invalid", "reason": str(error)}
+                yield {"id": name, "status": "unknown" if _serves(line) else "invalid", "reason": str(error)}
             except FlagError as error:
                 yield {"id": name, "status": "unknown", "reason": str(error)}
+
+
+def _serves(line: object) -> bool:
+    """Return whether a record is one of serving, which is not modelled yet."""
+    return isinstance(line, Mapping) and line.get("kind") == "serve"
 
 
 def _name(line: object) -> str | None:
@@ -164,14 +169,13 @@ class _Jobs:
             reason = f"cluster.devices = {job.devices} is no multiple of devices_per_node = {job.devices_per_node}"
             return {"status": "invalid", "reason": reason}
         workload = plugins.workload(job.train.engine)
-        unmodelled = workload.unmodelled(job.candidate)
-        if unmodelled:
-            return {"status": "unknown", "reason": unmodelled}
         devices = min(job.devices_per_node, job.devices)
         group, made, support = self._platform(chip.name, job.devices // devices, devices, job.train.engine)
         train = replace(job.train, implementation=job.train.implementation or PUBLISHED_IMPLEMENTATION)
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=train)
         task = Task(spec=spec, cluster=Cluster(groups=(group,)))
+        if unmodelled := workload.unmodelled(task, job.candidate):
+            return {"status": "unknown", "reason": unmodelled}
         rules = (*workload.rules(task), *refusals(workload.axes(task), support))
         columns, broken = check(workload.columns(task, job.candidate), rules, workload.merges(task))
         if broken:

@@ -76,12 +76,16 @@ def tune(
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)
         tell_of_problem(problem)
-        name = directory.claim(_task(data, problem), {"baseline": problem.baseline.as_dict()})
+        fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
+        name = directory.claim(_task(data, problem), fixed)
         write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
         return OptunaStore(directory.path, _choices(problem), run=name, objective=spec.objective, url=storage)
 
     with loaded_plugins(without) as loaded:
         known = None if new else directory.known()
+        if known and known["fixed"].get("storage") != storage:
+            kept = known["fixed"].get("storage") or "its own journal"
+            raise RunError(f"{directory.path} keeps its trials in {kept}: give the same --storage, or --new")
         baseline = known["fixed"].get("baseline") if known and known["task"].get("spec") == data else spec.baseline
         try:
             parts = Parts(
@@ -97,7 +101,7 @@ def tune(
         finally:
             directory.close()
     if isinstance(ending.error, Interrupted):
-        raise Interrupted(f"interrupted; {len(ending.plan.trials)} trials are kept in {directory.path}")
+        raise Interrupted(f"interrupted; what was measured is kept in {directory.path}")
     if ending.error:
         raise ending.error
     if ending.plan.best is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from flagcore import __version__
+from flagcore.cli.options import say
 from flagcore.errors import FlagError
 
 COMMANDS = {
@@ -66,12 +68,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     for ending in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
             signal.signal(ending, _interrupt)
+    _use_streams()
     try:
         status = flag.main(args=list(argv) if argv is not None else None, prog_name="flag", standalone_mode=False)
         if sys.stdout:
             sys.stdout.flush()
     except FlagError as error:
-        click.echo(f"flag: {error}", err=True)
+        say(f"flag: {error}")
         status = error.exit_code
         if type(error).exit_code == 1:
             raise
@@ -81,23 +84,36 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         error.show()
         status = 2
     except (KeyboardInterrupt, click.Abort):
-        click.echo("flag: interrupted", err=True)
+        say("flag: interrupted")
         status = 130
     except BrokenPipeError:
         _forget_stdout()
         status = 0
     except OSError as error:
+        if error.errno == errno.ENOENT and not error.filename:  # the working directory is gone
+            say("flag: the working directory does not exist any more; start from another one")
+            sys.exit(2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         _forget_stdout()
-        click.echo(f"flag: the output cannot be written: {error.strerror}", err=True)
+        say(f"flag: the output cannot be written: {error.strerror}")
         status = 2
     except RecursionError:
-        click.echo("flag: the input is nested too deeply", err=True)
+        say("flag: the input is nested too deeply")
         status = 2
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.SIG_IGN)  # the verdict stands, however often Ctrl-C is pressed
     sys.exit(status or 0)
+
+
+def _use_streams() -> None:
+    """Let what a closed stream is told go nowhere, and show letters that the terminal lacks as their codes."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the life of the process)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _forget_stdout() -> None:

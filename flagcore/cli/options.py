@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
@@ -31,3 +32,9 @@ def plugins(command: F) -> F:
 def spec(command: F) -> F:
     """Add the argument SPEC."""
     return click.argument("spec", type=click.Path(path_type=str))(command)
+
+
+def say(text: str) -> None:
+    """Tell something on stderr; that nobody can hear it ends nothing."""
+    with suppress(OSError, ValueError):
+        click.echo(text, err=True)

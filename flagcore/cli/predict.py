@@ -44,10 +44,10 @@ def estimate_command(
     assert spec is not None
     found = api.estimate(spec, chip=chip, top=top, without=without)
     if form == "table":
-        click.echo(f"The fastest predicted candidates on {found.devices} x {found.chip}:", err=True)
+        options.say(f"The fastest predicted candidates on {found.devices} x {found.chip}:")
     click.echo(render(found.candidates, form, {**candidate_columns(found.candidates), **PREDICTED_COLUMNS}))
     if form == "table":
-        click.echo("\n" + funnel(found.counts), err=True)
+        options.say("\n" + funnel(found.counts))
 
 
 @click.command("explain")

@@ -41,7 +41,7 @@ def tune_command(
         columns = {"trial": "number", **candidate_columns(trials), **TRIAL_COLUMNS}
         click.echo(render([found.data] if form == "yaml" else trials, form, columns))
     if not quiet:
-        click.echo(f"Kept in {found.run_dir}; start the best with `flag run {found.run_dir}`.", err=True)
+        options.say(f"Kept in {found.run_dir}; start the best with `flag run {found.run_dir}`.")
     if found.run_best:
         api.run_best(found.run_dir, stdout=2)
 

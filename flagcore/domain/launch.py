@@ -30,7 +30,8 @@ class Launch:
 class Exit:
     """How a launch ended. `code` is the exit status, negative for a signal.
 
-    `ended_by` says who ended it: None (itself), `timeout`, `memory`, `disk` or `request`.
+    `ended_by` says who ended it: None (itself), `timeout`, `memory`, `disk`, `request`, or `guard` if what
+    watched over it was itself killed.
     `peak_memory_bytes` is the largest memory of the whole tree that was seen.
     """
 

@@ -192,19 +192,22 @@ class Disk:
     def full(self) -> bool:
         """Return whether the folder takes more than the limit, or hardly any space is left."""
         started = time.process_time()
-        used, free = self._used(self.folder), NEVER
-        with contextlib.suppress(FileNotFoundError):
+        used, free = self._used(), NEVER
+        with contextlib.suppress(OSError):
             free = free_disk_bytes(self.folder)
         self.pace.rest(started)
         return used > self.limit or free < FREE_DISK_FLOOR_BYTES
 
-    def _used(self, folder: str) -> int:
-        total = 0
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                    total += self._used(entry.path) if entry.is_dir(follow_symlinks=False) else 0
+    def _used(self) -> int:
+        """Return the bytes of the folder, links not followed, the folder itself included."""
+        total, folders = 0, [] if os.path.islink(self.folder) else [self.folder]
+        while folders:
+            with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
         return total
 
 

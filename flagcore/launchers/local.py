@@ -114,7 +114,7 @@ class LocalRunning:
             for pid in left:
                 guard.send(pid, signal.SIGKILL)
             time.sleep(0.02)
-        ended = Exit(code=-signal.SIGKILL, ended_by=None, duration_s=time.monotonic() - self._started_at)
+        ended = Exit(code=-signal.SIGKILL, ended_by="guard", duration_s=time.monotonic() - self._started_at)
         with contextlib.suppress(OSError):
             guard.write_json(os.path.join(self._folder, "exit.json"), asdict(ended))
         return ended

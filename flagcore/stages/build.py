@@ -17,7 +17,7 @@ from flagcore.domain.space import Axis, Columns, IntArray, Merge, Rule, Space, d
 from flagcore.errors import NoDevice, SpecError
 
 CHUNK = 1 << 18
-MOST_ROWS = 200_000_000
+MOST_ROWS = 20_000_000
 
 
 def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) -> Space:

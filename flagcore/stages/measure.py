@@ -20,6 +20,7 @@ from flagcore.contracts import Platform, Running, Telemetry, Workload
 from flagcore.domain.launch import Exit, FailurePattern
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
+from flagcore.files import open_regular
 
 LOG = logging.getLogger("flagcore")
 HOPELESS = 1.5
@@ -36,7 +37,7 @@ def measure(
     `best` is the trial to beat (None: never end early). KeyboardInterrupt ends the trial's processes, and
     passes.
     """
-    readings, progress = _Readings(platform.telemetry), workload.progress(folder)
+    readings, progress = _Readings(platform.telemetry), workload.progress(platform.task, folder)
     warmup = platform.task.spec.control.warmup_iters
     hopeless = False
     try:
@@ -91,7 +92,7 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
     for knob, wanted in trial.candidate.items:
         ran = measured.effective.get(knob, wanted)
         if ran != wanted:
-            return f"the engine ran {knob} = {ran} where {wanted} was asked for"
+            return f"the engine ran {knob} = {ran} where {wanted} was asked for"[:LONGEST_REASON]
     return None
 
 
@@ -106,6 +107,8 @@ def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
     if ended.ended_by == "disk":
         return TrialState.FAILED, "it wrote more than the limit into its folder, or filled the disk"
+    if ended.ended_by == "guard":
+        return TrialState.FAILED, "the process that guards it was killed, so it was ended"
     if ended.ended_by == "request":
         return TrialState.INTERRUPTED, "ended on request"
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
@@ -133,7 +136,7 @@ def _tail(folder: str) -> str:
     parts = []
     for name in ("stdout.log", "stderr.log"):
         try:
-            with open(os.path.join(folder, name), "rb") as file:
+            with open_regular(os.path.join(folder, name)) as file:
                 file.seek(0, os.SEEK_END)
                 file.seek(max(0, file.tell() - TAIL_BYTES))
                 parts.append(file.read().decode("utf-8", errors="replace"))

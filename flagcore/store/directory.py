@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from flagcore.errors import RunError
+from flagcore.files import read_regular
 
 LOCK, IDENTITY = "run.lock", "task.json"
 
@@ -49,8 +50,10 @@ class RunDirectory:
         """
         file = self.path / IDENTITY
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            return {"run": str(found["run"]), "task": dict(found["task"]), "fixed": dict(found["fixed"])}
+            found = json.loads(read_regular(file))
+            fixed = dict(found["fixed"])
+            dict(fixed.get("baseline") or {})
+            return {"run": str(found["run"]), "task": dict(found["task"]), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -89,7 +92,7 @@ class RunDirectory:
 
     def _hold(self) -> None:
         with writable(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.resolve().mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +124,7 @@ def write(file: Path, text: str) -> None:
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     with writable(file):
         try:
-            draft.write_text(text, encoding="utf-8")
+            draft.write_text(text, encoding="utf-8", errors="surrogateescape")
             os.replace(draft, file)
         except OSError:
             draft.unlink(missing_ok=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from optuna.trial import TrialState as OptunaState
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
+from flagcore.files import read_regular
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
@@ -48,22 +51,18 @@ class OptunaStore:
         optuna.logging.set_verbosity(logging.ERROR)
         self._path, self._objective = path, objective
         self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
-        with writable(path):
-            try:
-                self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
-                self._study = optuna.create_study(
-                    storage=self._storage,
-                    study_name=run,
-                    load_if_exists=True,
-                    direction="minimize" if objective == "step_time_s" else "maximize",
-                )
-                self._identifier = self._storage.get_study_id_from_name(run)
-                self._close_interrupted()
-            except OSError:
-                raise
-            except Exception as error:  # whatever a storage or a journal that was tampered with gives
-                where = url or path / JOURNAL
-                raise RunError(f"{where} cannot be read ({_line(error)}); use --new to start afresh") from None
+        self._where = url or str(path / JOURNAL)
+        with self._usable():
+            self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
+            self._study = optuna.create_study(
+                storage=self._storage,
+                study_name=run,
+                load_if_exists=True,
+                direction="minimize" if objective == "step_time_s" else "maximize",
+            )
+            self._identifier = self._storage.get_study_id_from_name(run)
+            self._close_interrupted()
+            self.trials()
 
     def trials(self) -> tuple[Trial, ...]:
         """Return every finished trial in the order in which they began."""
@@ -81,7 +80,7 @@ class OptunaStore:
             distributions={knob: self._distributions[knob] for knob in params},
             user_attrs=attributes,
         )
-        with writable(self._path):
+        with self._usable():
             number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
             trial = Trial(
                 number=number,
@@ -96,7 +95,7 @@ class OptunaStore:
 
     def finish(self, trial: Trial) -> None:
         """Keep a trial that ended. Raises RunError if it cannot be written."""
-        with writable(self._path):
+        with self._usable():
             identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
             self._storage.set_trial_user_attr(identifier, "result", _result(trial))
             self._tell(trial)
@@ -104,6 +103,18 @@ class OptunaStore:
     def folder(self, trial: Trial) -> str:
         """Return the absolute path of the trial's folder."""
         return str(self._path.resolve() / "trials" / str(trial.number))
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Turn whatever a storage, or a journal that was tampered with, gives into a RunError of one line."""
+        with writable(self._path):
+            try:
+                yield
+            except (OSError, RunError):
+                raise
+            except Exception as error:
+                told = f"{self._where} cannot be used ({_line(error)})"
+                raise RunError(f"{told}; mend it, or use --new to start afresh") from None
 
     def _tell(self, trial: Trial) -> None:
         """Close the trial for optuna's own tools."""
@@ -131,7 +142,7 @@ def _journal(file: Path) -> JournalStorage:
     """Open the journal. A line that a kill or a full disk cut short is dropped, and so is its writer's lock."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)
     if file.exists():
-        data = file.read_bytes()
+        data = read_regular(file, most=1 << 40)
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
             with file.open("r+b") as journal:
@@ -155,15 +166,17 @@ def _thaw(frozen: FrozenTrial) -> Trial:
     measured = result.get("measurement")
     if measured:
         measured = Measurement(**measured | {k: tuple(measured[k]) for k in ("step_times_s", "losses")})
+        if not all(math.isfinite(figure) for figure in (measured.step_time_s, measured.tokens_per_second_per_device)):
+            raise ValueError(f"trial {frozen.number} has a figure that is not finite")
     return Trial(
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
         role=Role(attributes["role"]),
         state=TrialState(result.get("state", "running")),
-        predicted=attributes["predicted"],
+        predicted=dict(attributes["predicted"]),
         measurement=measured,
         reason=result.get("reason"),
-        duration_s=result.get("duration_s", 0.0),
+        duration_s=float(result.get("duration_s", 0.0)),
         log=f"trials/{frozen.number}/stdout.log",
     )
 

@@ -208,7 +208,8 @@ RECORDS: dict[str, tuple[Any, str]] = {
     "an id that is no text": ({**JOB, "id": [1]}, "invalid"),
     "an id that is no number": ('{"id": NaN}', "invalid"),
     "an id of half a character": ({**JOB, "id": "\ud800"}, "invalid"),
-    "an unknown kind": ({**JOB, "kind": "bake"}, "unknown"),
+    "an unknown kind": ({**JOB, "kind": "bake"}, "invalid"),
+    "a kind that comes later": ({**JOB, "kind": "serve"}, "unknown"),
     "an unknown chip": ({**JOB, "cluster": {**JOB["cluster"], "chip": "x"}}, "unknown"),  # type: ignore[dict-item]
     "uneven nodes": ({**JOB, "cluster": {"chip": "cpu", "devices": 3, "devices_per_node": 2}}, "invalid"),
     "an unknown schedule": ({**JOB, "candidate": {"pipeline_schedule": "zigzag"}}, "unknown"),

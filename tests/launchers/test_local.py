@@ -254,7 +254,7 @@ def test_a_killed_guard_leaves_nothing_and_gives_an_exit(tmp_path: Path, marked:
     os.kill(parent[0], signal.SIGKILL)
     ended = running.wait(10)
     assert ended is not None
-    assert (ended.code, ended.ended_by) == (-9, None)
+    assert (ended.code, ended.ended_by) == (-9, "guard")
     assert marked.alive() == []
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == -9
 

@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, steps: Sequence[float] = (), result: Measurement | str = MEASURED) -> None:
         self.steps, self.result = steps, result
 
-    def progress(self, folder: str) -> Callable[[], Sequence[float]]:
+    def progress(self, task: Task, folder: str) -> Callable[[], Sequence[float]]:
         return lambda: self.steps
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
@@ -239,3 +239,9 @@ def test_telemetry_is_averaged_and_a_reader_that_raises_hurts_nobody(
         "temperature_celsius": 40.0,
         "peak_temperature_celsius": 40.0,
     }
+
+
+def test_a_guard_that_was_killed_is_no_lack_of_memory() -> None:
+    state, reason = classify(ended(-9, "guard"), "", ())
+    assert state is TrialState.FAILED
+    assert "guard" in reason

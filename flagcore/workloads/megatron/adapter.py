@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -76,8 +77,10 @@ class Megatron:
             columns[rules.RECOMPUTE] = (columns[rules.GRANULARITY] > 0).astype(np.int64)
         return columns
 
-    def unmodelled(self, values: Mapping[str, KnobValue]) -> str | None:
+    def unmodelled(self, task: Task, values: Mapping[str, KnobValue]) -> str | None:
         """Return what the model does not know about a candidate of a job record, or None."""
+        if rules.needs_layout(self.columns(task, values), task.spec.model.num_layers):
+            return "its layers divide over the stages only with embedding or loss as a layer: the layout is not given"
         schedule, modules = values.get("pipeline_schedule"), values.get("recompute_modules")
         if schedule not in (None, "1f1b", "interleaved"):
             return f"pipeline_schedule = {schedule} is not modelled; 1f1b and interleaved are"
@@ -131,9 +134,11 @@ class Megatron:
         """Return how to start a candidate."""
         return launching.launch(platform, candidate, folder, for_real=for_real)
 
-    def progress(self, folder: str) -> Callable[[], tuple[float, ...]]:
+    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
         """Return a function that tells the seconds of the steps that a running trial has finished."""
-        return reading.Progress(folder)
+        if task.spec.train.command is not None:
+            return reading.CommandProgress(folder)
+        return partial(reading.program_progress, folder)
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return what a trial measured. Raises NoMetrics with what is missing."""

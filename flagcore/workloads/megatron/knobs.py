@@ -12,6 +12,7 @@ import numpy as np
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Axis, Columns, IntArray
 from flagcore.domain.spec import AUTO, Task
+from flagcore.errors import SpecError
 
 RECOMPUTE_GRANULARITY = (None, "selective", "full")
 RECOMPUTE_METHOD = (None, "uniform", "block")
@@ -85,7 +86,10 @@ def virtual_stages(columns: Columns, num_layers: int) -> IntArray:
 
 
 def _one(knob: str, value: KnobValue) -> IntArray:
-    code = 0 if value is None else WORDS[knob].index(value) if isinstance(value, str) else int(value)
+    try:
+        code = 0 if value is None else WORDS[knob].index(value) if isinstance(value, str) else int(value)
+    except (KeyError, ValueError, TypeError):
+        raise SpecError(key=knob, value=value, problem="is no value of this knob") from None
     return np.array([code], dtype=np.int64)
 
 

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flagcore.files import open_regular
+
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
 LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
 NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*([1-9]\d*)")
@@ -22,6 +24,8 @@ MEMORY = re.compile(
 )
 ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
 MIB = 1 << 20
+MOST_MIB = 1 << 30
+"""A petabyte: a line that tells of more tells nonsense."""
 LONGEST_LINE = 4096
 LARGEST_LOG = 64 << 20
 """Bytes beyond these are not looked at: a trial may print anything."""
@@ -51,7 +55,7 @@ def read_on(file: Path, place: int, log: MegatronLog, *, unfinished: bool = Fals
 
     A last line without an end is left for then, unless `unfinished`.
     """
-    with suppress(OSError), file.open("rb") as lines:
+    with suppress(OSError), open_regular(file) as lines:
         lines.seek(place)
         while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
             if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
@@ -73,8 +77,9 @@ def _read_line(line: str, log: MegatronLog) -> None:
             log.losses.append(None)
     elif memory := MEMORY.search(line):
         allocated, reserved = _number(memory[2]), _number(memory[3])
-        log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int((allocated or 0) * MIB))
-        log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int((reserved or 0) * MIB))
+        if allocated is not None and reserved is not None and max(allocated, reserved) < MOST_MIB:
+            log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(allocated * MIB))
+            log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(reserved * MIB))
     elif argument := ARGUMENT.match(line):
         log.arguments.setdefault(argument[1], argument[2])
 

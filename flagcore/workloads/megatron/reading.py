@@ -13,6 +13,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import FlagError
+from flagcore.files import read_regular
 from flagcore.workloads.megatron.logs import MegatronLog, read_logs, read_on
 
 STEPS, METRICS = "steps.jsonl", "metrics.json"
@@ -25,18 +26,20 @@ class NoMetrics(FlagError):
     """A trial ended without the figures that it should have left."""
 
 
-class Progress:
-    """Tells the seconds of the steps that a running trial has finished. Each line is read once."""
+def program_progress(folder: str) -> tuple[float, ...]:
+    """Return the seconds of the steps that the trial program has finished."""
+    return tuple(step["step_time_s"] for step in _steps(Path(folder, STEPS)))
+
+
+class CommandProgress:
+    """Tells the seconds of the steps that a user's command has printed. Each line is read once."""
 
     def __init__(self, folder: str) -> None:
-        self._steps = Path(folder, STEPS)
         self._logs = MegatronLog()
         self._places = {Path(folder, name): 0 for name in LOGS}
 
     def __call__(self) -> tuple[float, ...]:
-        """Return them all so far: from the trial program's steps, else from Megatron's log lines."""
-        if self._steps.exists():
-            return tuple(step["step_time_s"] for step in _steps(self._steps))
+        """Return them all so far."""
         for file, place in self._places.items():
             self._places[file] = read_on(file, place, self._logs)
         return tuple(self._logs.step_times_s)
@@ -91,6 +94,8 @@ def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Me
     median = statistics.median(counted)
     quarters = statistics.quantiles(counted, n=4, method="inclusive") if len(counted) > 1 else [0.0, 0.0, 0.0]
     tokens = spec.train.global_batch_size * spec.train.seq_length
+    if not math.isfinite(tokens / median):
+        raise NoMetrics(f"a step time of {median} s cannot be")
     losses = tuple(figures.pop("losses"))
     return Measurement(
         step_times_s=counted,
@@ -106,7 +111,7 @@ def _steps(file: Path) -> list[dict[str, Any]]:
     """Read the steps of a trial that may still write; a half-written last line does not count."""
     steps = []
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = read_regular(file).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
     for line in lines:
@@ -128,7 +133,7 @@ def _metrics(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise NoMetrics(f"it ended with exit code 0 but wrote no {METRICS}")
     try:
-        data = json.loads(file.read_bytes())
+        data = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
     if not isinstance(data, dict):

@@ -207,6 +207,14 @@ def _recompute(task: Task) -> Sequence[Rule]:
     )
 
 
+def needs_layout(c: Columns, layers: int) -> bool:
+    """Return whether a candidate's layers divide over its stages only if embedding or loss count as layers."""
+    virtual = c.get("virtual_pipeline_model_parallel_size")
+    chunks = int(c[PP][0]) * (max(1, int(virtual[0])) if virtual is not None else 1)
+    _, first, last = _parts(c, layers)
+    return not (first[0] or last[0] or layers % chunks == 0) and 0 in ((layers + 1) % chunks, (layers + 2) % chunks)
+
+
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return what Megatron treats as equal: knobs without effect, and two spellings of one schedule."""
     layers, dense = task.spec.model.num_layers, task.spec.model.num_moe_experts is None
@@ -297,7 +305,9 @@ def _uneven(c: Columns, layers: int) -> BoolArray:
 def _split_virtual(c: Columns, layers: int) -> BoolArray:
     given = c.get("virtual_pipeline_model_parallel_size")
     if given is None:
-        ragged: BoolArray = (c[VIRTUAL] > 0) & ((layers // c[PP]) % np.maximum(c[VIRTUAL], 1) != 0)
+        _, first, last = _parts(c, layers)
+        uneven_stage = (layers // c[PP]) % np.maximum(c[VIRTUAL], 1) != 0
+        ragged: BoolArray = (c[VIRTUAL] > 0) & (uneven_stage | (first > 0) | (last > 0))
         return ragged
     middle, first, last = (part % np.maximum(given, 1) for part in _parts(c, layers))
     uneven: BoolArray = (given > 1) & (middle + first + last > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import Control
 from flagcore.errors import FlagError
 from flagcore.workloads.megatron.adapter import WORKLOAD
-from flagcore.workloads.megatron.reading import Progress
+from flagcore.workloads.megatron.reading import CommandProgress, program_progress
 from tests import small
 
 TASK = small.task(control=Control(train_iters=5, warmup_iters=1))
@@ -109,7 +110,7 @@ def test_a_folder_in_place_of_the_file_is_told(tmp_path: Path) -> None:
 def test_steps_so_far_are_read_up_to_a_half_written_line(tmp_path: Path) -> None:
     lines = "\n".join(json.dumps(step) for step in STEPS[:3])
     (tmp_path / "steps.jsonl").write_text(lines + '\n{"step_time_s": 1.')
-    assert Progress(str(tmp_path))() == (9.0, 2.0, 1.0)
+    assert program_progress(str(tmp_path)) == (9.0, 2.0, 1.0)
     measured = WORKLOAD.read(TASK, ONE, str(tmp_path), partial=True)
     assert measured.step_times_s == (2.0, 1.0)
 
@@ -117,12 +118,12 @@ def test_steps_so_far_are_read_up_to_a_half_written_line(tmp_path: Path) -> None
 @pytest.mark.parametrize("line", ["null", "[]", "[" * 100_000, '{"step_time_s": [1]}', "1" + "0" * 400, "\x00"])
 def test_steps_that_make_no_sense_end_the_progress(tmp_path: Path, line: str) -> None:
     (tmp_path / "steps.jsonl").write_text(json.dumps(STEPS[0]) + "\n" + line + "\n" + json.dumps(STEPS[1]))
-    assert Progress(str(tmp_path))() == (9.0,)
+    assert program_progress(str(tmp_path)) == (9.0,)
 
 
 def test_no_step_yet_is_no_progress(tmp_path: Path) -> None:
-    assert Progress(str(tmp_path))() == ()
-    assert Progress(str(tmp_path / "missing"))() == ()
+    assert program_progress(str(tmp_path)) == ()
+    assert program_progress(str(tmp_path / "missing")) == ()
     assert "0 step times" in refusal(tmp_path, partial=True)
 
 
@@ -139,7 +140,7 @@ def test_a_users_command_is_measured_by_its_log(tmp_path: Path) -> None:
     log(tmp_path, {})
     measured = WORKLOAD.read(COMMAND, ONE, str(tmp_path))
     assert measured.step_times_s == (0.2, 0.1)
-    assert Progress(str(tmp_path))() == (0.9, 0.2, 0.1)
+    assert CommandProgress(str(tmp_path))() == (0.9, 0.2, 0.1)
 
 
 def test_a_users_command_without_step_times_is_told(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_effective_values_are_what_megatron_printed_in_our_types(tmp_path: Path)
 
 
 def test_progress_reads_on_where_it_was(tmp_path: Path) -> None:
-    progress = WORKLOAD.progress(str(tmp_path))
+    progress = WORKLOAD.progress(COMMAND, str(tmp_path))
     line = " iteration 1/ 3 | elapsed time per iteration (ms): 1500.0 | lm loss: 7.0E+00 |\n"
     file = tmp_path / "stdout.log"
     seen = []
@@ -182,3 +183,23 @@ def test_progress_reads_on_where_it_was(tmp_path: Path) -> None:
     with file.open("a") as log_file:
         log_file.write("\n")
     assert progress() == (1.5, 1.5, 1.5)
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "metrics.json", "stdout.log"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    assert program_progress(str(tmp_path)) == ()
+    assert CommandProgress(str(tmp_path))() == ()
+    refusal(tmp_path)
+
+
+def test_a_device_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").symlink_to("/dev/zero")
+    assert program_progress(str(tmp_path)) == ()
+
+
+def test_a_step_time_too_short_to_be_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").write_text(
+        "".join(json.dumps({**STEPS[0], "step_time_s": 5e-324}) + "\n" for _ in "abc")
+    )
+    assert "cannot be" in refusal(tmp_path, partial=True)

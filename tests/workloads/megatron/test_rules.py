@@ -12,6 +12,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import Task
 from flagcore.stages.build import check
 from flagcore.workloads.megatron.adapter import WORKLOAD
+from flagcore.workloads.megatron.knobs import candidate_columns
+from flagcore.workloads.megatron.rules import needs_layout
 from tests import small
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -252,3 +254,19 @@ def test_candidates_that_mean_the_same_are_merged(name: str) -> None:
 def test_candidates_that_differ_are_kept_apart(name: str) -> None:
     one, other, of_task = DISTINCT[name]
     assert canonical(one, of_task) != canonical(other, of_task)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "needed"), [(126, 8, True), (94, 4, True), (128, 8, False), (126, 5, False)]
+)
+def test_layers_that_divide_only_with_embedding_and_loss_need_a_layout(layers: int, stages: int, needed: bool) -> None:
+    columns = candidate_columns({"pipeline_model_parallel_size": stages})
+    assert needs_layout(columns, layers) is needed
+
+
+def test_layers_per_virtual_stage_exclude_a_first_stage_of_its_own() -> None:
+    values = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}
+    columns = candidate_columns({**values, "num_layers_in_first_pipeline_stage": 2})
+    rule = next(rule for rule in WORKLOAD.rules(small.task()) if rule.name == "virtual_stages")
+    assert rule.broken(columns).tolist() == [True]
+    assert rule.broken(candidate_columns(values)).tolist() == [False]

@@ -1,0 +1,26 @@
+"""Reading files that somebody else has written: never a pipe or a device, which may never end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file to read its bytes. Raises OSError, also for a pipe, a device or a folder; never waits."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path | str, most: int = 64 << 20) -> bytes:
+    """Return the bytes of a regular file. Raises OSError, also if it has more than `most` bytes."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        return file.read()
