@@ -123,7 +123,8 @@ def test_the_program_starts_with_default_signals_and_only_its_own_descriptors(tm
         signal.signal(signal.SIGHUP, previous)
     LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "b"))).wait(10)
     ignored = next(x for x in (tmp_path / "a" / "stdout.log").read_text().splitlines() if x.startswith("SigIgn"))
-    assert int(ignored.split()[1], 16) == 0
+    settable = sum(1 << (number - 1) for number in signal.valid_signals())  # two are the C library's own
+    assert int(ignored.split()[1], 16) & settable == 0
     assert (tmp_path / "b" / "stdout.log").read_text().splitlines()[-1] == "['0', '1', '2', '3']"  # 3: the listing
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -11,7 +12,7 @@ import yaml
 
 from flagcore import api
 
-pytest.importorskip("megatron.core", reason="needs the extra megatron")
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 SPEC = {
     "model": {
