@@ -150,8 +150,7 @@ class LocalLauncher:
         with contextlib.ExitStack() as logs:
             try:
                 _prepare(launch, environment, folder, directory)
-                stdout = logs.enter_context(open(os.path.join(folder, "stdout.log"), "wb"))
-                stderr = logs.enter_context(open(os.path.join(folder, "stderr.log"), "wb"))
+                stdout, stderr = (logs.enter_context(_new_log(folder, name)) for name in ("stdout.log", "stderr.log"))
             except OSError as error:
                 reason = error.strerror or error
                 raise LaunchError(f"cannot write into the trial's folder {folder}: {reason}") from error
@@ -168,6 +167,14 @@ class LocalLauncher:
 
 
 LAUNCHER = LocalLauncher()
+
+
+def _new_log(folder: str, name: str) -> BinaryIO:
+    """Open an empty log. What has its name, a pipe perhaps, is removed first: opening that could wait for ever."""
+    path = os.path.join(folder, name)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "xb")
 
 
 def _encode_order(launch: Launch, environment: Mapping[str, str], folder: str, directory: str) -> bytes:

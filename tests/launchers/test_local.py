@@ -406,3 +406,11 @@ def test_the_guard_costs_less_than_a_percent_of_a_core(tmp_path: Path) -> None:
 def _cpu_seconds(pid: int) -> float:
     fields = guard.read_proc(pid, "stat").rpartition(b")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_pipe_in_place_of_a_log_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stdout.log")
+    ended = LAUNCHER.start(Launch(argv=("/bin/echo", "here"), folder=str(tmp_path))).wait(10)
+    assert ended is not None
+    assert ended.code == 0
+    assert (tmp_path / "stdout.log").read_text() == "here\n"
