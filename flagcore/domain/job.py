@@ -14,8 +14,8 @@ from flagcore.domain.spec import TrainSpec
 class Job:
     """One record. `candidate` has the knobs that were given; an absent one has its engine's default.
 
-    `chip` is a name or an alias of a chip, `rank` the global rank whose own figures are wanted, and `raw` the
-    record as it came. `recompute_modules` is one text, its names sorted and joined by commas.
+    `chip` is a name or an alias of a chip, `rank` the global rank whose own figures are wanted.
+    `recompute_modules` is one text, its names sorted and joined by commas.
     """
 
     id: str
@@ -26,5 +26,4 @@ class Job:
     devices_per_node: int
     train: TrainSpec
     candidate: Mapping[str, KnobValue]
-    raw: Mapping[str, object]
     rank: int | None = None

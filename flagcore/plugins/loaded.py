@@ -71,10 +71,6 @@ class LoadedPlugins:
         chip, _ = self._known_chips().get(name.casefold(), (None, ""))
         return chip
 
-    def chip_names(self) -> tuple[str, ...]:
-        """Return the names of all chips in the catalogue."""
-        return tuple(chip.name for chip in self.chips())
-
     def owner(self, chip: str) -> str | None:
         """Return the name of the plugin that catalogues `chip` (name or alias)."""
         return self._known_chips().get(chip.casefold(), (None, None))[1]

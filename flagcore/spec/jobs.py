@@ -68,5 +68,4 @@ def job_from(line: Mapping[str, object]) -> Job:
         train=TrainSpec(engine="megatron", **record.train.model_dump()),
         candidate=candidate_of(record.candidate),
         rank=record.rank,
-        raw=line,
     )

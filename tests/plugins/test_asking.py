@@ -57,7 +57,7 @@ def test_chip_is_found_by_name_and_alias_in_any_case() -> None:
     loaded = LoadedPlugins.of({"x": plugin(**chips_of(CHIP))})
     assert loaded.find_chip("x1") == loaded.find_chip("EXAMPLE X1") == CHIP
     assert loaded.find_chip("X2") is None
-    assert loaded.chip_names() == ("X1",)
+    assert [chip.name for chip in loaded.chips()] == ["X1"]
     assert loaded.owner("example x1") == "x"
 
 
