@@ -47,7 +47,7 @@ def changed(path: tuple[str, ...], value: object) -> dict[str, Any]:
     return record
 
 
-def test_record_becomes_a_job_and_keeps_what_it_does_not_know() -> None:
+def test_record_becomes_a_job_and_what_it_does_not_know_is_tolerated() -> None:
     job = read_job(RECORD)
     assert (job.id, job.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
     assert (job.model.name, job.model.kv_channels) == ("tiny", 16)
