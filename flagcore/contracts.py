@@ -31,18 +31,49 @@ class MemoryModel(Protocol):
 
 
 class KernelCosts(Protocol):
-    """Seconds that kernels take on one device. All arguments are arrays that broadcast; NaN where unknown."""
+    """Seconds that kernels take on one device, the host's time to launch them not included.
+
+    All arguments are arrays that broadcast; NaN where unknown.
+    """
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        """Return the time of C[m,n] = A[m,k] B[k,n] in `precision` (fp32 bf16 fp16 fp8 ...)."""
+        """Return the time of C[m,n] = A[m,k] B[k,n] in `precision` (fp32 bf16 fp16 fp8 mxfp8 nvfp4 ...)."""
 
     def attention_seconds(
-        self, batch: FloatArray, heads: FloatArray, sequence: FloatArray, head_dim: FloatArray, precision: str
+        self,
+        batch: FloatArray,
+        heads: FloatArray,
+        groups: FloatArray,
+        queries: FloatArray,
+        keys: FloatArray,
+        head_dim: FloatArray,
+        precision: str,
     ) -> FloatArray:
-        """Return the time of one causal self-attention forward pass (scores, softmax, values)."""
+        """Return the time of fused causal attention forward: scores, softmax, values.
+
+        `groups` is the number of key and value heads; the `queries` are the last of the `keys` positions.
+        """
+
+    def attention_backward_seconds(
+        self,
+        batch: FloatArray,
+        heads: FloatArray,
+        groups: FloatArray,
+        queries: FloatArray,
+        keys: FloatArray,
+        head_dim: FloatArray,
+        precision: str,
+    ) -> FloatArray:
+        """Return the time of the backward pass of the same."""
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of an element-wise kernel that reads and writes `bytes_moved` in all."""
+
+    def launch_seconds(self) -> float:
+        """Return the time in which the host launches one kernel after another, framework included."""
+
+    def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time to copy between device and pinned host memory, one way."""
 
 
 class CollectiveCosts(Protocol):

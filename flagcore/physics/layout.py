@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
+from flagcore.physics.options import Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,7 @@ class Training:
     `flash` tells an attention kernel that keeps no scores from one that does. `fused_activation` says that
     the FFN's activation function is one kernel. `transformer_engine` says that its layers replace megatron-core's
     own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
-    attention are whole on each tensor-parallel rank.
+    attention are whole on each tensor-parallel rank. `options` are the engine's further settings.
     """
 
     model: Model
@@ -25,6 +26,7 @@ class Training:
     flash: bool = True
     fused_activation: bool = False
     transformer_engine: bool = False
+    options: Options = Options()
 
     @property
     def value_bytes(self) -> int:
