@@ -97,8 +97,14 @@ def kernel_costs(answer: object) -> KernelCosts:
     costs: KernelCosts = behaviour(KernelCosts, answer)
     sizes = np.array([128.0, 256.0])
     _two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
-    _two_numbers(costs.attention_seconds, sizes / 128, sizes / 32, sizes, sizes / 2, "bf16")
+    shape = (sizes / 128, sizes / 32, sizes / 32, sizes, sizes, sizes / 2)
+    _two_numbers(costs.attention_seconds, *shape, "bf16")
+    _two_numbers(costs.attention_backward_seconds, *shape, "bf16")
     _two_numbers(costs.memory_seconds, sizes)
+    _two_numbers(costs.host_copy_seconds, sizes)
+    launch = costs.launch_seconds()
+    if isinstance(launch, bool) or not isinstance(launch, (int, float)) or launch < 0:
+        raise BadPlugin(f"answered an object whose launch_seconds() is {_shown(launch)}, not seconds")
     return costs
 
 

@@ -16,7 +16,16 @@ HOOKS_WITH_OBJECTS = frozenset(
     f"flagcore_{name}" for name in ("memory_model", "kernel_costs", "collective_costs", "pruning_rules", "telemetry")
 )
 COLUMNS = frozenset(
-    ("reserved_bytes", "device_used_bytes", "gemm_seconds", "attention_seconds", "memory_seconds", "seconds")
+    (
+        "reserved_bytes",
+        "device_used_bytes",
+        "gemm_seconds",
+        "attention_seconds",
+        "attention_backward_seconds",
+        "memory_seconds",
+        "host_copy_seconds",
+        "seconds",
+    )
 )
 """Methods whose answer is made an array of float64."""
 

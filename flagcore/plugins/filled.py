@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,24 +21,51 @@ class FilledKernelCosts:
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
         """Return the time of a matrix product."""
-        return _filled(
-            self.table.gemm_seconds(m, n, k, precision), lambda: self.otherwise.gemm_seconds(m, n, k, precision)
-        )
+        return _filled(lambda costs: costs.gemm_seconds(m, n, k, precision), self)
 
     def attention_seconds(
-        self, batch: FloatArray, heads: FloatArray, sequence: FloatArray, head_dim: FloatArray, precision: str
+        self,
+        batch: FloatArray,
+        heads: FloatArray,
+        groups: FloatArray,
+        queries: FloatArray,
+        keys: FloatArray,
+        head_dim: FloatArray,
+        precision: str,
     ) -> FloatArray:
         """Return the time of attention."""
-        return _filled(
-            self.table.attention_seconds(batch, heads, sequence, head_dim, precision),
-            lambda: self.otherwise.attention_seconds(batch, heads, sequence, head_dim, precision),
-        )
+        shape = (batch, heads, groups, queries, keys, head_dim)
+        return _filled(lambda costs: costs.attention_seconds(*shape, precision), self)
+
+    def attention_backward_seconds(
+        self,
+        batch: FloatArray,
+        heads: FloatArray,
+        groups: FloatArray,
+        queries: FloatArray,
+        keys: FloatArray,
+        head_dim: FloatArray,
+        precision: str,
+    ) -> FloatArray:
+        """Return the time of attention's backward pass."""
+        shape = (batch, heads, groups, queries, keys, head_dim)
+        return _filled(lambda costs: costs.attention_backward_seconds(*shape, precision), self)
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of an element-wise kernel."""
-        return _filled(self.table.memory_seconds(bytes_moved), lambda: self.otherwise.memory_seconds(bytes_moved))
+        return _filled(lambda costs: costs.memory_seconds(bytes_moved), self)
+
+    def launch_seconds(self) -> float:
+        """Return the time to launch a kernel."""
+        known = self.table.launch_seconds()
+        return self.otherwise.launch_seconds() if math.isnan(known) else known
+
+    def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time of a copy between device and host."""
+        return _filled(lambda costs: costs.host_copy_seconds(bytes_moved), self)
 
 
-def _filled(known: FloatArray, rest: Callable[[], FloatArray]) -> FloatArray:
+def _filled(seconds: Callable[[KernelCosts], FloatArray], costs: FilledKernelCosts) -> FloatArray:
+    known = seconds(costs.table)
     missing = np.isnan(known)
-    return np.where(missing, rest(), known) if missing.any() else known
+    return np.where(missing, seconds(costs.otherwise), known) if missing.any() else known

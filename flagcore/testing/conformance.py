@@ -193,8 +193,10 @@ class PluginConformance:
             ones = np.ones_like(sizes)
             for seconds in (
                 costs.gemm_seconds(sizes, sizes, sizes, "bf16"),
-                costs.attention_seconds(ones, 8 * ones, sizes, 128 * ones, "bf16"),
+                costs.attention_seconds(ones, 8 * ones, 8 * ones, sizes, sizes, 128 * ones, "bf16"),
+                costs.attention_backward_seconds(ones, 8 * ones, 8 * ones, sizes, sizes, 128 * ones, "bf16"),
                 costs.memory_seconds(sizes**2),
+                costs.host_copy_seconds(sizes**2),
             ):
                 known = seconds[~np.isnan(seconds)]
                 assert (known > 0).all()

@@ -43,13 +43,13 @@ def test_large_products_reach_more_of_the_peak_than_small_ones() -> None:
     side = np.array([64.0, 512.0, 4096.0, 16384.0])
     rate = 2 * side**3 / Roofline(chip=CHIP).gemm_seconds(side, side, side, "bf16") / 900e12
     assert (np.diff(rate) > 0).all()
-    assert rate[0] < 0.01
+    assert rate[0] < 0.1
     assert 0.75 < rate[-1] < 0.85
 
 
 def test_a_thin_product_is_bound_by_memory() -> None:
     roofline = Roofline(chip=CHIP)
-    time = roofline.gemm_seconds(one(1.0), one(8192.0), one(8192.0), "bf16") - roofline.launch_seconds
+    time = roofline.gemm_seconds(one(1.0), one(8192.0), one(8192.0), "bf16")
     assert time[0] == pytest.approx(2 * 8192 * 8194 / (0.8 * 3e12), rel=0.01)
 
 
@@ -62,7 +62,7 @@ def test_an_unknown_peak_is_not_invented() -> None:
 
 def test_attention_grows_with_the_square_of_the_sequence() -> None:
     sequence = np.array([16384.0, 32768.0])
-    time = Roofline(chip=CHIP).attention_seconds(one(1.0), one(32.0), sequence, one(128.0), "bf16")
+    time = Roofline(chip=CHIP).attention_seconds(one(1.0), one(32.0), one(8.0), sequence, sequence, one(128.0), "bf16")
     assert 3.7 < time[1] / time[0] < 4.0
 
 

@@ -129,7 +129,16 @@ class Wrong:
     def attention_seconds(self, *arguments: object) -> float:
         return 1.0
 
+    def attention_backward_seconds(self, *arguments: object) -> float:
+        return 1.0
+
     def memory_seconds(self, bytes_moved: object) -> float:
+        return 1.0
+
+    def host_copy_seconds(self, bytes_moved: object) -> float:
+        return 1.0
+
+    def launch_seconds(self) -> float:
         return 1.0
 
     def seconds(self, *arguments: object) -> float:
@@ -146,7 +155,7 @@ class Wrong:
         ("engine_support", EngineSupport(support="yes"), "EngineSupport.support = 'yes', not Support"),  # type: ignore[arg-type]
         ("failure_patterns", [FailurePattern(pattern="(", state=TrialState.FAILED)], "does not compile"),
         ("failure_patterns", [FailurePattern(pattern="x", state=TrialState.MEASURED)], "is no failure"),
-        ("kernel_costs", object(), "no method gemm_seconds, attention_seconds, memory_seconds"),
+        ("kernel_costs", object(), "no method gemm_seconds, attention_seconds, attention_backward_seconds"),
         ("kernel_costs", Wrong, "answered the class Wrong"),
         ("kernel_costs", Wrong(), "could not convert string to float"),
         ("memory_model", Wrong(), "no method reserved_bytes, device_used_bytes"),
@@ -246,11 +255,19 @@ class KnowsBf16:
     def gemm_seconds(self, m: Any, n: Any, k: Any, precision: str) -> Any:
         return np.full(np.shape(m), 7.0 if precision == "bf16" else np.nan)
 
-    def attention_seconds(self, batch: Any, heads: Any, sequence: Any, head_dim: Any, precision: str) -> Any:
+    def attention_seconds(self, batch: Any, *shape_and_precision: Any) -> Any:
         return np.full(np.shape(batch), np.nan)
+
+    attention_backward_seconds = attention_seconds
 
     def memory_seconds(self, bytes_moved: Any) -> Any:
         return np.where(bytes_moved > 1e6, 3.0, np.nan)
+
+    def host_copy_seconds(self, bytes_moved: Any) -> Any:
+        return np.full(np.shape(bytes_moved), np.nan)
+
+    def launch_seconds(self) -> float:
+        return float("nan")
 
 
 def test_roofline_stands_in_for_what_a_kernel_table_does_not_know() -> None:
@@ -262,7 +279,9 @@ def test_roofline_stands_in_for_what_a_kernel_table_does_not_know() -> None:
     sizes = np.array([512.0, 1024.0])
     assert costs.gemm_seconds(sizes, sizes, sizes, "bf16").tolist() == [7.0, 7.0]
     assert (costs.gemm_seconds(sizes, sizes, sizes, "fp32") == roofline.gemm_seconds(sizes, sizes, sizes, "fp32")).all()
-    assert np.isfinite(costs.attention_seconds(sizes, sizes, sizes, sizes, "bf16")).all()
+    assert np.isfinite(costs.attention_seconds(*(sizes,) * 6, "bf16")).all()
+    assert np.isfinite(costs.attention_backward_seconds(*(sizes,) * 6, "bf16")).all()
+    assert costs.launch_seconds() == roofline.launch_seconds()
     assert costs.memory_seconds(np.array([1e3, 1e7])).tolist() == [roofline.memory_seconds(np.array(1e3)), 3.0]
 
 
@@ -277,8 +296,10 @@ class BreaksOnLargeColumns:
     def attention_seconds(self, *arguments: object) -> list[float]:
         return [1.0, 2.0]
 
-    def memory_seconds(self, bytes_moved: object) -> list[float]:
-        return [1.0, 2.0]
+    attention_backward_seconds = memory_seconds = host_copy_seconds = attention_seconds
+
+    def launch_seconds(self) -> float:
+        return 1e-6
 
 
 def test_object_that_breaks_later_is_told_as_the_plugins_fault_with_the_way_out() -> None:
