@@ -2,75 +2,165 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray
-from flagcore.physics.exchange import TensorExchange, context_exchange, expert_exchange
+from flagcore.physics.exchange import TensorExchange, context_exchange
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.linear_time import Linear, linear
-from flagcore.physics.transformer import widths
+from flagcore.physics.moe_time import moe_block
+from flagcore.physics.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
+from flagcore.physics.transformer import padded_vocab, widths
 
-NORM_PASSES, NORM_BACKWARD_PASSES = 2.5, 6.0
-"""Times that a norm of one kernel moves its tensor, forward and backward (gradient of its weight included)."""
+ATTENTION_LAUNCHES, FFN_LAUNCHES = 22.0, 10.0
+"""Kernels that the host launches for attention with its norm and residual sum, and for an FFN with its own."""
 
 ROTATION_PASSES = 9.0
-"""The same for rotary embedding in torch operations (halves swapped, two products, a sum); one kernel takes 2."""
+"""Times that rotary embedding in torch operations moves queries and keys (halves swapped, two products, a sum)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Where the time of one pass goes: kernels, and collectives by what they belong to. `launches` counts kernels."""
-
-    compute: FloatArray
-    tensor: FloatArray
-    context: FloatArray
-    expert: FloatArray
-    launches: FloatArray
-
-    @property
-    def total(self) -> FloatArray:
-        """All of it."""
-        return self.compute + self.tensor + self.context + self.expert
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
-
-    def __mul__(self, times: FloatArray | float) -> Seconds:
-        return Seconds(*(getattr(self, part.name) * times for part in fields(self)))
+def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
+    """Return the time of one layer without recompute; `repeated` is what selective recompute would add."""
+    exchange = TensorExchange.of(train, layout, costs)
+    second = moe_block(train, layout, costs, exchange) if moe else ffn_block(train, layout, costs, exchange)
+    return attention_block(train, layout, costs, exchange) + second
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Seconds of a layer's forward pass, of its backward pass to its input, and of its weights' gradients."""
+def attention_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
+    """Return norm, projections, attention core and residual sum."""
+    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
+    h, tokens, rows = model.hidden_size, layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    query, key, _ = (width * tokens / layout.tensor for width in widths(model))
+    entry, latent, out = _projections(train, layout, costs)
+    products = entry + latent + out
+    norm, norm_back = norm_seconds(kernels, unit * h * rows)
+    turned = unit * (query + key)
+    rotation = kernels.memory_seconds((2.0 if train.transformer_engine else ROTATION_PASSES) * turned)
+    if model.qk_layernorm:
+        extra, extra_back = norm_seconds(kernels, turned)
+        rotation, norm_back = rotation + extra, norm_back + extra_back
+    residual = kernels.memory_seconds(unit * 3.0 * h * rows)
+    core, core_back = _core(train, layout, costs)
+    ring = context_exchange(train, layout, costs)
+    hides = train.options.cp_comm == "p2p"
+    ring_forward = np.maximum(ring - core, 0.0) if hides else ring
+    ring_back = np.maximum(2.0 * ring - core_back, 0.0) if hides else ring
+    element = norm + rotation + residual
+    element_back = norm_back + rotation + residual
+    launches = np.full_like(tokens, ATTENTION_LAUNCHES)
+    forward = Seconds(
+        products.forward + core + element, exchange.forward, ring_forward, np.zeros_like(tokens), launches
+    )
+    waits = exchange.backward(entry.input_gradient, entry.weight_gradient)
+    backward = Seconds(
+        products.input_gradient + core_back + element_back, waits, ring_back, np.zeros_like(tokens), 2.0 * launches
+    )
+    repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
+    repeated = sum((repeats[name] for name in train.options.recompute_modules if name in repeats), np.zeros_like(core))
+    return Block(forward, backward, products.weight_gradient, quiet(repeated))
 
-    forward: Seconds
-    backward: Seconds
-    weight: FloatArray
 
-    def __add__(self, other: LayerTime) -> LayerTime:
-        return LayerTime(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
+def ffn_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
+    """Return norm, both products, activation function and residual sum of a dense layer's FFN."""
+    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
+    h, tokens, rows = model.hidden_size, layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    width = model.ffn_hidden_size / layout.tensor
+    up = linear(kernels, tokens, h, (2.0 if model.gated_linear_unit else 1.0) * width, train.precision)
+    down = linear(kernels, tokens, width, h, train.precision)
+    norm, norm_back = norm_seconds(kernels, unit * h * rows)
+    activation, activation_back = activation_seconds(train, kernels, unit * width * tokens)
+    residual = kernels.memory_seconds(unit * 3.0 * h * rows)
+    launches, none = np.full_like(tokens, FFN_LAUNCHES), np.zeros_like(tokens)
+    forward = Seconds(up.forward + down.forward + norm + activation + residual, exchange.forward, none, none, launches)
+    gradients = up.input_gradient + down.input_gradient + norm_back + activation_back + residual
+    waits = exchange.backward(up.input_gradient, up.weight_gradient)
+    backward = Seconds(gradients, waits, none, none, 2.0 * launches)
+    modules, repeated = train.options.recompute_modules, quiet(np.zeros_like(tokens))
+    if "layernorm" in modules:
+        repeated = repeated + quiet(norm)
+    if "mlp" in modules:
+        repeated = repeated + Seconds(up.forward + down.forward + activation, exchange.forward, none, none, launches)
+    return Block(forward, backward, up.weight_gradient + down.weight_gradient, repeated)
 
-    def __mul__(self, times: FloatArray | float) -> LayerTime:
-        return LayerTime(self.forward * times, self.backward * times, self.weight * times)
 
+def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
+    """Return final norm, output head and loss, once for the model and once for each depth of multi-token prediction.
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Half a layer, attention or FFN: its products, its element-wise kernels, and what recompute can repeat."""
-
-    linears: Linear
-    elementwise: FloatArray
-    elementwise_backward: FloatArray
-    again: FloatArray
-"""Seconds of forward kernels that selective recompute repeats."""
-
-
-def layer_time(train: Training, layout: Layout, costs: Costs, again: FloatArray, *, moe: bool) -> LayerTime:
-    """Return the time of one layer; `again` is the share of layers that are recomputed whole.
-
-    A recomputed layer repeats its forward pass with the collectives in it before its backward pass.
+    The head runs in 16 bits whatever the format of the layers. Logits are written once in 16 and twice in 32 bits, read
+    three times by the loss, and their gradient goes back (megatron-core 0.16 `cross_entropy.py`); a fused loss
+    moves them half as often.
     """
-    raise NotImplementedError
+    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
+    tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    vocab = padded_vocab(model, layout.tensor) / layout.tensor
+    product = linear(kernels, tokens, model.hidden_size, vocab, _wide(train.precision))
+    norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
+    moved = (12.0 if train.options.cross_entropy_fusion else 24.0) * vocab * tokens
+    loss, loss_back = kernels.memory_seconds(moved), kernels.memory_seconds(0.5 * moved)
+    exchange = TensorExchange.of(train, layout, costs)
+    none, launches = np.zeros_like(tokens), np.full_like(tokens, 20.0)
+    forward = Seconds(product.forward + norm + loss, exchange.gather * layout.sequence_parallel, none, none, launches)
+    waits = exchange.backward(product.input_gradient, product.weight_gradient)
+    backward = Seconds(product.input_gradient + norm_back + loss_back, waits, none, none, launches)
+    return Block(forward, backward, product.weight_gradient, quiet(none)) * (1.0 + model.mtp_num_layers)
+
+
+def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
+    """Return the look-up of a micro-batch's tokens and its gradient, which is added row by row."""
+    tokens, moved = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
+    exchange = TensorExchange.of(train, layout, costs)
+    none, launches = np.zeros_like(tokens), np.full_like(tokens, 6.0)
+    leave = np.where(layout.sequence_parallel > 0, exchange.scatter, exchange.reduce)
+    forward = Seconds(costs.kernels.memory_seconds(2.0 * moved * tokens), leave, none, none, launches)
+    enter = exchange.gather * layout.sequence_parallel
+    backward = Seconds(none, enter, none, none, launches)
+    return Block(forward, backward, costs.kernels.memory_seconds(3.0 * moved * tokens), quiet(none))
+
+
+def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
+    """Return the products that enter attention, those that widen latent attention, and the one that leaves."""
+    model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
+    h, (query, key, value), split = model.hidden_size, widths(model), layout.tensor
+    if not model.multi_latent_attention:
+        entry = linear(kernels, tokens, h, (query + key + value) / split, train.precision)
+        return entry, Linear.none(tokens), linear(kernels, tokens, query / split, h, train.precision)
+    q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+    heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+    down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), train.precision)
+    up = linear(kernels, tokens, float(kv_rank), heads / split, train.precision)
+    queries = linear(kernels, tokens, float(q_rank or h), query / split, train.precision)
+    out = linear(kernels, tokens, value / split, h, train.precision)
+    return (down, up + queries, out) if q_rank else (down + queries, up, out)
+
+
+def _core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
+    """Return the attention core forward and backward.
+
+    Unfused, it computes all scores (twice a causal kernel's) and moves them six times forward (product, mask,
+    softmax, dropout, second product) and eight times backward.
+    """
+    model, length = train.model, float(train.sequence)
+    heads = model.num_attention_heads / layout.tensor
+    groups = np.maximum(model.num_query_groups / layout.tensor, 1.0)
+    query, _, value = widths(model)
+    size = (query + value) / 2 / model.num_attention_heads if model.multi_latent_attention else model.kv_channels
+    if model.multi_latent_attention:
+        groups = heads
+    precision = _wide(train.precision)
+    whole = np.full_like(heads, length)
+    shape = (layout.micro_batch, heads, groups, whole, whole, np.full_like(heads, size), precision)
+    forward = costs.kernels.attention_seconds(*shape) / layout.context
+    if train.flash:
+        return forward, costs.kernels.attention_backward_seconds(*shape) / layout.context
+    scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
+    rows = layout.micro_batch * heads * length / layout.context
+    product = costs.kernels.gemm_seconds(rows, whole, shape[5], precision)
+    product = product + costs.kernels.gemm_seconds(rows, shape[5], whole, precision)
+    moved, moved_back = costs.kernels.memory_seconds(6.0 * scores), costs.kernels.memory_seconds(8.0 * scores)
+    return product + moved, 2.0 * product + moved_back
+
+
+def _wide(precision: str) -> str:
+    """Return the format of what is never computed in 8 or 4 bits: attention and head."""
+    return precision if precision in ("fp32", "tf32", "fp16", "bf16") else "bf16"

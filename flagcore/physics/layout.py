@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.physics.options import Options
+from flagcore.physics.options import DEFAULTS, Options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Training:
     flash: bool = True
     fused_activation: bool = False
     transformer_engine: bool = False
-    options: Options = Options()
+    options: Options = DEFAULTS
 
     @property
     def value_bytes(self) -> int:

@@ -66,3 +66,7 @@ class Options:
     cp_comm: str = "p2p"
     cuda_graph: str = ""
     cross_entropy_fusion: bool = False
+
+
+DEFAULTS = Options()
+"""What holds where nothing is said."""

@@ -1,16 +1,20 @@
-"""Time of a training step: layers from kernels and collectives, then the pipeline, then gradients and optimizer."""
+"""Time of a training step: layers make stages, stages a pipeline, then gradients and the optimizer."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics import transformer
-from flagcore.physics.layer_time import Seconds, edge_time, layer_time
+from flagcore.physics.exchange import integers
+from flagcore.physics.layer_time import embedding_time, head_time, layer_time
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory import split_parameters, stage_parameters
-from flagcore.physics.pipeline import recomputed_share, stages
+from flagcore.physics.passes import Block, Seconds, quiet
+from flagcore.physics.pipeline import Stage, stage, stages
 
 OWNED_BYTES, HELD_BYTES = 100.0, 6.0
 """Memory traffic of an optimizer step: bytes a parameter whose state the rank owns (Adam, norm, clipping, copies),
@@ -21,82 +25,185 @@ ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
 written and read, the buffer read and written (2 + 2 + 4 + 4); fused: the buffer alone."""
 
+GRAPHED = {"": 1.0, "layer": 0.4, "iteration": 0.0}
+"""Share of launches that the host still makes one by one, by what is launched as one graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of one micro-batch through one pipeline stage: forward, backward to its input, weights' gradients."""
+
+    forward: Seconds
+    backward: Seconds
+    weight: FloatArray
+
+    @property
+    def busy(self) -> FloatArray:
+        """All of it."""
+        return self.forward.total + self.backward.total + self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The blocks that stages are made of."""
+
+    dense: Block
+    moe: Block
+    embedding: Block
+    head: Block
+
 
 def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
 
     Pipeline: m micro-batches on the slowest stage, and one pass over the other stages, which interleaving divides
-    by v (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Sends between stages and the exchange of gradients
-    hide behind nothing.
+    by v (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     """
-    found = stages(train.model, layout)
+    found, parts = stages(train.model, layout), _parts(train, layout, costs)
     weights = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
     dense, experts = (np.maximum.reduce([pair[kind] for pair in weights]) for kind in (0, 1))
+    times = [_stage_time(train, layout, costs, parts, each, held) for each, held in zip(found, weights, strict=True)]
+    worst = np.argmax(np.stack([time.busy for time in times]), axis=0)
+    forward, backward = (_chosen(worst, [getattr(time, side) for time in times]) for side in ("forward", "backward"))
+    weight = np.choose(worst, [time.weight for time in times])
+    slowest = StageTime(forward, backward, weight)
 
-    again = recomputed_share(train.model, layout)
-    head = edge_time(train, layout, costs)
-    accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
-    plain = layer_time(train, layout, costs, again, moe=False)
-    routed = layer_time(train, layout, costs, again, moe=True) if train.model.num_moe_experts is not None else plain
-    times = []
-    for stage, (replicated, local) in zip(found, weights, strict=True):
-        depths = stage.last * train.model.mtp_num_layers
-        time = plain * stage.dense + routed * (stage.moe + depths) + head * stage.last
-        buffers = costs.kernels.memory_seconds(accumulation * (replicated + local))
-        times.append(time + Seconds(buffers, *(np.zeros_like(buffers),) * 3))
-    worst = np.argmax(np.stack([time.total for time in times]), axis=0)
-    slowest = Seconds(*(_choose(worst, times, part) for part in ("compute", "tensor", "context", "expert")))
-
-    layers, m = train.model.num_layers, layout.microbatches
-    leading = layers if train.model.num_moe_experts is None else train.model.moe_first_dense_layers
-    one_pass = (plain * _same(m, leading) + routed * _same(m, layers - leading) + head).total
-    others = np.where(layout.pipeline > 1, np.maximum(one_pass - slowest.total, 0.0), 0.0)
+    m = layout.microbatches
+    others = np.where(layout.pipeline > 1, np.maximum(_one_pass(train, layout, costs, parts) - slowest.busy, 0.0), 0.0)
     boundary = costs.collectives.seconds(
         "send",
         transformer.layer_input_bytes(train, layout),
-        _int(np.minimum(layout.pipeline, 2.0)),
-        _int(layout.tensor * layout.context * layout.data),
+        integers(np.minimum(layout.pipeline, 2.0)),
+        integers(layout.tensor * layout.context * layout.data),
     )
     owned = dense / layout.shards() + experts / layout.expert_shards()
     return {
-        "compute_s": m * slowest.compute,
-        "tp_comm_s": m * slowest.tensor,
-        "cp_comm_s": m * slowest.context,
-        "ep_comm_s": m * slowest.expert,
+        "compute_s": m * (forward.compute + backward.compute + weight),
+        "tp_comm_s": m * (forward.tensor + backward.tensor),
+        "cp_comm_s": m * (forward.context + backward.context),
+        "ep_comm_s": m * (forward.expert + backward.expert),
         "pp_bubble_s": others / layout.virtual,
         "pp_comm_s": 2.0 * (m * layout.virtual + layout.pipeline - 1.0) * boundary,
-        "dp_comm_exposed_s": _gradients(train, layout, costs, dense, experts),
-        "optimizer_s": costs.kernels.memory_seconds(OWNED_BYTES * owned + HELD_BYTES * (dense + experts)),
+        "dp_comm_exposed_s": _gradients(train, layout, costs, (dense, experts), slowest),
+        "optimizer_s": optimizer_time(costs, owned, dense + experts),
     }
 
 
-def _gradients(train: Training, layout: Layout, costs: Costs, dense: FloatArray, experts: FloatArray) -> FloatArray:
+def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of a rank of pipeline stage `index`: forward and backward of a step, and the optimizer.
+
+    Nothing is waited for: neither other ranks nor collectives.
+    """
+    found, parts = stage(train.model, layout, index), _parts(train, layout, costs)
+    dense, experts = split_parameters(stage_parameters(train, layout, found))
+    time = _stage_time(train, layout, costs, parts, found, (dense, experts))
+    compute = time.forward.compute + time.backward.compute + time.weight
+    owned = dense / layout.shards() + experts / layout.expert_shards()
+    return layout.microbatches * compute, optimizer_time(costs, owned, dense + experts)
+
+
+def optimizer_time(costs: Costs, owned: FloatArray, held: FloatArray) -> FloatArray:
+    """Return the optimizer's step from the parameters whose state a rank owns and those that it holds."""
+    return costs.kernels.memory_seconds(OWNED_BYTES * owned + HELD_BYTES * held)
+
+
+def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
+    dense = layer_time(train, layout, costs, moe=False)
+    moe = layer_time(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
+    return Parts(dense, moe, embedding_time(train, layout, costs), head_time(train, layout, costs))
+
+
+def _stage_time(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    parts: Parts,
+    found: Stage,
+    held: tuple[FloatArray, FloatArray],
+) -> StageTime:
+    """Return a stage's time of one micro-batch: at least that in which the host launches its kernels.
+
+    A layer that is recomputed whole repeats its forward pass, collectives included, before its backward pass;
+    selective recompute repeats the named modules of the others.
+    """
+    again = _recomputed(layout, found)
+    kept = layout.selective * (1.0 - again)
+
+    def layers(block: Block) -> Block:
+        backward = block.backward + block.forward * again + block.repeated * kept
+        return Block(block.forward, backward, block.weight, block.repeated)
+
+    depths = found.last * train.model.mtp_num_layers
+    routed = found.moe + (depths if train.model.num_moe_experts is not None else 0.0)
+    plain = found.dense + (depths if train.model.num_moe_experts is None else 0.0)
+    total = layers(parts.dense) * plain + parts.embedding * found.first + parts.head * found.last
+    if train.model.num_moe_experts is not None:
+        total = total + layers(parts.moe) * routed
+    accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
+    weight = total.weight + costs.kernels.memory_seconds(accumulation * (held[0] + held[1]))
+    host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
+    forward = _launched(total.forward, total.forward, host)
+    backward = _launched(total.backward, total.backward + quiet(weight), host)
+    return StageTime(forward, backward, weight)
+
+
+def _launched(seconds: Seconds, device: Seconds, host: float) -> Seconds:
+    """Return `seconds` with the time that the device waits for the host's launches."""
+    waiting = np.maximum(seconds.launches * host - device.total, 0.0)
+    return seconds + quiet(waiting)
+
+
+def _recomputed(layout: Layout, found: Stage) -> FloatArray:
+    """Return the share of a stage's layers whose forward pass runs twice."""
+    block = np.minimum(layout.block / np.maximum(found.chunk, 1.0), 1.0)
+    return np.where(layout.uniform > 0, 1.0, block)
+
+
+def _one_pass(train: Training, layout: Layout, costs: Costs, parts: Parts) -> FloatArray:
+    """Return one micro-batch's time through all stages."""
+    whole = np.zeros_like(layout.data)
+    model = train.model
+    leading = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    one = Stage(
+        index=whole,
+        first=whole + 1.0,
+        last=whole + 1.0,
+        dense=whole + leading,
+        moe=whole + (model.num_layers - leading),
+        chunk=np.ceil(model.num_layers / (layout.pipeline * layout.virtual)),
+        in_flight=whole,
+    )
+    return _stage_time(train, layout, costs, parts, one, (whole, whole)).busy
+
+
+def _gradients(
+    train: Training, layout: Layout, costs: Costs, params: tuple[FloatArray, FloatArray], slowest: StageTime
+) -> FloatArray:
     """Return the time to reduce gradients and, with a distributed optimizer, to gather weights.
 
-    fp32 gradients are all-reduced, or reduce-scattered and the weights gathered (arXiv 1910.02054, section 7).
-    Experts have their own group.
+    Gradients are all-reduced, or reduce-scattered and the weights gathered (arXiv 1910.02054, section 7).
+    Experts have their own group. What overlaps hides behind the backward pass (gradients) and forward pass (weights)
+    of one micro-batch.
     """
-    total: FloatArray = np.zeros_like(dense)
-    groups = [(dense, layout.data * layout.context, layout.tensor)]
+    options = train.options
+    reduced, gathered = np.zeros_like(params[0]), np.zeros_like(params[0])
+    groups = [(params[0], layout.data * layout.context, layout.tensor)]
     if train.model.num_moe_experts is not None:
-        groups.append((experts, layout.expert_replicas(), layout.expert * layout.expert_tensor))
-    for params, ranks, stride in groups:
-        where = (_int(ranks), _int(stride))
-        reduced = costs.collectives.seconds("all_reduce", 4.0 * params, *where)
-        scattered = costs.collectives.seconds("reduce_scatter", 4.0 * params, *where)
-        scattered = scattered + costs.collectives.seconds("all_gather", train.value_bytes * params, *where)
-        total = total + np.where(layout.sharded_optimizer > 0, scattered, reduced)
-    return total
+        groups.append((params[1], layout.expert_replicas(), layout.expert * layout.expert_tensor))
+    for held, ranks, stride in groups:
+        where = (integers(ranks), integers(stride))
+        whole = costs.collectives.seconds("all_reduce", options.grad_bytes * held, *where)
+        scattered = costs.collectives.seconds("reduce_scatter", options.grad_bytes * held, *where)
+        reduced = reduced + np.where(layout.sharded_optimizer > 0, scattered, whole)
+        weights = costs.collectives.seconds("all_gather", train.value_bytes * held, *where)
+        gathered = gathered + weights * layout.sharded_optimizer
+    if options.overlap_grad_reduce:
+        reduced = np.maximum(reduced - slowest.backward.total - slowest.weight, 0.0)
+    if options.overlap_param_gather:
+        gathered = np.maximum(gathered - slowest.forward.total, 0.0)
+    return reduced + gathered
 
 
-def _choose(worst: IntArray, times: list[Seconds], part: str) -> FloatArray:
-    chosen: FloatArray = np.choose(worst, [getattr(time, part) for time in times])
-    return chosen
-
-
-def _same(array: FloatArray, value: float) -> FloatArray:
-    return np.full_like(array, value)
-
-
-def _int(array: FloatArray) -> IntArray:
-    return array.astype(np.int64)
+def _chosen(worst: IntArray, times: list[Seconds]) -> Seconds:
+    names = ("compute", "tensor", "context", "expert", "launches")
+    return Seconds(*(np.choose(worst, [getattr(time, name) for time in times]) for name in names))
