@@ -25,9 +25,25 @@ def test_an_error_message_is_no_device() -> None:
     assert parse("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
 
 
-def test_h200_and_h20_are_not_confused() -> None:
-    assert [chip.name for chip in flagcore_chips() if chip.answers_to("NVIDIA H200")] == ["H200"]
-    assert not any(chip.answers_to("NVIDIA H20") for chip in flagcore_chips())
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300", "B300"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB300", "GB300"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+    ],
+)
+def test_a_name_of_the_driver_means_one_chip(driver: str, name: str) -> None:
+    assert [chip.name for chip in flagcore_chips() if chip.answers_to(driver)] == [name]
 
 
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
