@@ -1,33 +1,30 @@
-"""Kernel times from a chip's peak rates, for chips of which nothing better is known."""
+"""Kernel times from a chip's peak rates and the shares of them that kernels reach."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.space import FloatArray
+from flagcore.physics.curve import Curve
 
-RATE = {"mxfp8": "fp8", "nvfp4": "fp4"}
+RUNS_AS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """Precisions that run at the rate of another."""
 
-BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "mxfp8": 1.03125, "int8": 1.0, "nvfp4": 0.5625}
-"""Bytes of one operand's element where it is not 2; block formats with their scales (1 a 32, 1 a 16)."""
+BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "mxfp8": 33 / 32, "int8": 1.0, "nvfp4": 9 / 16}
+"""Bytes of an operand's element where it is not 2; block formats with their scales (a byte each 32, each 16)."""
 
+BLOCK = 128.0
+"""Queries that a unit works on at a time."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """What shares of its peaks a chip reaches."""
+GROUP_TENSORS = 2.2
+"""Backward, with fewer groups than heads: tensors of gradients of keys and values, one of each query head, that are
+moved to sum them up. Fitted to 33 shapes of one accelerator."""
 
-    gemm_share: float = 0.82
-    half_side: float = 64.0
-    attention_share: float = 0.7
-    attention_backward_share: float = 0.58
-    half_length: float = 1024.0
-    memory_share: float = 0.8
-    launch_seconds: float = 5e-6
-    host_bytes_per_second: float = 50e9
+HOST_LATENCY = 10e-6
+"""Seconds before a copy over the host link starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +32,31 @@ class Roofline:
     """Roofline (Williams et al. 2009) with efficiencies. Implements `KernelCosts`; NaN where a peak is not known."""
 
     chip: Chip
-    curve: Curve = Curve()
+    curve: Curve = field(default_factory=Curve)
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        """Return the time of one matrix product: the larger of arithmetic and memory traffic."""
-        shortest = np.minimum(np.minimum(m, n), k)
-        share = self.curve.gemm_share * shortest / (shortest + self.curve.half_side)
-        width = BYTES.get(precision, 2.0)
-        traffic = (width * (m * k + k * n) + max(width, 2.0) * (m * n)) / (self._bandwidth() * self.curve.memory_share)
-        return np.maximum(2.0 * m * n * k / (self._peak(precision) * share), traffic)
+        """Return the time of one matrix product: arithmetic in waves of pieces, or memory traffic, then the casts.
+
+        A product is cut into pieces of `tile` x `tile`, each as long as `k`, and the pieces into waves over the
+        units; with fewer pieces than units, k is cut too. Narrow formats cast one operand, A, from 16 bits: it is
+        read, and written by rows and by columns; the other was cast before (a weight, or kept from the forward).
+        """
+        curve, peak = self.curve, self._peak(precision)
+        tile, narrow = curve.tile, BYTES.get(precision, 2.0)
+        share = curve.gemm_shares.get(precision, curve.gemm_share)
+        half = self._peak("bf16")
+        overhead = curve.tile_overhead * (peak / half if peak > half else 1.0)
+        pieces = np.ceil(m * (1 / tile)) * np.ceil(n * (1 / tile)) * (1 / curve.units)
+        part = np.minimum(1.0, np.maximum(pieces, curve.split_depth / k))
+        waves = np.where(pieces < 1.0, part, np.ceil(pieces))
+        arithmetic = waves * (k + overhead) * (2.0 * tile * tile * curve.units / (peak * share))
+        rate = self._bandwidth() * curve.memory_share
+        left, out = m * k, m * n
+        traffic = (left + k * n) * (narrow / rate) + out * (max(narrow, 2.0) / rate)
+        seconds = _larger(arithmetic, traffic) + curve.kernel_seconds
+        if narrow < 2.0:
+            seconds = seconds + self.memory_seconds(left * (2.0 + 2.0 * narrow))
+        return seconds
 
     def attention_seconds(
         self,
@@ -55,9 +68,16 @@ class Roofline:
         head_dim: FloatArray,
         precision: str,
     ) -> FloatArray:
-        """Return the time of causal attention forward: two products over the scores that the mask leaves."""
-        share = self.curve.attention_share
-        return self._attention(2.0, share, batch, heads, groups, queries, keys, head_dim, precision)
+        """Return the time of causal attention forward: two products over the scores that the mask leaves.
+
+        Formats narrower than 16 bits compute attention in bf16. One query is bound by reading keys and values.
+        """
+        curve = self.curve
+        busy = self._blocks(
+            batch * heads, queries, keys, head_dim, precision, curve.attention_share, curve.attention_overhead
+        )
+        moved = 2.0 * batch * head_dim * (heads * queries + groups * keys) * self._attention_bytes(precision)
+        return _larger(2.0 * busy, moved / self._stream()) + curve.kernel_seconds
 
     def attention_backward_seconds(
         self,
@@ -69,44 +89,69 @@ class Roofline:
         head_dim: FloatArray,
         precision: str,
     ) -> FloatArray:
-        """Return the time of its backward pass: five products (Dao 2023, arXiv 2307.08691)."""
-        share = self.curve.attention_backward_share
-        return self._attention(5.0, share, batch, heads, groups, queries, keys, head_dim, precision)
+        """Return the time of its backward pass: five products (Dao 2023, arXiv 2307.08691), and sums over groups."""
+        curve, width = self.curve, self._attention_bytes(precision)
+        busy = self._blocks(
+            batch * heads,
+            queries,
+            keys,
+            head_dim,
+            precision,
+            curve.attention_backward_share,
+            curve.attention_backward_overhead,
+        )
+        moved = batch * head_dim * (5.0 * heads * queries + 4.0 * groups * keys) * (width / self._stream())
+        sums = batch * heads * keys * head_dim * (heads > groups) * (GROUP_TENSORS * width / self._stream())
+        return _larger(5.0 * busy, moved) + sums + curve.kernel_seconds
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        """Return the time to move bytes."""
-        return bytes_moved / (self._bandwidth() * self.curve.memory_share)
+        """Return the time of an element-wise kernel."""
+        rate = self._bandwidth() * self.curve.elementwise_share
+        return bytes_moved * (1 / rate) + self.curve.kernel_seconds
 
     def launch_seconds(self) -> float:
-        """Return the time between two kernels that do nothing."""
+        """Return what the host needs to launch one kernel."""
         return self.curve.launch_seconds
 
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of a copy over the host link."""
-        return bytes_moved / self.curve.host_bytes_per_second
+        return bytes_moved * (1 / self.curve.host_bytes_per_second) + HOST_LATENCY
 
-    def _attention(
+    def _blocks(
         self,
-        products: float,
-        share: float,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
+        rows: FloatArray,
         queries: FloatArray,
         keys: FloatArray,
         head_dim: FloatArray,
         precision: str,
+        share: float,
+        overhead: float,
     ) -> FloatArray:
-        narrow = np.minimum(1.0, 1.75 * head_dim / (head_dim + 96.0))
-        scores = batch * heads * queries * (keys - 0.5 * queries)
-        reached = share * narrow * queries / (queries + self.curve.half_length)
-        traffic = self.memory_seconds(products * batch * head_dim * (heads * queries + groups * keys) * 2.0)
-        return np.maximum(products * 2.0 * scores * head_dim / (self._peak(precision) * reached), traffic)
+        """Return the time of one product over the scores: all blocks of queries, and the wait for the longest."""
+        curve = self.curve
+        peak = self._peak("bf16" if BYTES.get(precision, 2.0) < 2.0 else precision)
+        width = np.maximum(head_dim, (head_dim + curve.half_head) * (BLOCK / (BLOCK + curve.half_head)))
+        scores = rows * queries * (keys + overhead - 0.5 * queries)
+        longest = np.minimum(queries, BLOCK) * (keys + overhead) * (curve.attention_tail * curve.units)
+        return (scores + longest) * width * (2.0 / (peak * share))
+
+    def _attention_bytes(self, precision: str) -> float:
+        return max(2.0, BYTES.get(precision, 2.0))
+
+    def _stream(self) -> float:
+        return self._bandwidth() * self.curve.memory_share
 
     def _peak(self, precision: str) -> float:
-        fact = self.chip.dense_flops_per_second.get(RATE.get(precision, precision))
+        fact = self.chip.dense_flops_per_second.get(RUNS_AS.get(precision, precision))
         return fact.value if fact is not None else float("nan")
 
     def _bandwidth(self) -> float:
         fact = self.chip.memory_bandwidth_bytes_per_second
         return fact.value if fact is not None else float("nan")
+
+
+def _larger(one: FloatArray, other: FloatArray) -> FloatArray:
+    """Return the larger, a little more where both are alike: neither hides the other fully."""
+    one, other = one * one, other * other
+    larger: FloatArray = np.sqrt(np.sqrt(one * one + other * other))
+    return larger

@@ -1,4 +1,4 @@
-"""Kernels and collectives from a chip's facts."""
+"""Collectives from a chip's facts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.physics.collectives import AlphaBeta, topology_of
-from flagcore.physics.roofline import Roofline
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 
@@ -37,33 +36,6 @@ TOPOLOGY = Topology(
 
 def one(value: float) -> np.ndarray:
     return np.array([value])
-
-
-def test_large_products_reach_more_of_the_peak_than_small_ones() -> None:
-    side = np.array([64.0, 512.0, 4096.0, 16384.0])
-    rate = 2 * side**3 / Roofline(chip=CHIP).gemm_seconds(side, side, side, "bf16") / 900e12
-    assert (np.diff(rate) > 0).all()
-    assert rate[0] < 0.1
-    assert 0.75 < rate[-1] < 0.85
-
-
-def test_a_thin_product_is_bound_by_memory() -> None:
-    roofline = Roofline(chip=CHIP)
-    time = roofline.gemm_seconds(one(1.0), one(8192.0), one(8192.0), "bf16")
-    assert time[0] == pytest.approx(2 * 8192 * 8194 / (0.8 * 3e12), rel=0.01)
-
-
-def test_an_unknown_peak_is_not_invented() -> None:
-    roofline = Roofline(chip=CHIP)
-    assert np.isnan(roofline.gemm_seconds(one(64.0), one(64.0), one(64.0), "fp8")).all()
-    bare = Roofline(chip=Chip(name="bare", vendor="test"))
-    assert np.isnan(bare.memory_seconds(one(1e9))).all()
-
-
-def test_attention_grows_with_the_square_of_the_sequence() -> None:
-    sequence = np.array([16384.0, 32768.0])
-    time = Roofline(chip=CHIP).attention_seconds(one(1.0), one(32.0), one(8.0), sequence, sequence, one(128.0), "bf16")
-    assert 3.7 < time[1] / time[0] < 4.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""Kernels from a chip's facts and a curve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.physics.curve import Curve
+from flagcore.physics.roofline import Roofline
+
+DATASHEET = Source(kind="datasheet", detail="made up for this test")
+
+
+def fact(value: float) -> Fact:
+    return Fact(value=value, source=DATASHEET)
+
+
+CHIP = Chip(
+    name="test-chip",
+    vendor="test",
+    memory_bandwidth_bytes_per_second=fact(3e12),
+    dense_flops_per_second={"fp32": fact(60e12), "bf16": fact(900e12), "fp8": fact(1800e12), "fp4": fact(3600e12)},
+)
+ROOFLINE = Roofline(chip=CHIP)
+
+
+def one(value: float) -> np.ndarray:
+    return np.array([value])
+
+
+def attention(
+    queries: float, keys: float, *, batch: float = 1, heads: float = 32, groups: float = 8, width: float = 128
+) -> tuple[float, float]:
+    shape = [one(value) for value in (batch, heads, groups, queries, keys, width)]
+    forward = ROOFLINE.attention_seconds(*shape, "bf16")
+    return float(forward[0]), float(ROOFLINE.attention_backward_seconds(*shape, "bf16")[0])
+
+
+def test_large_products_reach_more_of_the_peak_than_small_ones() -> None:
+    side = np.array([64.0, 512.0, 4096.0, 16384.0])
+    rate = 2 * side**3 / ROOFLINE.gemm_seconds(side, side, side, "bf16") / 900e12
+    assert (np.diff(rate) > 0).all()
+    assert rate[0] < 0.01
+    assert 0.75 < rate[-1] < 0.85
+
+
+def test_a_thin_product_is_bound_by_memory() -> None:
+    time = ROOFLINE.gemm_seconds(one(1.0), one(8192.0), one(8192.0), "bf16")
+    assert time[0] == pytest.approx(2 * 8192 * 8194 / (0.91 * 3e12) + 2e-6, rel=0.02)
+
+
+def test_a_piece_too_many_costs_another_wave() -> None:
+    curve = Curve(units=128.0)
+    fits, too_many = (
+        Roofline(chip=CHIP, curve=curve).gemm_seconds(one(m), one(512.0), one(8192.0), "bf16")[0]
+        for m in (16.0 * 64.0, 17.0 * 64.0)
+    )
+    assert too_many == pytest.approx(2 * fits, rel=0.1)
+
+
+def test_more_of_anything_never_takes_less_time() -> None:
+    sizes = np.arange(1.0, 6000.0, 13.0)
+    fixed = np.full_like(sizes, 1536.0)
+    for precision in ("bf16", "fp8", "nvfp4", "fp32"):
+        for shape in ((sizes, fixed, fixed), (fixed, sizes, fixed), (fixed, fixed, sizes)):
+            assert (np.diff(ROOFLINE.gemm_seconds(*shape, precision)) > -1e-12).all()
+
+
+def test_narrower_formats_are_faster_on_large_products_and_pay_for_their_casts_on_thin_ones() -> None:
+    side = one(8192.0)
+    bf16, fp8, mxfp8, nvfp4 = (
+        ROOFLINE.gemm_seconds(side, side, side, precision)[0] for precision in ("bf16", "fp8", "mxfp8", "nvfp4")
+    )
+    assert 1.6 < bf16 / fp8 < 2.0
+    assert fp8 < mxfp8 < 1.05 * fp8
+    assert 1.4 < fp8 / nvfp4 < 2.0
+    thin = (side, one(64.0), one(512.0))
+    assert ROOFLINE.gemm_seconds(*thin, "fp8")[0] > ROOFLINE.gemm_seconds(*thin, "bf16")[0]
+
+
+def test_formats_narrower_than_16_bits_compute_attention_in_bf16() -> None:
+    shape = [one(value) for value in (1.0, 32.0, 8.0, 4096.0, 4096.0, 128.0)]
+    assert ROOFLINE.attention_seconds(*shape, "nvfp4") == ROOFLINE.attention_seconds(*shape, "bf16")
+    assert ROOFLINE.attention_seconds(*shape, "fp32") > 5 * ROOFLINE.attention_seconds(*shape, "bf16")
+
+
+def test_an_unknown_peak_is_not_invented() -> None:
+    assert np.isnan(ROOFLINE.gemm_seconds(one(64.0), one(64.0), one(64.0), "tf32")).all()
+    bare = Roofline(chip=Chip(name="bare", vendor="test"))
+    assert np.isnan(bare.memory_seconds(one(1e9))).all()
+    assert np.isnan(bare.attention_seconds(*(one(64.0),) * 6, "bf16")).all()
+
+
+def test_a_precision_may_reach_its_own_share_of_its_peak() -> None:
+    side = one(16384.0)
+    own = Roofline(chip=CHIP, curve=replace(Curve(), gemm_shares={"fp8": 0.405}))
+    assert own.gemm_seconds(side, side, side, "fp8") == pytest.approx(
+        2 * ROOFLINE.gemm_seconds(side, side, side, "fp8"), rel=0.05
+    )
+    assert own.gemm_seconds(side, side, side, "bf16") == ROOFLINE.gemm_seconds(side, side, side, "bf16")
+
+
+def test_attention_grows_with_the_square_of_the_sequence() -> None:
+    assert 3.7 < attention(32768, 32768)[0] / attention(16384, 16384)[0] < 4.0
+
+
+def test_backward_takes_five_products_to_two_each_a_little_slower() -> None:
+    forward, backward = attention(8192, 8192, groups=32)
+    assert 2.5 < backward / forward < 3.0
+
+
+def test_fewer_groups_than_heads_cost_backward_a_sum_and_spare_forward_nothing_when_bound_by_arithmetic() -> None:
+    grouped, plain = attention(4096, 4096, groups=8), attention(4096, 4096, groups=32)
+    assert grouped[0] == pytest.approx(plain[0], rel=0.01)
+    assert grouped[1] > plain[1]
+
+
+def test_a_narrow_head_takes_more_than_its_share() -> None:
+    assert attention(8192, 8192, width=64)[0] > 0.6 * attention(8192, 8192)[0]
+
+
+def test_one_query_is_bound_by_reading_keys_and_values_of_the_groups() -> None:
+    for groups in (8.0, 4.0):
+        expected = 64 * groups * 32768 * 128 * 2 * 2 / (0.91 * 3e12)
+        assert attention(1, 32768, batch=64, groups=groups)[0] == pytest.approx(expected, rel=0.1)
+
+
+def test_a_cached_prefix_costs_its_scores_but_not_its_queries() -> None:
+    whole, first, last = attention(8192, 8192)[0], attention(4096, 4096)[0], attention(4096, 8192)[0]
+    assert first + last == pytest.approx(whole, rel=0.1)
+    assert last > 2 * first
+
+
+def test_copies_to_the_host_run_at_the_links_rate_after_a_start() -> None:
+    roofline = Roofline(chip=CHIP, curve=Curve(host_bytes_per_second=50e9))
+    assert roofline.host_copy_seconds(one(50e9)) == pytest.approx(1.0, rel=0.001)
+    assert roofline.host_copy_seconds(one(0.0)) > 0
