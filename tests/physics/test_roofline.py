@@ -58,7 +58,7 @@ def test_a_piece_too_many_costs_another_wave() -> None:
         Roofline(chip=CHIP, curve=curve).gemm_seconds(one(m), one(512.0), one(8192.0), "bf16")[0]
         for m in (16.0 * 64.0, 17.0 * 64.0)
     )
-    assert too_many == pytest.approx(2 * fits, rel=0.1)
+    assert too_many > 1.6 * fits
 
 
 def test_more_of_anything_never_takes_less_time() -> None:
