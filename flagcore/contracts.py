@@ -179,8 +179,14 @@ class Workload(Protocol):
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
         """Return columns of one row from knob values. Raises SpecError for a knob or value that is not known."""
 
-    def unmodelled(self, task: Task, values: Mapping[str, KnobValue]) -> str | None:
-        """Return, in one line, what the model does not know about a candidate of a job record, or None."""
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        """Return the task and the knobs of a job record, a run that somebody published, with what it leaves out.
+
+        `notes` are its source's own words. The names are of the settings that these tell of: the rules of these names
+        do not make the record illegal, for it ran. Raises SpecError, and NotModelled for what no formula covers.
+        """
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return the few values among which an expert would choose without measuring."""

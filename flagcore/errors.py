@@ -3,6 +3,7 @@
 FlagError                     1  (a bug of ours; the only family that shows a traceback)
 ├── UsageError                2  wrong usage, or a run directory that cannot be used
 │   ├── SpecError             2  a key, its value, the rule it breaks and the fix
+│   ├── NotModelled           2  something that flagcore knows no formula for
 │   ├── RunError              2  the run directory is held, changed, unreadable or full
 │   └── LaunchError           2  a trial cannot be started: no such program, no free port, no disk
 ├── NothingFits               3  every candidate was ruled out for a stated reason
@@ -38,6 +39,10 @@ class SpecError(UsageError):
         shown = "" if self.value is None else f" = {_short(self.value)}"
         fix = f"; {self.fix}" if self.fix else ""
         return f"{where}{self.key}{shown} {self.problem}{fix}".strip()
+
+
+class NotModelled(UsageError):
+    """Something that is legal, but that flagcore knows no formula for: it is said, not guessed."""
 
 
 class RunError(UsageError):

@@ -21,7 +21,7 @@ from flagcore.domain.job import Job
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.errors import FlagError, NothingFits, RunError, SpecError
+from flagcore.errors import FlagError, NothingFits, NotModelled, RunError, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem, must_fit, pose
 from flagcore.spec import read_job, read_spec
@@ -29,9 +29,6 @@ from flagcore.stages.build import check, refusals
 from flagcore.stages.discover import costs
 from flagcore.stages.predict import record
 from flagcore.stages.prune import LEARNED
-
-PUBLISHED_IMPLEMENTATION = "transformer_engine"
-"""What a job record means that does not say: published runs use Megatron-LM's default layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +133,8 @@ def estimate_jobs(lines: Iterable[Mapping[str, Any]], *, without: Collection[str
             name = _name(line)
             try:
                 yield {"id": name, **estimator.predict(read_job(line))}
+            except NotModelled as error:
+                yield {"id": name, "status": "unknown", "reason": str(error)}
             except SpecError as error:
                 yield {"id": name, "status": "unknown" if _serves(line) else "invalid", "reason": str(error)}
             except FlagError as error:
@@ -171,17 +170,16 @@ class _Jobs:
         workload = plugins.workload(job.train.engine)
         devices = min(job.devices_per_node, job.devices)
         group, made, support = self._platform(chip.name, job.devices // devices, devices, job.train.engine)
-        train = replace(job.train, implementation=job.train.implementation or PUBLISHED_IMPLEMENTATION)
-        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=train)
-        task = Task(spec=spec, cluster=Cluster(groups=(group,)))
-        if unmodelled := workload.unmodelled(task, job.candidate):
-            return {"status": "unknown", "reason": unmodelled}
-        rules = (*workload.rules(task), *refusals(workload.axes(task), support))
-        columns, broken = check(workload.columns(task, job.candidate), rules, workload.merges(task))
+        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=job.train)
+        bare = Task(spec=spec, cluster=Cluster(groups=(group,)))
+        task, values, noted = workload.published(bare, job.candidate, job.notes)
+        rules = [rule for rule in workload.rules(task) if rule.name not in noted]
+        rules += refusals(workload.axes(task), support)
+        columns, broken = check(workload.columns(task, values), rules, workload.merges(task))
         if broken:
             return {"status": "invalid", "reason": "; ".join(rule.says for rule in broken)}
         figures = workload.predict(task, columns, made).row(0)
-        components = workload.components(task, Candidate.of(job.candidate), made)
+        components = workload.components(task, Candidate.of(values), made)
         return {"status": "ok", **record(task, replace(figures, components=components))}
 
     def _ask(self, chip: str, nodes: int, devices: int, engine: str) -> tuple[NodeGroup, Costs, EngineSupport]:

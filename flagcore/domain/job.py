@@ -15,7 +15,7 @@ class Job:
     """One record. `candidate` has the knobs that were given; an absent one has its engine's default.
 
     `chip` is a name or an alias of a chip, `rank` the global rank whose own figures are wanted.
-    `recompute_modules` is one text, its names sorted and joined by commas.
+    `notes` is what its source says of the engine's settings in its own words.
     """
 
     id: str
@@ -27,3 +27,4 @@ class Job:
     train: TrainSpec
     candidate: Mapping[str, KnobValue]
     rank: int | None = None
+    notes: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.cluster import Cluster
@@ -11,6 +12,8 @@ from flagcore.domain.model import Model
 
 AUTO = "auto"
 """In a space: every legal value."""
+
+SettingValue: TypeAlias = KnobValue | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,8 @@ class ClusterSpec:
 class TrainSpec:
     """The training job. `command` is the user's own launch command, run in `directory`, the spec's own folder.
 
-    None means flagcore's own trial program.
+    None means flagcore's own trial program. `settings` are the engine's, the same for all candidates; those that
+    are absent have the engine's default, and a list is one text with commas.
     """
 
     engine: str
@@ -39,6 +43,7 @@ class TrainSpec:
     implementation: str | None = None
     command: tuple[str, ...] | None = None
     directory: str | None = None
+    settings: Mapping[str, SettingValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

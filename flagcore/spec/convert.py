@@ -14,6 +14,7 @@ from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import spec_error
 from flagcore.spec.schema import ClusterSection, ControlSection, Document, TrainSection
+from flagcore.spec.settings import settings_of
 from flagcore.spec.units import parse_bytes
 from flagcore.spec.validate import checked
 
@@ -43,7 +44,8 @@ def document_as_spec(data: Any, *, file: str, base: Path) -> Spec:
 
 def train_of(train: TrainSection, base: Path) -> TrainSpec:
     """Return the training job of a section; a command of the user's runs in `base`."""
-    given = train.model_dump(exclude={"command", "directory"})
+    given = train.model_dump(exclude={"command", "directory", "settings"})
+    given["settings"] = settings_of(train.settings)
     if not train.command:
         return TrainSpec(**given)
     directory = (base / (train.directory or ".")).resolve()

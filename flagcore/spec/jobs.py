@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -15,6 +15,7 @@ from flagcore.spec.limits import Devices, ModelPath, Precision, Size, Text
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import plain, spec_error
 from flagcore.spec.schema import Shape
+from flagcore.spec.settings import Settings, settings_of
 from flagcore.spec.validate import Section, checked
 
 
@@ -28,12 +29,16 @@ class _Cluster(_Tolerant):
     devices_per_node: Devices
 
 
-class _Train(_Tolerant):
+class _Train(Settings):  # type: ignore[valid-type, misc]
+    model_config = ConfigDict(extra="ignore")
+
     seq_length: Size
     global_batch_size: Size
     precision: Precision
     attention: Literal["flash", "unfused"] = "flash"
     implementation: Literal["local", "transformer_engine"] | None = None
+    settings: Settings = Settings()  # type: ignore[valid-type]
+    notes: Any = None
 
 
 class _Record(_Tolerant):
@@ -57,7 +62,8 @@ def job_from(line: Mapping[str, object]) -> Job:
     if record.rank is not None and record.rank >= record.cluster.devices:
         problem = f"must be below cluster.devices = {record.cluster.devices}"
         raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {record.cluster.devices - 1}")
-    model = record.model
+    model, train, candidate = record.model, record.train, candidate_of(record.candidate)
+    given = settings_of(train) | settings_of(train.settings) | settings_of(record.candidate, but=candidate)
     return Job(
         id=record.id,
         kind=record.kind,
@@ -65,7 +71,16 @@ def job_from(line: Mapping[str, object]) -> Job:
         chip=record.cluster.chip,
         devices=record.cluster.devices,
         devices_per_node=record.cluster.devices_per_node,
-        train=TrainSpec(engine="megatron", **record.train.model_dump()),
-        candidate=candidate_of(record.candidate),
+        train=TrainSpec(
+            engine="megatron",
+            seq_length=train.seq_length,
+            global_batch_size=train.global_batch_size,
+            precision=train.precision,
+            attention=train.attention,
+            implementation=train.implementation,
+            settings=given,
+        ),
+        candidate=candidate,
         rank=record.rank,
+        notes=train.notes if isinstance(train.notes, str) else "",
     )

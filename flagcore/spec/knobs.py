@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import Field, create_model
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.spec.limits import Devices, Layers, NoLayers, Size, Word
+from flagcore.spec.limits import Devices, Layers, NoLayers, Size
+from flagcore.spec.settings import SETTINGS
 from flagcore.spec.validate import Section
 
 _OFF = "num_layers_per_virtual_pipeline_stage"
@@ -38,25 +39,16 @@ SPACE_KNOBS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _names(value: object) -> object:
-    """Split a text at commas and spaces, and spell the shared experts as the engine does."""
-    names = value.replace(",", " ").split() if isinstance(value, str) else value
-    return (
-        ["shared_experts" if name == "shared_expert" else name for name in names] if isinstance(names, list) else names
-    )
-
-
-_Module = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
 _JOB_KNOBS: dict[str, tuple[Any, str]] = {
     "virtual_pipeline_model_parallel_size": (Layers | None, "Virtual pipeline stages of one device; null is off."),
-    "expert_tensor_parallel_size": (Devices | None, "Devices that split each expert's matrices; null: as tensor."),
-    "num_layers_in_first_pipeline_stage": (NoLayers | None, "Layers of the first stage; null: an even split."),
-    "num_layers_in_last_pipeline_stage": (NoLayers | None, "Layers of the last stage; null: an even split."),
-    "recompute_modules": (
-        Annotated[list[_Module], Field(min_length=1), BeforeValidator(_names)] | None,
-        "What selective recompute computes again, as a list or one text with commas; null: the engine's default.",
-    ),
-    "pipeline_schedule": (Word | None, "Name of the schedule (1f1b, interleaved, zb-h1, ...); null: the engine's."),
+    **{
+        key: (SETTINGS[key][0] | None, SETTINGS[key][1])
+        for key in (
+            "expert_tensor_parallel_size",
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+        )
+    },
 }
 
 
@@ -90,7 +82,8 @@ Baseline = _section(
 JobKnobs = _section(
     "JobKnobs",
     "One candidate of a job record.",
-    {key: (kind, None, text) for key, (kind, text) in (SPACE_KNOBS | _JOB_KNOBS).items()},
+    {key: (kind | None, None, text) for key, (kind, text) in SETTINGS.items()}
+    | {key: (kind, None, text) for key, (kind, text) in (SPACE_KNOBS | _JOB_KNOBS).items()},
 )
 
 
@@ -100,8 +93,9 @@ def space_of(section: Section) -> dict[str, str | tuple[KnobValue, ...]]:
 
 
 def candidate_of(section: Section) -> dict[str, KnobValue]:
-    """Return the knobs that were given."""
-    return {key: _value(key, value) for key, value in section.model_dump(exclude_unset=True).items()}
+    """Return the knobs that were given, without the settings that a job record may have among them."""
+    given = section.model_dump(exclude_unset=True)
+    return {key: _value(key, value) for key, value in given.items() if key in SPACE_KNOBS or key in _JOB_KNOBS}
 
 
 def _values(key: str, value: Any) -> tuple[KnobValue, ...]:
@@ -111,6 +105,4 @@ def _values(key: str, value: Any) -> tuple[KnobValue, ...]:
 def _value(key: str, value: Any) -> KnobValue:
     if key == _OFF:
         return value or None
-    if key == "recompute_modules" and isinstance(value, list):
-        return ",".join(sorted(set(value)))
     return value  # type: ignore[no-any-return]

@@ -30,6 +30,7 @@ from flagcore.spec.limits import (
     Value,
     Word,
 )
+from flagcore.spec.settings import Settings
 from flagcore.spec.validate import Section
 
 _CONTROL = ControlSpec()
@@ -122,6 +123,8 @@ class TrainSection(Section):
     """Your own launch command, one word an item, run without a shell; null: flagcore's own trial program."""
     directory: Folder | None = None
     """The folder in which `command` runs; null: the folder of the spec file."""
+    settings: Settings = Field(Settings(), json_schema_extra={"default": {}})  # type: ignore[valid-type]
+    """Settings of the engine that are the same for all candidates."""
 
 
 class ControlSection(Section):

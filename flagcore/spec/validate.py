@@ -65,7 +65,8 @@ def _words_of(part: Schema) -> list[str]:
             f"a whole number from {part['minimum']} to {part['maximum']}" if "minimum" in part else "a whole number"
         ]
     if kind == "number":
-        return [f"a number above {part['exclusiveMinimum']} up to {part['maximum']}"]
+        least = f"above {part['exclusiveMinimum']} up" if "exclusiveMinimum" in part else f"from {part['minimum']}"
+        return [f"a number {least} to {part['maximum']}"]
     if kind == "boolean":
         return ["true", "false"]
     if kind == "string":

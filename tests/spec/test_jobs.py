@@ -52,14 +52,42 @@ def test_record_becomes_a_job_and_what_it_does_not_know_is_tolerated() -> None:
     assert (job.id, job.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
     assert (job.model.name, job.model.kv_channels) == ("tiny", 16)
     assert (job.train.precision, job.train.attention, job.train.implementation) == ("nvfp4", "unfused", None)
-    assert job.candidate == RECORD["candidate"] | {"recompute_modules": "core_attn,mlp"}
+    settings = {"recompute_modules": "core_attn,mlp", "pipeline_schedule": "zb-h1"}
+    assert job.train.settings == settings
+    assert job.candidate == {key: value for key, value in RECORD["candidate"].items() if key not in settings}
+    assert job.notes == "?"
     assert job.rank is None
 
 
 @pytest.mark.parametrize("modules", ["mlp, core_attn", "mlp core_attn", ["core_attn", "mlp", "mlp"]])
 def test_recompute_modules_are_one_sorted_text(modules: object) -> None:
     job = read_job(changed(("candidate", "recompute_modules"), modules))
-    assert job.candidate["recompute_modules"] == "core_attn,mlp"
+    assert job.train.settings["recompute_modules"] == "core_attn,mlp"
+
+
+@pytest.mark.parametrize("path", [("train",), ("train", "settings"), ("candidate",)])
+def test_settings_may_stand_in_three_places(path: tuple[str, ...]) -> None:
+    record = changed(("train", "settings"), {})
+    place = record
+    for key in path:
+        place = place[key]
+    place |= {"overlap_grad_reduce": True, "no_overlap_p2p_communication": True, "exp_avg_dtype": None}
+    found = read_job(record).train.settings
+    assert found["overlap_grad_reduce"] is True
+    assert found["overlap_p2p_comm"] is False
+    assert not {"exp_avg_dtype", "no_overlap_p2p_communication"} & set(found)
+
+
+def test_a_candidates_own_word_counts_before_that_of_its_job() -> None:
+    record = changed(("train", "settings"), {"pipeline_schedule": "1f1b", "expert_tensor_parallel_size": 4})
+    job = read_job(record)
+    assert job.train.settings["pipeline_schedule"] == "zb-h1"
+    assert job.candidate["expert_tensor_parallel_size"] == 1
+
+
+@pytest.mark.parametrize("notes", [None, "", ["a"], 5])
+def test_notes_that_are_no_text_are_tolerated(notes: object) -> None:
+    assert read_job(changed(("train", "notes"), notes)).notes == ""
 
 
 @pytest.mark.parametrize(
@@ -84,6 +112,9 @@ def test_recompute_modules_are_one_sorted_text(modules: object) -> None:
         (("candidate", "micro_batch_size"), None, "candidate.micro_batch_size", "is null"),
         (("candidate", "sequence_parallel"), 1, "candidate.sequence_parallel", "true or false"),
         (("candidate", "recompute_modules"), "core_atn", "candidate.recompute_modules[0]", "core_attn"),
+        (("candidate", "moe_expert_imbalance"), 0.5, "candidate.moe_expert_imbalance", "from 1"),
+        (("train", "settings"), {"overlap_grad_reduc": True}, "train.settings.overlap_grad_reduc", "not a known key"),
+        (("train", "cp_comm_type"), "p3p", "train.cp_comm_type", "a2a"),
     ],
 )
 def test_invalid_record_is_refused_by_its_key(

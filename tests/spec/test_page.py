@@ -20,7 +20,7 @@ MLA = {"multi_latent_attention": True, "kv_lora_rank": 512, "qk_head_dim": 128, 
 BASE: dict[str, Any] = {
     "model": {"hidden_size": 4096, "ffn_hidden_size": 9, "num_attention_heads": 32, "vocab_size": 9, **MOE, **MLA},
     "cluster": {},
-    "train": {"engine": "megatron", "seq_length": 4096, "global_batch_size": 512, "precision": "bf16"},
+    "train": {"engine": "megatron", "seq_length": 4096, "global_batch_size": 512, "precision": "bf16", "settings": {}},
     "auto_tuner": {"space": {}, "control": {}},
 }
 BASE["model"]["v_head_dim"] = 128

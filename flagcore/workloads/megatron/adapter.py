@@ -14,7 +14,17 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
-from flagcore.workloads.megatron import dominance, knobs, launching, predict, reading, rules
+from flagcore.workloads.megatron import (
+    dominance,
+    knobs,
+    launching,
+    options,
+    predict,
+    published,
+    reading,
+    rules,
+    setting_rules,
+)
 
 
 class UselessSelectiveRecompute:
@@ -41,7 +51,7 @@ class Megatron:
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what Megatron refuses."""
-        return rules.rules(task)
+        return (*rules.rules(task), *setting_rules.setting_rules(task))
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return what is the same to Megatron."""
@@ -57,7 +67,8 @@ class Megatron:
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return what is legal but never worth a trial."""
-        return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" else ()
+        only_core = options.recompute_modules(options.settings_in_force(task.spec.train)) == {"core_attn"}
+        return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return which rows need at least as much memory as `candidate`."""
@@ -77,16 +88,11 @@ class Megatron:
             columns[rules.RECOMPUTE] = (columns[rules.GRANULARITY] > 0).astype(np.int64)
         return columns
 
-    def unmodelled(self, task: Task, values: Mapping[str, KnobValue]) -> str | None:
-        """Return what the model does not know about a candidate of a job record, or None."""
-        if rules.needs_layout(self.columns(task, values), task.spec.model.num_layers):
-            return "its layers divide over the stages only with embedding or loss as a layer: the layout is not given"
-        schedule, modules = values.get("pipeline_schedule"), values.get("recompute_modules")
-        if schedule not in (None, "1f1b", "interleaved"):
-            return f"pipeline_schedule = {schedule} is not modelled; 1f1b and interleaved are"
-        if modules not in (None, "core_attn"):
-            return f"recompute_modules = {modules} is not modelled; core_attn is"
-        return None
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        """Return a job record's task and knobs with what it leaves out, and the settings that its notes tell of."""
+        return published.published(task, values, notes)
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return TP x PP x DP (and EP) with micro batch 1, with and without distributed optimizer and recompute."""

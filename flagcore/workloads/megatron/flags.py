@@ -1,11 +1,13 @@
-"""The knobs as Megatron-LM's own command-line flags, for a user's launch command."""
+"""Knobs and settings as Megatron-LM's own command-line flags, for a user's launch command, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.spec import TrainSpec
+from flagcore.domain.spec import SettingValue, TrainSpec
+from flagcore.spec.settings import SETTINGS, setting_from_text
 
 FLAGS: Mapping[str, str] = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -21,6 +23,27 @@ FLAGS: Mapping[str, str] = {
     "recompute_num_layers": "--recompute-num-layers",
 }
 """Megatron derives the data-parallel size from the world size, and has no flag for `use_recompute`."""
+
+SPELT_OTHERWISE: Mapping[str, str] = {
+    "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+}
+"""Flags that are not their setting's name with hyphens."""
+
+
+def settings_of_command(command: Sequence[str]) -> dict[str, SettingValue]:
+    """Return the settings that the flags of a command give. A flag's last mention counts, as for the engine."""
+    found: dict[str, SettingValue] = {}
+    for place, word in enumerate(command):
+        if not word.startswith("--"):
+            continue
+        flag, _, value = word.partition("=")
+        key = SPELT_OTHERWISE.get(flag, flag.removeprefix("--").replace("-", "_"))
+        if key not in SETTINGS:
+            continue
+        values = [value] if value else list(takewhile(lambda each: not each.startswith("--"), command[place + 1 :]))
+        found |= setting_from_text(key, "true" if SETTINGS[key][0] is bool else ",".join(values))
+    return found
 
 
 def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int | None) -> list[str]:

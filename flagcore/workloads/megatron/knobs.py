@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.space import Axis, Columns, IntArray
+from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import SpecError
 
@@ -70,19 +70,6 @@ def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     columns = {knob: _one(knob, values.get(knob, neutral(knob))) for knob in KNOBS}
     columns |= {knob: _one(knob, values[knob]) for knob in JOB_KNOBS if values.get(knob) is not None}
     return columns
-
-
-def virtual_stages(columns: Columns, num_layers: int) -> IntArray:
-    """Return the number of virtual stages a pipeline rank holds (1: not interleaved).
-
-    Where layers do not divide, the result is rounded down; a rule refuses such a row anyway.
-    """
-    given = columns.get("virtual_pipeline_model_parallel_size")
-    if given is not None:
-        return np.maximum(given, 1)
-    each = columns["num_layers_per_virtual_pipeline_stage"]
-    stage = num_layers // columns["pipeline_model_parallel_size"]
-    return np.where(each > 0, np.maximum(stage // np.maximum(each, 1), 1), 1)
 
 
 def _one(knob: str, value: KnobValue) -> IntArray:

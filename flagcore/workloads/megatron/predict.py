@@ -14,7 +14,9 @@ from flagcore.physics.memory import stage_activations, stage_parameters, trainin
 from flagcore.physics.pipeline import stage
 from flagcore.physics.step_time import step_time
 from flagcore.physics.transformer import model_flops
-from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns, virtual_stages
+from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
+from flagcore.workloads.megatron.options import options, settings_in_force
+from flagcore.workloads.megatron.split import Split
 
 BLOCK_ROWS = 8192
 """Candidates worked on at a time: their columns stay in a processor's cache."""
@@ -64,6 +66,7 @@ def training(task: Task) -> Training:
         flash=train.attention == "flash",
         fused_activation=kind != "trial",
         transformer_engine=kind == "transformer_engine",
+        options=options(task),
     )
 
 
@@ -73,9 +76,6 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     def count(knob: str) -> FloatArray:
         return columns[knob].astype(np.float64)
 
-    def given(knob: str) -> FloatArray:
-        return count(knob) if knob in columns else np.zeros(columns["data_parallel_size"].shape)
-
     data, tensor, micro_batch = (
         count("data_parallel_size"),
         count("tensor_model_parallel_size"),
@@ -84,15 +84,18 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     granularity = columns["recompute_granularity"] * columns["use_recompute"]
     full, block = granularity == FULL, columns["recompute_method"] == BLOCK
     layers = np.maximum(count("recompute_num_layers"), 1.0)
-    expert_tensor = given("expert_tensor_parallel_size")
+    split = Split.of(task)
+    first, last = split.ends(columns)
+    given = columns.get("expert_tensor_parallel_size", np.zeros_like(columns["data_parallel_size"]))
+    fixed = float(settings_in_force(task.spec.train).get("expert_tensor_parallel_size") or 0)
     return Layout(
         data=data,
         tensor=tensor,
         pipeline=count("pipeline_model_parallel_size"),
-        virtual=virtual_stages(columns, task.spec.model.num_layers).astype(np.float64),
+        virtual=split.virtual(columns).astype(np.float64),
         context=count("context_parallel_size"),
         expert=count("expert_model_parallel_size"),
-        expert_tensor=np.where(expert_tensor > 0, expert_tensor, tensor),
+        expert_tensor=np.where(given > 0, given, fixed or tensor),
         micro_batch=micro_batch,
         microbatches=np.maximum(task.spec.train.global_batch_size / (micro_batch * data), 1.0),
         sharded_optimizer=count("use_distributed_optimizer"),
@@ -100,8 +103,8 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         selective=(granularity == SELECTIVE).astype(np.float64),
         uniform=np.where(full & ~block, layers, 0.0),
         block=np.where(full & block, layers, 0.0),
-        first_layers=given("num_layers_in_first_pipeline_stage"),
-        last_layers=given("num_layers_in_last_pipeline_stage"),
+        first_layers=first.astype(np.float64),
+        last_layers=last.astype(np.float64),
     )
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM, virtual_stages
+from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
+from flagcore.workloads.megatron.split import Split
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"
@@ -52,6 +53,7 @@ def _width(task: Task) -> Sequence[Rule]:
     if model.num_moe_experts is None or model.moe_first_dense_layers:
         widths.append(model.ffn_hidden_size)
     expert_width = model.moe_ffn_hidden_size or 0
+    expert_tensor = int(task.spec.train.settings.get("expert_tensor_parallel_size") or 0)
     keys_values = 2 * groups * model.kv_channels
     return (
         Rule(
@@ -82,7 +84,7 @@ def _width(task: Task) -> Sequence[Rule]:
             name="expert_width",
             knobs=(TP,),
             says=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
-            broken=lambda c: expert_width % _expert_width(c) != 0,
+            broken=lambda c: expert_width % _expert_width(c, expert_tensor) != 0,
         ),
         Rule(
             name="context_length",
@@ -106,18 +108,18 @@ def _width(task: Task) -> Sequence[Rule]:
 
 
 def _pipeline(task: Task) -> Sequence[Rule]:
-    layers, batch = task.spec.model.num_layers, task.spec.train.global_batch_size
+    split, batch = Split.of(task), task.spec.train.global_batch_size
 
     def interleaved(c: Columns) -> BoolArray:
-        given = c.get("virtual_pipeline_model_parallel_size")
-        return (c[VIRTUAL] > 0) if given is None else (given > 1)
+        several: BoolArray = (split.virtual(c) > 1) | (c[VIRTUAL] > 0)
+        return several
 
     return (
         Rule(
             name="pipeline_stages",
             knobs=(PP,),
-            says=f"{PP} must divide num_layers = {layers}, or what first and last stage leave of them",
-            broken=lambda c: _uneven(c, layers),
+            says=_says_split(split),
+            broken=split.uneven,
         ),
         Rule(
             name="virtual_needs_pipeline",
@@ -129,7 +131,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
             name="virtual_stages",
             knobs=(PP, VIRTUAL),
             says=f"{VIRTUAL} must divide num_layers / {PP}",
-            broken=lambda c: _split_virtual(c, layers),
+            broken=split.ragged,
         ),
         Rule(
             name="interleaved_microbatches",
@@ -142,6 +144,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
 
 def _experts(task: Task) -> Sequence[Rule]:
     experts, devices = task.spec.model.num_moe_experts, task.cluster.devices
+    expert_tensor = int(task.spec.train.settings.get("expert_tensor_parallel_size") or 0)
     return (
         Rule(
             name="experts_exist",
@@ -159,13 +162,20 @@ def _experts(task: Task) -> Sequence[Rule]:
             name="expert_world_size",
             knobs=(TP, PP, EP),
             says=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
-            broken=lambda c: (devices % (_expert_width(c) * c[EP] * c[PP]) != 0) & (experts is not None),
+            broken=lambda c: (devices % (_expert_width(c, expert_tensor) * c[EP] * c[PP]) != 0) & (experts is not None),
         ),
     )
 
 
+def _says_split(split: Split) -> str:
+    if split.held:
+        return f"{PP} must divide the {len(split.held)} stages of the layout, with multi-token prediction at the end"
+    beside = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
+    return f"{PP} must divide num_layers = {split.layers}{beside}, or what first and last stage leave of them"
+
+
 def _recompute(task: Task) -> Sequence[Rule]:
-    layers = task.spec.model.num_layers
+    split = Split.of(task)
     return (
         Rule(
             name="recompute_granularity",
@@ -193,7 +203,7 @@ def _recompute(task: Task) -> Sequence[Rule]:
                 _recomputes(c, FULL)
                 & (c[METHOD] == UNIFORM)
                 & (c[RECOMPUTE_LAYERS] > 0)
-                & (_chunk_layers(c, layers) % np.maximum(c[RECOMPUTE_LAYERS], 1) != 0)
+                & _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
             ),
         ),
         Rule(
@@ -201,31 +211,23 @@ def _recompute(task: Task) -> Sequence[Rule]:
             knobs=(PP, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
             says=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
             broken=lambda c: (
-                _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > _stage_layers(c, layers)))
+                _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
             ),
         ),
     )
 
 
-def needs_layout(c: Columns, layers: int) -> bool:
-    """Return whether a candidate's layers divide over its stages only if embedding or loss count as layers."""
-    virtual = c.get("virtual_pipeline_model_parallel_size")
-    chunks = int(c[PP][0]) * (max(1, int(virtual[0])) if virtual is not None else 1)
-    _, first, last = _parts(c, layers)
-    return not (first[0] or last[0] or layers % chunks == 0) and 0 in ((layers + 1) % chunks, (layers + 2) % chunks)
-
-
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return what Megatron treats as equal: knobs without effect, and two spellings of one schedule."""
-    layers, dense = task.spec.model.num_layers, task.spec.model.num_moe_experts is None
+    split, dense = Split.of(task), task.spec.model.num_moe_experts is None
 
     def virtual(c: Columns) -> dict[str, IntArray]:
-        one = (c[PP] == 1) | (c[VIRTUAL] * c[PP] == layers)
+        one = (c[PP] == 1) | (c[VIRTUAL] * c[PP] == split.counted)
         return {VIRTUAL: np.where(one, 0, c[VIRTUAL])}
 
     def recompute_layers(c: Columns) -> dict[str, IntArray]:
         block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
-        every = block & (number >= _chunk_layers(c, layers)) & (number <= _stage_layers(c, layers))
+        every = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
         return {METHOD: np.where(every, UNIFORM, c[METHOD]), RECOMPUTE_LAYERS: np.where(every, 1, number)}
 
     return (
@@ -273,47 +275,13 @@ def _recomputes(c: Columns, granularity: int) -> BoolArray:
     return does
 
 
-def _chunk_layers(c: Columns, layers: int) -> IntArray:
-    """Return the layers of one virtual stage, or of a stage that is not interleaved."""
-    return _stage_layers(c, layers) // virtual_stages(c, layers)
+def _divides_none(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
+    """Return where `number` does not divide one of the other numbers."""
+    leaves: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in of])
+    return leaves
 
 
-def _stage_layers(c: Columns, layers: int) -> IntArray:
-    """Return the layers of the largest pipeline stage."""
-    middle, first, last = _parts(c, layers)
-    largest: IntArray = np.maximum(np.maximum(first, last), middle)
-    return largest
-
-
-def _parts(c: Columns, layers: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the layers of a middle stage, and of the first and the last one where they are given (else 0)."""
-    none = np.zeros_like(c[PP])
-    first = c.get("num_layers_in_first_pipeline_stage", none)
-    last = c.get("num_layers_in_last_pipeline_stage", none)
-    stages = c[PP] - (first > 0) - (last > 0)
-    return np.where(stages > 0, (layers - first - last) // np.maximum(stages, 1), 0), first, last
-
-
-def _uneven(c: Columns, layers: int) -> BoolArray:
-    middle, first, last = _parts(c, layers)
-    stages = c[PP] - (first > 0) - (last > 0)
-    complete: BoolArray = middle * stages + first + last == layers
-    empty: BoolArray = (stages > 0) & (middle < 1)
-    return ~complete | empty
-
-
-def _split_virtual(c: Columns, layers: int) -> BoolArray:
-    given = c.get("virtual_pipeline_model_parallel_size")
-    if given is None:
-        _, first, last = _parts(c, layers)
-        uneven_stage = (layers // c[PP]) % np.maximum(c[VIRTUAL], 1) != 0
-        ragged: BoolArray = (c[VIRTUAL] > 0) & (uneven_stage | (first > 0) | (last > 0))
-        return ragged
-    middle, first, last = (part % np.maximum(given, 1) for part in _parts(c, layers))
-    uneven: BoolArray = (given > 1) & (middle + first + last > 0)
-    return uneven
-
-
-def _expert_width(c: Columns) -> IntArray:
-    width: IntArray = np.maximum(c.get("expert_tensor_parallel_size", c[TP]), 1)
-    return width
+def _expert_width(c: Columns, default: int = 0) -> IntArray:
+    """Return the expert tensor parallel size: the candidate's, the settings' or that of the other layers."""
+    given = c.get("expert_tensor_parallel_size", np.zeros_like(c[TP]))
+    return np.where(given > 0, given, default or c[TP])

@@ -13,7 +13,6 @@ from flagcore.domain.spec import Task
 from flagcore.stages.build import check
 from flagcore.workloads.megatron.adapter import WORKLOAD
 from flagcore.workloads.megatron.knobs import candidate_columns
-from flagcore.workloads.megatron.rules import needs_layout
 from tests import small
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -254,14 +253,6 @@ def test_candidates_that_mean_the_same_are_merged(name: str) -> None:
 def test_candidates_that_differ_are_kept_apart(name: str) -> None:
     one, other, of_task = DISTINCT[name]
     assert canonical(one, of_task) != canonical(other, of_task)
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "needed"), [(126, 8, True), (94, 4, True), (128, 8, False), (126, 5, False)]
-)
-def test_layers_that_divide_only_with_embedding_and_loss_need_a_layout(layers: int, stages: int, needed: bool) -> None:
-    columns = candidate_columns({"pipeline_model_parallel_size": stages})
-    assert needs_layout(columns, layers) is needed
 
 
 def test_layers_per_virtual_stage_exclude_a_first_stage_of_its_own() -> None:

@@ -1,0 +1,64 @@
+"""What a job record means that does not say: the defaults of a run that was published, decided here and nowhere else.
+
+- `implementation`: transformer-engine's layers, Megatron-LM's own default.
+- `overlap_grad_reduce` and `overlap_param_gather`: on with a distributed optimizer, off without. Tuned runs have all
+  three; sweeps of plain Megatron have none.
+- `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
+- All other settings: Megatron-LM's defaults.
+- Layers that do not divide over the stages: see `stages.published_split`.
+
+What the record says comes first, then what its notes say, then these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.spec import SettingValue, Task
+from flagcore.workloads.megatron.notes import read_notes
+from flagcore.workloads.megatron.stages import LAYOUT, parse_layout, published_split
+
+IMPLEMENTATION = "transformer_engine"
+PIPELINE, VIRTUAL = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+SPLITS = (
+    LAYOUT,
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+
+
+def published(
+    task: Task, values: Mapping[str, KnobValue], notes: str
+) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+    """Return the task and the knobs of a job record with all that it leaves out, and what its notes alone say.
+
+    Raises SpecError for a layout of stages that is none.
+    """
+    train, values, noted = task.spec.train, dict(values), read_notes(notes)
+    kind = train.implementation or IMPLEMENTATION
+    settings = {**noted, **train.settings}
+    settings = _defaults(kind, sharded=bool(values.get("use_distributed_optimizer")), given=settings) | settings
+    stages = int(values.get(PIPELINE) or 1)
+    layout = settings.get(LAYOUT)
+    if layout:
+        held = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
+        if not values.get(VIRTUAL) and len(held) % stages == 0:
+            values[VIRTUAL] = len(held) // stages
+    elif not any(settings.get(key) or values.get(key) for key in SPLITS):
+        settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL) or 1))
+    spec = replace(task.spec, train=replace(train, implementation=kind, settings=settings))
+    return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
+
+
+def _defaults(kind: str, *, sharded: bool, given: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
+    overlaps = bool(given.get("overlap_grad_reduce", sharded))
+    return {
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps and sharded,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": kind != "local",
+    }

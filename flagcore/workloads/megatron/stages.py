@@ -1,0 +1,87 @@
+"""How layers are dealt out to the stages of a pipeline: Megatron's layout texts, and what a published run did."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from flagcore.domain.model import Model
+from flagcore.domain.spec import SettingValue
+from flagcore.errors import SpecError
+from flagcore.physics.options import StageLayers
+
+LAYOUT = "pipeline_model_parallel_layout"
+EMBEDDING = "account_for_embedding_in_pipeline_split"
+LOSS = "account_for_loss_in_pipeline_split"
+
+_LONGEST = 200_000
+_GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
+_FIX = "write e.g. Et*4|(t*4|)*14tL: E, then every t, then L, with a | between stages"
+
+
+@lru_cache(maxsize=1024)
+def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[StageLayers, ...]:
+    """Return what each (virtual) stage holds, in order of the model. Raises SpecError.
+
+    The grammar and the rules are megatron-core 0.16's (`pipeline_parallel_layer_layout.py`): E embedding, t
+    layer, m multi-token prediction, L loss; `|` ends a stage, `x*n` repeats a letter and `(...)*n` a part.
+    """
+    letters = text.replace(",", "").replace(" ", "")
+    for pattern in (_GROUP, _ONE):
+        if sum(len(match[1]) * int(match[2][:9]) for match in pattern.finditer(letters)) > _LONGEST:
+            raise _wrong(text, "is too long")
+        letters = pattern.sub(lambda match: match[1] * int(match[2]), letters)
+    plain = letters.replace("|", "")
+    if wrong := sorted(set(plain) - set("EtmL")):
+        raise _wrong(text, f"has {wrong[0]!r}, which is none of E, t, m, L and |")
+    if not plain.startswith("E") or not plain.endswith("L") or plain.count("E") != 1 or plain.count("L") != 1:
+        raise _wrong(text, "must begin with the only E and end with the only L")
+    for letter, wanted, name in (("t", num_layers, "num_layers"), ("m", mtp_num_layers, "mtp_num_layers")):
+        if plain.count(letter) != wanted:
+            raise _wrong(text, f"has {plain.count(letter)} x {letter}, but {name} is {wanted}")
+    stages = letters.split("|")
+    if "t" in plain.partition("m")[2] or sum("m" in stage for stage in stages) > 1:
+        raise _wrong(text, "must have every m behind the last t, on one stage")
+    return tuple(
+        StageLayers(embedding=s.count("E"), layers=s.count("t"), mtp=s.count("m"), loss=s.count("L")) for s in stages
+    )
+
+
+def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
+    """Return the settings by which a run that was published dealt its layers out to `stages` (virtual) stages.
+
+    An even split if layers divide; else embedding and loss count as a layer each if they then divide; else
+    the loss alone; else every stage has the same number, rounded up, and what is missing at the end is taken from the
+    last stage, then from the first. These are Megatron-LM's own settings for it, in the order in which NVIDIA's
+    published recipes use them: Llama 405B and Qwen3-235B by the second, DeepSeek-V3 by the last. Nothing, which
+    Megatron refuses, if there are fewer layers than stages between the first and the last.
+    """
+    layers = model.num_layers
+    if layers % stages == 0:
+        return {}
+    if (layers + 2) % stages == 0:
+        return {EMBEDDING: True, LOSS: True}
+    if (layers + 1) % stages == 0:
+        return {LOSS: True}
+    if layers < stages - 2:
+        return {}
+    return {LAYOUT: _text(most_even(layers, stages), model.mtp_num_layers)}
+
+
+def most_even(layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage: as many on each, and what is missing taken from the last, then the first."""
+    most = -(-layers // stages)
+    missing = most * stages - layers
+    if missing > 2 * most:
+        extra = layers % stages
+        return [layers // stages + (0 < stage <= extra) for stage in range(stages)]
+    last = min(missing, most)
+    return [most - (missing - last), *[most] * (stages - 2), most - last]
+
+
+def _text(layers: list[int], mtp: int) -> str:
+    return "E" + "|".join("t" * number for number in layers) + "m" * mtp + "L"
+
+
+def _wrong(text: str, problem: str) -> SpecError:
+    return SpecError(key=f"train.settings.{LAYOUT}", value=text, problem=problem, fix=_FIX)
