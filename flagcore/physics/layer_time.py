@@ -13,11 +13,17 @@ from flagcore.physics.moe_time import moe_block
 from flagcore.physics.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
 from flagcore.physics.transformer import padded_vocab, widths
 
-ATTENTION_LAUNCHES, FFN_LAUNCHES = 22.0, 10.0
-"""Kernels that the host launches for attention with its norm and residual sum, and for an FFN with its own."""
+LAUNCHES = {True: (50.0, 27.0), False: (110.0, 55.0)}
+"""Kernels that the host launches forward for attention, and for an FFN, each with norm and residual sum: with
+transformer-engine's layers, and with megatron-core's own. Backward, twice as many. Fitted to step times that did not
+depend on sizes: one published sweep, and four measured ranks."""
 
-ROTATION_PASSES = 9.0
-"""Times that rotary embedding in torch operations moves queries and keys (halves swapped, two products, a sum)."""
+REPEATED_LAUNCHES = 0.35
+"""Kernels that one repeated module of attention costs, as a share of all of attention's. Fitted like `LAUNCHES`."""
+
+ROTATION = {True: (2.0, 2.0), False: (60.0, 34.0)}
+"""Times that queries and keys are moved for rotary embedding and the layout of a fused core, forward and backward: as
+one kernel, and in torch operations (halves cut, swapped and joined, products in place, copies)."""
 
 
 def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
@@ -36,10 +42,10 @@ def attention_block(train: Training, layout: Layout, costs: Costs, exchange: Ten
     products = entry + latent + out
     norm, norm_back = norm_seconds(kernels, unit * h * rows)
     turned = unit * (query + key)
-    rotation = kernels.memory_seconds((2.0 if train.transformer_engine else ROTATION_PASSES) * turned)
+    rotation, rotation_back = (kernels.memory_seconds(times * turned) for times in ROTATION[train.transformer_engine])
     if model.qk_layernorm:
         extra, extra_back = norm_seconds(kernels, turned)
-        rotation, norm_back = rotation + extra, norm_back + extra_back
+        rotation, rotation_back = rotation + extra, rotation_back + extra_back
     residual = kernels.memory_seconds(unit * 3.0 * h * rows)
     core, core_back = _core(train, layout, costs)
     ring = context_exchange(train, layout, costs)
@@ -47,8 +53,8 @@ def attention_block(train: Training, layout: Layout, costs: Costs, exchange: Ten
     ring_forward = np.maximum(ring - core, 0.0) if hides else ring
     ring_back = np.maximum(2.0 * ring - core_back, 0.0) if hides else ring
     element = norm + rotation + residual
-    element_back = norm_back + rotation + residual
-    launches = np.full_like(tokens, ATTENTION_LAUNCHES)
+    element_back = norm_back + rotation_back + residual
+    launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][0])
     forward = Seconds(
         products.forward + core + element, exchange.forward, ring_forward, np.zeros_like(tokens), launches
     )
@@ -57,8 +63,9 @@ def attention_block(train: Training, layout: Layout, costs: Costs, exchange: Ten
         products.input_gradient + core_back + element_back, waits, ring_back, np.zeros_like(tokens), 2.0 * launches
     )
     repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
-    repeated = sum((repeats[name] for name in train.options.recompute_modules if name in repeats), np.zeros_like(core))
-    return Block(forward, backward, products.weight_gradient, quiet(repeated))
+    chosen = [repeats[name] for name in train.options.recompute_modules if name in repeats]
+    repeated = quiet(sum(chosen, np.zeros_like(core)), launches * (REPEATED_LAUNCHES * len(chosen)))
+    return Block(forward, backward, products.weight_gradient, repeated)
 
 
 def ffn_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
@@ -71,7 +78,7 @@ def ffn_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExc
     norm, norm_back = norm_seconds(kernels, unit * h * rows)
     activation, activation_back = activation_seconds(train, kernels, unit * width * tokens)
     residual = kernels.memory_seconds(unit * 3.0 * h * rows)
-    launches, none = np.full_like(tokens, FFN_LAUNCHES), np.zeros_like(tokens)
+    launches, none = np.full_like(tokens, LAUNCHES[train.transformer_engine][1]), np.zeros_like(tokens)
     forward = Seconds(up.forward + down.forward + norm + activation + residual, exchange.forward, none, none, launches)
     gradients = up.input_gradient + down.input_gradient + norm_back + activation_back + residual
     waits = exchange.backward(up.input_gradient, up.weight_gradient)

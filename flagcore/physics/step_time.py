@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,10 +16,19 @@ from flagcore.physics.memory import split_parameters, stage_parameters
 from flagcore.physics.passes import Block, Seconds, quiet
 from flagcore.physics.pipeline import Stage, stage, stages
 
-OWNED_BYTES, HELD_BYTES = 100.0, 6.0
-"""Memory traffic of an optimizer step: bytes a parameter whose state the rank owns (Adam, norm, clipping, copies),
-and bytes a parameter that it holds (gradients set to zero). Fitted to two of 25 measured ranks of megatron-core
-0.16.1."""
+HELD_BYTES = 5.0
+"""Memory traffic of an optimizer step for each parameter that a rank holds: its gradient set to zero, its weight."""
+
+OWNED_BYTES, SHARDED_BYTES = 97.0, 88.0
+"""The same for each parameter whose state it owns, without and with a distributed optimizer: the gradients' norm and
+scale, Adam, and copies between formats."""
+
+OWNED_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
+"""Kernels for each tensor whose state a rank owns; a distributed optimizer copies each by itself."""
+
+STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
+"""Kernels of a step whatever its size, and those that the optimizer of the experts adds. These seven were fitted to
+the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, torch's fused AdamW."""
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
@@ -53,6 +62,15 @@ class Parts:
     head: Block
 
 
+@dataclass(frozen=True, slots=True)
+class _Silence:
+    """`flagcore.contracts.CollectiveCosts` of a rank that waits for nobody."""
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return no time."""
+        return np.zeros_like(payload_bytes)
+
+
 def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
 
@@ -76,16 +94,17 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
         integers(np.minimum(layout.pipeline, 2.0)),
         integers(layout.tensor * layout.context * layout.data),
     )
-    owned = dense / layout.shards() + experts / layout.expert_shards()
     return {
         "compute_s": m * (forward.compute + backward.compute + weight),
         "tp_comm_s": m * (forward.tensor + backward.tensor),
         "cp_comm_s": m * (forward.context + backward.context),
         "ep_comm_s": m * (forward.expert + backward.expert),
         "pp_bubble_s": others / layout.virtual,
-        "pp_comm_s": 2.0 * (m * layout.virtual + layout.pipeline - 1.0) * boundary,
+        "pp_comm_s": _messages(train, layout) * boundary,
         "dp_comm_exposed_s": _gradients(train, layout, costs, (dense, experts), slowest),
-        "optimizer_s": optimizer_time(costs, owned, dense + experts),
+        "optimizer_s": np.max(
+            [optimizer_time(train, layout, costs, *each) for each in zip(found, weights, strict=True)], axis=0
+        ),
     }
 
 
@@ -94,17 +113,32 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
 
     Nothing is waited for: neither other ranks nor collectives.
     """
-    found, parts = stage(train.model, layout, index), _parts(train, layout, costs)
+    alone = replace(costs, collectives=_Silence())
+    found, parts = stage(train.model, layout, index), _parts(train, layout, alone)
     dense, experts = split_parameters(stage_parameters(train, layout, found))
-    time = _stage_time(train, layout, costs, parts, found, (dense, experts))
+    time = _stage_time(train, layout, alone, parts, found, (dense, experts))
     compute = time.forward.compute + time.backward.compute + time.weight
-    owned = dense / layout.shards() + experts / layout.expert_shards()
-    return layout.microbatches * compute, optimizer_time(costs, owned, dense + experts)
+    return layout.microbatches * compute, optimizer_time(train, layout, costs, found, (dense, experts))
 
 
-def optimizer_time(costs: Costs, owned: FloatArray, held: FloatArray) -> FloatArray:
-    """Return the optimizer's step from the parameters whose state a rank owns and those that it holds."""
-    return costs.kernels.memory_seconds(OWNED_BYTES * owned + HELD_BYTES * held)
+def optimizer_time(
+    train: Training, layout: Layout, costs: Costs, found: Stage, held: tuple[FloatArray, FloatArray]
+) -> FloatArray:
+    """Return the optimizer's step of a stage that holds so many parameters that all ranks replicate, and of experts.
+
+    Norms, Adam and copies of what a rank owns move memory; each tensor costs the host some launches.
+    """
+    model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
+    each = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
+    tensors = found.layers * each + found.first + 2.0 * found.last
+    local = found.moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
+    owned = held[0] / shards + held[1] / expert_shards
+    sharded = layout.sharded_optimizer > 0
+    moved = np.where(sharded, SHARDED_BYTES, OWNED_BYTES) * owned + HELD_BYTES * (held[0] + held[1])
+    launches = np.where(sharded, SHARDED_LAUNCHES, OWNED_LAUNCHES) * (tensors / shards + local / expert_shards)
+    launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
+    graphed = 0.0 if train.options.cuda_graph == "iteration" else 1.0
+    return costs.kernels.memory_seconds(moved) + launches * costs.kernels.launch_seconds() * graphed
 
 
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
@@ -174,6 +208,18 @@ def _one_pass(train: Training, layout: Layout, costs: Costs, parts: Parts) -> Fl
         in_flight=whole,
     )
     return _stage_time(train, layout, costs, parts, one, (whole, whole)).busy
+
+
+def _messages(train: Training, layout: Layout) -> FloatArray:
+    """Return how many messages between stages a step waits for, one after another.
+
+    1F1B sends one way and receives the other at a time, twice a micro-batch (megatron-core 0.16 `schedules.py`);
+    with virtual stages messages travel behind other chunks' work, but for the first and last of a step.
+    """
+    fill = layout.pipeline - 1.0
+    steady = layout.microbatches * layout.virtual
+    hidden = (layout.virtual > 1) & train.options.overlap_p2p_comm
+    return 2.0 * (fill + np.where(hidden, 0.0, steady))
 
 
 def _gradients(
