@@ -85,6 +85,13 @@ SETTINGS: dict[str, tuple[Any, str]] = {
 `pipeline_schedule`, `moe_recompute_level`, `recompute_num_layers_per_stage`, `offload_stages`, `moe_expert_imbalance`.
 """
 
+LISTS = (
+    "recompute_modules",
+    "recompute_num_layers_per_stage",
+    "offload_modules",
+    "offload_stages",
+    "cuda_graph_scope",
+)
 _UNORDERED = ("recompute_modules", "offload_modules", "cuda_graph_scope")
 _OPPOSITE = {"no_overlap_p2p_communication": "overlap_p2p_comm"}
 

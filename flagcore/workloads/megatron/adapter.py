@@ -25,6 +25,7 @@ from flagcore.workloads.megatron import (
     rules,
     setting_rules,
 )
+from flagcore.workloads.megatron.recompute import recompute_modules
 
 
 class UselessSelectiveRecompute:
@@ -67,7 +68,7 @@ class Megatron:
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return what is legal but never worth a trial."""
-        only_core = options.recompute_modules(options.settings_in_force(task.spec.train)) == {"core_attn"}
+        only_core = recompute_modules(options.settings_in_force(task.spec.train)) == {"core_attn"}
         return (UselessSelectiveRecompute(),) if task.spec.train.attention == "flash" and only_core else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:

@@ -7,7 +7,8 @@ from itertools import takewhile
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import SettingValue, TrainSpec
-from flagcore.spec.settings import SETTINGS, setting_from_text
+from flagcore.spec.settings import LISTS, SETTINGS, setting_from_text
+from flagcore.workloads.megatron.recompute import recompute_modules
 
 FLAGS: Mapping[str, str] = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -30,6 +31,16 @@ SPELT_OTHERWISE: Mapping[str, str] = {
 }
 """Flags that are not their setting's name with hyphens."""
 
+ONLY_PREDICTED = ("recompute_num_layers_per_stage", "offload_stages")
+"""Settings that Megatron-core 0.16 does not know."""
+
+_NO_FLAG = ("pipeline_schedule", "moe_expert_imbalance", "moe_recompute_level")
+_OFF = {
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "accumulate_allreduce_grads_in_fp32": "--grad-reduce-in-bf16",
+}
+"""What turns off a setting that is on by default."""
+
 
 def settings_of_command(command: Sequence[str]) -> dict[str, SettingValue]:
     """Return the settings that the flags of a command give. A flag's last mention counts, as for the engine."""
@@ -46,6 +57,16 @@ def settings_of_command(command: Sequence[str]) -> dict[str, SettingValue]:
     return found
 
 
+def implementation_of_command(command: Sequence[str]) -> str | None:
+    """Return whose layers a command asks for, or None."""
+    for place, word in enumerate(command):
+        flag, _, value = word.partition("=")
+        if flag == "--transformer-impl":
+            value = value or "".join(command[place + 1 : place + 2])
+            return value if value in ("local", "transformer_engine") else None
+    return None
+
+
 def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int | None) -> list[str]:
     """Return Megatron's flags for a candidate; with `train_iters`, those that cut a trial short."""
     result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size)]
@@ -55,6 +76,7 @@ def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int
             result.append(flag)
         elif value is not None and value is not False:
             result += [flag, str(value)]
+    result += _setting_flags(train)
     if train_iters is not None:
         result += ["--train-iters", str(train_iters), "--log-interval", "1"]
     return result
@@ -79,6 +101,26 @@ def expand(
             argument = argument.replace(placeholder, value)
         argv.append(argument)
     return tuple(argv if "{flags}" in command else [*argv, *given])
+
+
+def _setting_flags(train: TrainSpec) -> list[str]:
+    """Return the flags of the spec's settings that its own command does not have."""
+    has, spelt = settings_of_command(train.command or ()), {key: flag for flag, key in SPELT_OTHERWISE.items()}
+    result: list[str] = []
+    settings = dict(train.settings)
+    if settings.get("moe_recompute_level"):
+        settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
+    for key, value in settings.items():
+        if key in has or key in _NO_FLAG or key in ONLY_PREDICTED:
+            continue
+        flag = spelt.get(key, "--" + key.replace("_", "-"))
+        if value is True:
+            result.append(flag)
+        elif value is False:
+            result += [_OFF[key]] if key in _OFF else []
+        else:
+            result += [flag, *(str(value).split(",") if key in LISTS else [str(value)])]
+    return result
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:

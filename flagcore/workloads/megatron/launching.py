@@ -12,18 +12,28 @@ from pathlib import Path
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
-from flagcore.domain.spec import Spec
+from flagcore.domain.spec import SettingValue, Spec, TrainSpec
 from flagcore.errors import LaunchError, NoDevice, SpecError
-from flagcore.workloads.megatron.flags import environment, expand, flags
+from flagcore.spec.settings import LISTS
+from flagcore.workloads.megatron.flags import ONLY_PREDICTED, environment, expand, flags
+from flagcore.workloads.megatron.options import DEFAULTS, TRIAL, schedule
 
 PROGRAM = "flagcore.workloads.megatron.trial"
 SEED = 1234
 PRECISIONS = ("bf16", "fp16", "fp32")
+TRIAL_SETTINGS = (
+    "recompute_modules",
+    "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)
+"""Settings that the trial program takes."""
 
 
 def ready(spec: Spec, modules: Mapping[str, str]) -> None:
     """Raise SpecError or NoDevice unless trials of `spec` can run here; a user's own command brings its own means."""
     train = spec.train
+    _settings_run(train)
     if train.command is not None:
         return
     cannot = {
@@ -42,6 +52,29 @@ def ready(spec: Spec, modules: Mapping[str, str]) -> None:
             f"trials need {' and '.join(missing)}, not installed here; pip install 'flagcore[megatron]', "
             "or give a train.command"
         )
+
+
+def _settings_run(train: TrainSpec) -> None:
+    """Raise SpecError for a setting that what runs the trials cannot run."""
+    for key, value in train.settings.items():
+        if key in ONLY_PREDICTED or (key == "pipeline_schedule" and schedule(value) is not None):
+            problem = "is predicted by `flag estimate`, but no trial can run it: megatron-core 0.16 does not know it"
+            raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="leave it out")
+        if train.command is None and not _trial_runs(train, key, value):
+            problem, fix = "is not what flagcore's own trial program can run", "leave it out, or give a train.command"
+            raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix=fix)
+
+
+def _trial_runs(train: TrainSpec, key: str, value: SettingValue) -> bool:
+    """Return whether the trial program takes a setting, or does without being told what it says."""
+    does: dict[str, tuple[SettingValue, ...]] = {
+        "pipeline_schedule": (value,),
+        "moe_expert_imbalance": (value,),
+        "overlap_p2p_comm": (True,),
+        "accumulate_allreduce_grads_in_fp32": (train.precision == "bf16",),
+        **{name: (default,) for name, default in DEFAULTS[TRIAL].items()},
+    }
+    return key in TRIAL_SETTINGS or value in does.get(key, (False, "fp32", "none"))
 
 
 def installed(module: str) -> bool:
@@ -83,7 +116,7 @@ def job(platform: Platform, candidate: Candidate, folder: str) -> dict[str, obje
             "train_iters": spec.control.train_iters,
             "seed": SEED,
         },
-        "candidate": candidate.as_dict(),
+        "candidate": candidate.as_dict() | _trial_settings(train),
         "device": {
             "type": support.device_type,
             "backend": support.distributed_backend,
@@ -92,6 +125,12 @@ def job(platform: Platform, candidate: Candidate, folder: str) -> dict[str, obje
         },
         "output": folder,
     }
+
+
+def _trial_settings(train: TrainSpec) -> dict[str, object]:
+    """Return the settings that the trial program takes beside the knobs."""
+    given = {key: train.settings[key] for key in TRIAL_SETTINGS if key in train.settings}
+    return {key: str(value).split(",") if key in LISTS else value for key, value in given.items()}
 
 
 def _threads(platform: Platform) -> int:

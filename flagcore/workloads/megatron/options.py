@@ -8,6 +8,7 @@ from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.options import Options
 from flagcore.workloads.megatron.flags import settings_of_command
+from flagcore.workloads.megatron.recompute import recompute_modules, words
 from flagcore.workloads.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
 
 Settings = Mapping[str, SettingValue]
@@ -15,12 +16,9 @@ Settings = Mapping[str, SettingValue]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 SCHEDULES = ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min", "dualpipe", "dualpipev")
 """Schedules that Megatron-core does not know, and the model does."""
-RECOMPUTED_EXPERTS = {"light": {"moe_act"}, "medium": {"moe_act", "shared_experts"}, "full": {"moe"}}
-"""What selective recompute of experts by level adds to its modules."""
-
 TRIAL, COMMAND = "trial", "command"
 DEFAULTS: Mapping[str, Settings] = {
-    TRIAL: {"moe_token_dispatcher_type": "alltoall"},
+    TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
     COMMAND: {"moe_token_dispatcher_type": "allgather"},
 }
 """Defaults that differ by what runs: flagcore's own trial program, and Megatron-LM."""
@@ -153,18 +151,6 @@ def schedule(name: SettingValue) -> str | None:
         known = ", ".join(("1f1b", "interleaved", *SCHEDULES))
         raise NotModelled(f"pipeline_schedule = {name} is not modelled; these are: {known}")
     return spelt
-
-
-def recompute_modules(given: Settings) -> frozenset[str]:
-    """Return what selective recompute drops: the modules that are given, and those of the level for experts."""
-    level = given.get("moe_recompute_level")
-    modules = words(given.get("recompute_modules") or ("" if level else "core_attn"))
-    return modules | RECOMPUTED_EXPERTS.get(str(level), set())
-
-
-def words(text: SettingValue) -> frozenset[str]:
-    """Return the words of a list."""
-    return frozenset(str(text).split(",")) if text else frozenset()
 
 
 def numbers(text: SettingValue) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from flagcore.physics.memory import stage_activations, stage_parameters, trainin
 from flagcore.physics.pipeline import stage
 from flagcore.physics.step_time import step_time
 from flagcore.physics.transformer import model_flops
+from flagcore.workloads.megatron.flags import implementation_of_command
 from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.workloads.megatron.options import options, settings_in_force
 from flagcore.workloads.megatron.split import Split
@@ -54,10 +55,12 @@ def training(task: Task) -> Training:
     """Return what all candidates of `task` share.
 
     Without a named implementation flagcore's own trial program runs megatron-core's local layers with plain
-    activation functions, and a user's own command runs Megatron-LM with its default, transformer-engine.
+    activation functions, and a user's own command runs Megatron-LM, by default with transformer-engine.
     """
     train = task.spec.train
-    kind = train.implementation or ("trial" if train.command is None else "transformer_engine")
+    kind = train.implementation or (
+        "trial" if train.command is None else implementation_of_command(train.command) or "transformer_engine"
+    )
     return Training(
         model=task.spec.model,
         sequence=train.seq_length,

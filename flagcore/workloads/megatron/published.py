@@ -4,6 +4,7 @@
 - `overlap_grad_reduce` and `overlap_param_gather`: on with a distributed optimizer, off without. Tuned runs have all
   three; sweeps of plain Megatron have none.
 - `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
+- `cp_comm_type`: p2p.
 - All other settings: Megatron-LM's defaults.
 - Layers that do not divide over the stages: see `stages.published_split`.
 
@@ -61,4 +62,5 @@ def _defaults(kind: str, *, sharded: bool, given: Mapping[str, SettingValue]) ->
         "overlap_param_gather": overlaps and sharded,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": kind != "local",
+        "cp_comm_type": "p2p",
     }
