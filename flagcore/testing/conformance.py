@@ -29,7 +29,7 @@ from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import prune
 from flagcore.testing.examples import FOREIGN_CHIP, group_of, task_on
-from flagcore.vendorkit.chipfile import SOURCE_SAYS
+from flagcore.vendorkit.parts import SOURCE_SAYS
 
 T = TypeVar("T")
 
