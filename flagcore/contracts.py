@@ -11,7 +11,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, Launch
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Components, Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Role, Trial
@@ -84,8 +84,11 @@ class CollectiveCosts(Protocol):
 
         `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send. `payload_bytes` is the whole
         tensor: the reduced one, the gathered one, what is scattered, what a rank holds before an
-        all-to-all, the message. A group of one costs nothing.
+        all-to-all, the message. A group of one costs nothing; NaN where unknown.
         """
+
+    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return the share (0 to 1) of a device's compute that a running collective takes from kernels beside it."""
 
 
 class Telemetry(Protocol):
@@ -164,8 +167,8 @@ class Workload(Protocol):
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return memory and time for whole columns. Extra knobs of job records may be among them."""
 
-    def components(self, task: Task, candidate: Candidate, costs: Costs) -> dict[str, dict[str, float]]:
-        """Return parameters and activation bytes by component for the worst stage of one candidate."""
+    def components(self, task: Task, columns: Columns, costs: Costs) -> Components:
+        """Return parameters and activation bytes by component for the worst stage of each row."""
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return what is legal but never worth a trial, on any chip."""
@@ -177,7 +180,7 @@ class Workload(Protocol):
         """Return which rows take at least as long as `candidate` whatever the model: one order a knob."""
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        """Return columns of one row from knob values. Raises SpecError for a knob or value that is not known."""
+        """Return columns of one row from knob values, the same columns for all. Raises SpecError for a wrong value."""
 
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str

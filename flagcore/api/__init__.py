@@ -1,7 +1,8 @@
 """The one place where parts meet: plugins, engine, launcher, strategy, store and loop. For Python users and the CLI."""
 
-from flagcore.api.estimating import Estimate, Explanation, estimate, estimate_jobs, explain
+from flagcore.api.estimating import Estimate, Explanation, estimate, explain
 from flagcore.api.inspecting import devices, doctor, plugin_table
+from flagcore.api.jobs import estimate_jobs
 from flagcore.api.tuning import Outcome, run_best, tune
 
 __all__ = [

@@ -1,11 +1,10 @@
-"""Predict without running: the candidates of a spec, where they went, and job records."""
+"""Predict without running: the candidates of a spec, and where they went."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,15 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.telling import loaded_plugins, tell_of_problem
-from flagcore.contracts import Costs, Workload
-from flagcore.domain.candidate import Candidate
-from flagcore.domain.cluster import Cluster, NodeGroup
-from flagcore.domain.engine import EngineSupport
-from flagcore.domain.job import Job
+from flagcore.contracts import Workload
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
-from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.errors import FlagError, NothingFits, NotModelled, RunError, SpecError
-from flagcore.plugins import LoadedPlugins
+from flagcore.domain.prediction import of_row
+from flagcore.domain.space import IntArray
+from flagcore.errors import NothingFits, RunError
 from flagcore.problem import Problem, must_fit, pose
-from flagcore.spec import read_job, read_spec
-from flagcore.stages.build import check, refusals
-from flagcore.stages.discover import costs
+from flagcore.spec import read_spec
+from flagcore.stages.build import refusals
 from flagcore.stages.predict import record
 from flagcore.stages.prune import LEARNED
 
@@ -78,8 +72,8 @@ def estimate(
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,
         counts=_before_trials(problem),
-        baseline=_row(problem, workload, baseline),
-        candidates=tuple(_row(problem, workload, int(row)) for row in order),
+        baseline=_records(problem, workload, np.array([baseline]))[0],
+        candidates=tuple(_records(problem, workload, order)),
     )
 
 
@@ -125,74 +119,14 @@ def _before_trials(problem: Problem) -> Counts:
     return count(problem.space, problem.pruned, nothing)
 
 
-def estimate_jobs(lines: Iterable[Mapping[str, Any]], *, without: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """Predict job records one by one, in order. A bad record gives a status and a reason, never an exception."""
-    with loaded_plugins(without) as loaded:
-        estimator = _Jobs(loaded)
-        for line in lines:
-            name = _name(line)
-            try:
-                yield {"id": name, **estimator.predict(read_job(line))}
-            except NotModelled as error:
-                yield {"id": name, "status": "unknown", "reason": str(error)}
-            except SpecError as error:
-                yield {"id": name, "status": "unknown" if _serves(line) else "invalid", "reason": str(error)}
-            except FlagError as error:
-                yield {"id": name, "status": "unknown", "reason": str(error)}
-
-
-def _serves(line: object) -> bool:
-    """Return whether a record is one of serving, which is not modelled yet."""
-    return isinstance(line, Mapping) and line.get("kind") == "serve"
-
-
-def _name(line: object) -> str | None:
-    """Return the id of a job record as text that can be printed."""
-    name = line.get("id") if isinstance(line, Mapping) else None
-    return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
-
-
-class _Jobs:
-    """Predicts jobs; what plugins say of a cluster is asked once."""
-
-    def __init__(self, loaded: LoadedPlugins) -> None:
-        self._loaded = loaded
-        self._platform = lru_cache(maxsize=None)(self._ask)
-
-    def predict(self, job: Job) -> dict[str, Any]:
-        """Return status and figures of one job."""
-        chip = self._loaded.find_chip(job.chip)
-        if chip is None:
-            return {"status": "unknown", "reason": f"no installed plugin knows the chip {job.chip!r}"}
-        if job.devices % min(job.devices_per_node, job.devices):
-            reason = f"cluster.devices = {job.devices} is no multiple of devices_per_node = {job.devices_per_node}"
-            return {"status": "invalid", "reason": reason}
-        workload = plugins.workload(job.train.engine)
-        devices = min(job.devices_per_node, job.devices)
-        group, made, support = self._platform(chip.name, job.devices // devices, devices, job.train.engine)
-        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=job.train)
-        bare = Task(spec=spec, cluster=Cluster(groups=(group,)))
-        task, values, noted = workload.published(bare, job.candidate, job.notes)
-        rules = [rule for rule in workload.rules(task) if rule.name not in noted]
-        rules += refusals(workload.axes(task), support)
-        columns, broken = check(workload.columns(task, values), rules, workload.merges(task))
-        if broken:
-            return {"status": "invalid", "reason": "; ".join(rule.says for rule in broken)}
-        figures = workload.predict(task, columns, made).row(0)
-        components = workload.components(task, Candidate.of(values), made)
-        return {"status": "ok", **record(task, replace(figures, components=components))}
-
-    def _ask(self, chip: str, nodes: int, devices: int, engine: str) -> tuple[NodeGroup, Costs, EngineSupport]:
-        known = self._loaded.find_chip(chip)
-        assert known is not None
-        group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices)
-        made = costs(Cluster(groups=(group,)), self._loaded, engine)
-        return group, made, self._loaded.engine_support(known, engine)
-
-
-def _row(problem: Problem, workload: Workload, row: int) -> dict[str, Any]:
-    """Return one candidate with its prediction and, by component, what its worst stage holds."""
-    task, candidate = problem.platform.task, problem.space.candidate(row)
-    components = workload.components(task, candidate, problem.platform.costs)
-    prediction = replace(problem.predictions.row(row), components=components)
-    return {"candidate": candidate.as_dict(), **record(task, prediction)}
+def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
+    """Return candidates with their predictions and, by component, what their worst stages hold."""
+    task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
+    components = workload.components(task, columns, problem.platform.costs)
+    return [
+        {
+            "candidate": space.candidate(int(row)).as_dict(),
+            **record(task, replace(problem.predictions.row(int(row)), components=of_row(components, place))),
+        }
+        for place, row in enumerate(rows)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -122,3 +123,13 @@ class Predictions:
             capacity_bytes=first.capacity_bytes,
             model_flops=first.model_flops,
         )
+
+
+Components: TypeAlias = "Mapping[str, Mapping[str, FloatArray]]"
+"""For each component of the model its figures by name, one element a candidate."""
+
+
+def of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
+    """Return one candidate's components; those that it does not have are left out."""
+    table = {name: {key: float(values[row]) for key, values in figures.items()} for name, figures in components.items()}
+    return {name: figures for name, figures in table.items() if any(figures.values())}

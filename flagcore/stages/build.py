@@ -61,10 +61,15 @@ def refusals(axes: Sequence[Axis], support: EngineSupport) -> tuple[Rule, ...]:
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:
     """Return the canonical form of one candidate (columns of one row) and the rules that it breaks as it stands."""
     broken = [rule for rule in rules if bool(rule.broken(columns).any())]
-    canonical = dict(columns)
+    return canonical(columns, merges), broken
+
+
+def canonical(columns: Columns, merges: Sequence[Merge]) -> dict[str, IntArray]:
+    """Return the canonical form of every row."""
+    result = dict(columns)
     for merge in merges:
-        canonical |= merge.canonical(canonical)
-    return canonical, broken
+        result |= merge.canonical(result)
+    return result
 
 
 @dataclass(slots=True)

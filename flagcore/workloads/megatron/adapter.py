@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Components, Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
@@ -62,9 +62,9 @@ class Megatron:
         """Return memory and time for whole columns."""
         return predict.predict(task, columns, costs)
 
-    def components(self, task: Task, candidate: Candidate, costs: Costs) -> dict[str, dict[str, float]]:
-        """Return parameters and activation bytes by component for the worst stage of one candidate."""
-        return predict.components(task, candidate, costs)
+    def components(self, task: Task, columns: Columns, costs: Costs) -> Components:
+        """Return parameters and activation bytes by component for the worst stage of each row."""
+        return predict.components(task, columns, costs)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return what is legal but never worth a trial."""

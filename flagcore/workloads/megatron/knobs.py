@@ -68,7 +68,7 @@ def neutral(knob: str) -> KnobValue:
 def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """Return columns of one row from knob values; knobs that are absent are neutral."""
     columns = {knob: _one(knob, values.get(knob, neutral(knob))) for knob in KNOBS}
-    columns |= {knob: _one(knob, values[knob]) for knob in JOB_KNOBS if values.get(knob) is not None}
+    columns |= {knob: _one(knob, values.get(knob)) for knob in JOB_KNOBS}
     return columns
 
 

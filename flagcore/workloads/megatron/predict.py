@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns, FloatArray
 from flagcore.domain.spec import Task
@@ -15,7 +14,7 @@ from flagcore.physics.pipeline import stage
 from flagcore.physics.step_time import step_time
 from flagcore.physics.transformer import model_flops
 from flagcore.workloads.megatron.flags import implementation_of_command
-from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
+from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE
 from flagcore.workloads.megatron.options import options, settings_in_force
 from flagcore.workloads.megatron.split import Split
 
@@ -35,20 +34,19 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     return Predictions.join([_predict(train, layout.rows(block), costs) for block in blocks])
 
 
-def components(task: Task, candidate: Candidate, costs: Costs) -> dict[str, dict[str, float]]:
+def components(task: Task, columns: Columns, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights that a rank of the worst stage holds, and the bytes it keeps for backward, by component.
 
     What backward needs besides what it kept is in no component.
     """
-    train, layout = training(task), layout_of(task, candidate_columns(candidate.as_dict()))
+    train, layout = training(task), layout_of(task, columns)
     worst = stage(train.model, layout, training_memory(train, layout).worst_stage.astype(np.float64))
     parameters, activations = stage_parameters(train, layout, worst), stage_activations(train, layout, worst)
-    table: dict[str, dict[str, float]] = {}
-    for name in (*parameters, *(name for name in activations if name not in parameters)):
-        params, kept = (float(parts[name][0]) if name in parts else 0.0 for parts in (parameters, activations))
-        if params or kept:
-            table[name] = {"params": params, "activation_bytes": kept}
-    return table
+    none = np.zeros_like(layout.data)
+    return {
+        name: {"params": parameters.get(name, none) + none, "activation_bytes": activations.get(name, none) + none}
+        for name in dict.fromkeys((*parameters, *activations))
+    }
 
 
 def training(task: Task) -> Training:

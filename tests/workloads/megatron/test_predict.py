@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from flagcore.contracts import Costs
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact, Link, Source
-from flagcore.domain.cluster import Cluster, NodeGroup, Topology
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
+from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
-from flagcore.physics.collectives import AlphaBeta, topology_of
+from flagcore.physics.collectives import Collectives
 from flagcore.physics.memory import PlainMemory
 from flagcore.physics.roofline import Roofline
+from flagcore.physics.topology import topology_of
 from flagcore.workloads.megatron.knobs import candidate_columns
 from flagcore.workloads.megatron.predict import components, predict
 
@@ -57,9 +58,9 @@ def task(model: Model = DENSE, chip: Chip = CHIP, **train: object) -> Task:
 
 
 def costs(chip: Chip = CHIP, capacity: float | None = 80e9) -> Costs:
-    topology = topology_of(NodeGroup(chip=chip, nodes=1, devices_per_node=8)) or Topology(levels=())
+    topology = topology_of(NodeGroup(chip=chip, nodes=1, devices_per_node=8))
     return Costs(
-        memory=PlainMemory(capacity=capacity), kernels=Roofline(chip=chip), collectives=AlphaBeta(topology=topology)
+        memory=PlainMemory(capacity=capacity), kernels=Roofline(chip=chip), collectives=Collectives(topology=topology)
     )
 
 
@@ -152,7 +153,7 @@ def test_expert_tensor_parallel_is_the_tensor_parallel_size_unless_given() -> No
 
 def test_components_are_those_of_the_worst_stage() -> None:
     values = {"pipeline_model_parallel_size": 4, "data_parallel_size": 2, "expert_model_parallel_size": 2}
-    table = components(task(EXPERTS), Candidate.of(values), costs())
+    table = of_row(components(task(EXPERTS), candidate_columns(values), costs()), 0)
     row = predict(task(EXPERTS), columns(**{knob: [value] for knob, value in values.items()}), costs()).row(0)
     assert row.worst_stage == 0
     assert table["experts"]["params"] == 4 * 4 * 3 * 2048 * 1408

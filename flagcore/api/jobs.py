@@ -1,0 +1,173 @@
+"""Predict job records, those of one task together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from flagcore import plugins
+from flagcore.api.telling import loaded_plugins
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.job import Job
+from flagcore.domain.prediction import of_row
+from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.errors import FlagError, NotModelled, SpecError
+from flagcore.plugins import LoadedPlugins
+from flagcore.spec import read_job
+from flagcore.stages.build import canonical, refusals
+from flagcore.stages.discover import costs
+from flagcore.stages.predict import record
+
+AT_ONCE = 1024
+
+Answer = dict[str, Any]
+
+
+def estimate_jobs(
+    lines: Iterable[Mapping[str, Any]], *, without: Collection[str] = (), at_once: int = AT_ONCE
+) -> Iterator[Answer]:
+    """Predict job records, in order. A bad record gives a status and a reason, never an exception.
+
+    `at_once` lines are read before the first of them is answered.
+    """
+    with loaded_plugins(without) as loaded:
+        jobs, rest = _Jobs(loaded), iter(lines)
+        while some := list(islice(rest, at_once)):
+            for line, answer in zip(some, jobs.answers(some), strict=True):
+                yield {"id": _name(line), **answer}
+
+
+def _name(line: object) -> str | None:
+    """Return the id of a job record as text that can be printed."""
+    name = line.get("id") if isinstance(line, Mapping) else None
+    return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
+
+
+def _refused(error: FlagError, line: object) -> Answer:
+    """Return what is said of a record that cannot be predicted: serving is not wrong, only not modelled yet."""
+    serves = isinstance(line, Mapping) and line.get("kind") == "serve"
+    invalid = isinstance(error, SpecError) and not serves
+    return {"status": "invalid" if invalid else "unknown", "reason": str(error)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Platform:
+    """What plugins say of a cluster."""
+
+    group: NodeGroup
+    costs: Costs
+    support: EngineSupport
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One job, ready to be predicted. `noted` names the settings that its source's notes tell of."""
+
+    place: int
+    task: Task
+    columns: Columns
+    noted: frozenset[str]
+    rank: int | None
+
+
+class _Jobs:
+    """Predicts jobs; what plugins say is asked once."""
+
+    def __init__(self, loaded: LoadedPlugins) -> None:
+        self._loaded = loaded
+        self._platform = lru_cache(maxsize=None)(self._ask)
+        self._workload = lru_cache(maxsize=None)(plugins.workload)
+
+    def answers(self, lines: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """Return status and figures of each line."""
+        answers: dict[int, Answer] = {}
+        groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
+        for place, line in enumerate(lines):
+            try:
+                self._sort(place, read_job(line), groups)
+            except FlagError as error:
+                answers[place] = _refused(error, line)
+        for platform, workload, rows in groups.values():
+            try:
+                answers |= _predicted(platform, workload, rows)
+            except FlagError as error:
+                answers |= {row.place: _refused(error, None) for row in rows}
+        return [answers[place] for place in range(len(lines))]
+
+    def _sort(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
+        """Put a job with those of the same task. Raises FlagError."""
+        chip = self._loaded.find_chip(job.chip)
+        if chip is None:
+            raise NotModelled(f"no installed plugin knows the chip {job.chip!r}")
+        devices = min(job.devices_per_node, job.devices)
+        if job.devices % devices:
+            problem = f"is no multiple of cluster.devices_per_node = {job.devices_per_node}"
+            raise SpecError(key="cluster.devices", value=job.devices, problem=problem)
+        cluster = chip.name, job.devices // devices, devices, job.train.engine
+        platform, workload = self._platform(*cluster), self._workload(job.train.engine)
+        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=job.train)
+        bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
+        task, values, noted = workload.published(bare, job.candidate, job.notes)
+        train = task.spec.train
+        words = train.precision, train.attention, train.implementation
+        key = (
+            cluster,
+            job.model,
+            train.seq_length,
+            train.global_batch_size,
+            words,
+            tuple(sorted(train.settings.items())),
+        )
+        row = _Row(place, task, workload.columns(task, values), noted, job.rank)
+        groups.setdefault(key, (platform, workload, []))[2].append(row)
+
+    def _ask(self, chip: str, nodes: int, devices: int, engine: str) -> _Platform:
+        known = self._loaded.find_chip(chip)
+        assert known is not None
+        group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices)
+        made = costs(Cluster(groups=(group,)), self._loaded, engine)
+        return _Platform(group, made, self._loaded.engine_support(known, engine))
+
+
+def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
+    """Return the answers to jobs of one task, by their places."""
+    task = rows[0].task
+    columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
+    broken: list[list[str]] = [[] for _ in rows]
+    for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support)):
+        for number in np.flatnonzero(rule.broken(columns)).tolist():
+            if rule.name not in rows[number].noted:
+                broken[number].append(rule.says)
+    answers = {
+        row.place: {"status": "invalid", "reason": "; ".join(says)}
+        for row, says in zip(rows, broken, strict=True)
+        if says
+    }
+    legal = np.array([number for number, says in enumerate(broken) if not says], dtype=np.int64)
+    if legal.size:
+        answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _taken(columns, legal))
+    return answers
+
+
+def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
+    task = rows[0].task
+    columns = canonical(columns, workload.merges(task))
+    predictions = workload.predict(task, columns, platform.costs)
+    components = workload.components(task, columns, platform.costs)
+    answers: dict[int, Answer] = {}
+    for number, row in enumerate(rows):
+        figures = replace(predictions.row(number), components=of_row(components, number))
+        answers[row.place] = {"status": "ok", **record(task, figures)}
+    return answers
+
+
+def _taken(columns: Columns, rows: IntArray) -> dict[str, IntArray]:
+    return {knob: values[rows] for knob, values in columns.items()}
