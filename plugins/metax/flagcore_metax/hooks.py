@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flagcore.contracts import MemoryModel, PruningRule
+from flagcore.contracts import KernelCosts, MemoryModel, PruningRule
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
@@ -13,6 +13,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
+from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_metax import discover
 from flagcore_metax.islands import StayInsideIsland, c500_topology
 from flagcore_metax.memory import memory_of
@@ -49,6 +50,12 @@ def flagcore_topology(group: NodeGroup) -> Topology | None:
 def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
     """Return torch's caching allocator with what the driver and the context take."""
     return memory_of(group) if _mine(group.chip) else None
+
+
+@hookimpl
+def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
+    """Return what `costs/` holds for the chip: measured kernels, or a curve; None for the core's roofline."""
+    return kernel_costs("flagcore_metax", chip) if _mine(chip) else None
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from flagcore.contracts import MemoryModel
+from flagcore.contracts import KernelCosts, MemoryModel
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
@@ -12,6 +12,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
+from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_nvidia import discover
 from flagcore_nvidia.memory import memory_of
 
@@ -49,6 +50,12 @@ def flagcore_devices() -> Sequence[Device]:
 def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
     """Return torch's caching allocator with the context and NCCL's buffers."""
     return memory_of(group) if _mine(group.chip) else None
+
+
+@hookimpl
+def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
+    """Return what `costs/` holds for the chip: measured kernels, or a curve; None for the core's roofline."""
+    return kernel_costs("flagcore_nvidia", chip) if _mine(chip) else None
 
 
 @hookimpl

@@ -1,0 +1,96 @@
+"""What measured times say of a model's: a smooth factor over three sizes, learned from scattered points."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray, IntArray
+
+NOISE = 0.03
+"""Share of a residual's variance that is taken for noise of the measurement or the library's choice of a kernel."""
+
+MANTISSA = 52
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One size on a logarithmic grid: octaves `first` up to `last`, `steps` nodes each.
+
+    A residual is worth 1/e of itself `reach` octaves away.
+    """
+
+    first: int
+    last: int
+    steps: int
+    reach: float
+
+    @property
+    def nodes(self) -> FloatArray:
+        """Return the places of the nodes, in octaves."""
+        return np.arange(self.first * self.steps, self.last * self.steps + 1) / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Factors on a grid of three sizes, linear between the nodes, constant beyond them.
+
+    Places are octaves with straight lines between powers of two, so that the usual sizes of models (3 x 2^j,
+    7 x 2^j) lie on nodes.
+    """
+
+    axes: tuple[Axis, Axis, Axis]
+    factors: FloatArray
+
+    @classmethod
+    def learned(cls, axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
+        """Learn from `residuals` (log of measured over modelled, one a row) at `sizes` (rows of three).
+
+        Simple kriging: a Gaussian process of mean 0 whose covariance falls exponentially along each axis. Near the
+        points it repeats them but for noise; far away the factor is 1.
+        """
+        places = np.stack([octaves(column) for column in sizes.T])
+        near = [
+            np.exp(-np.abs(nodes[:, None] - place) / axis.reach)
+            for axis, nodes, place in zip(axes, (axis.nodes for axis in axes), places, strict=True)
+        ]
+        covariance = np.exp(
+            -sum(np.abs(place[:, None] - place) / axis.reach for axis, place in zip(axes, places, strict=True))
+        )
+        weights = np.linalg.solve(covariance + NOISE * np.eye(len(residuals)), residuals)
+        first, second, third = near
+        planes = (first[:, None, :] * second[None, :, :]).reshape(-1, len(residuals))
+        logs = (planes * weights) @ third.T
+        return cls(axes, np.exp(logs).reshape(first.shape[0], second.shape[0], third.shape[0]))
+
+    def __call__(self, *sizes: FloatArray) -> FloatArray:
+        """Return the factor at three sizes, above 0, that broadcast."""
+        strides = [prod(self.factors.shape[place + 1 :]) for place in range(3)]
+        start: IntArray | int = 0
+        shares = []
+        for axis, size, stride in zip(self.axes, sizes, strides, strict=True):
+            place = np.minimum(np.maximum(octaves(size), axis.first), axis.last - 1e-9) * axis.steps
+            node = np.floor(place)
+            shares.append(place - node)
+            start = start + (node - axis.first * axis.steps).astype(np.int64) * stride
+        table = self.factors.ravel()
+        x, y, z = shares
+
+        def along_z(corner: IntArray | int) -> FloatArray:
+            low = table.take(corner)
+            return low + z * (table.take(corner + strides[2]) - low)
+
+        def along_y(corner: IntArray | int) -> FloatArray:
+            low = along_z(corner)
+            return low + y * (along_z(corner + strides[1]) - low)
+
+        low = along_y(start)
+        return low + x * (along_y(start + strides[0]) - low)
+
+
+def octaves(sizes: FloatArray) -> FloatArray:
+    """Return log2 of `sizes` at powers of two, and straight lines between them: exponent and mantissa of a float."""
+    bits = np.asarray(sizes, dtype=np.float64).view(np.int64)
+    return bits * (1.0 / (1 << MANTISSA)) - 1023.0

@@ -1,0 +1,111 @@
+"""Fits the few numbers of a roofline to measured kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.space import FloatArray
+from flagcore.physics.curve import Curve
+from flagcore.physics.kernel_sheet import KernelSheet, Rows
+from flagcore.physics.roofline import HOST_LATENCY, RUNS_AS, Roofline
+
+SMALL_BYTES = 2.0**16
+"""An element-wise kernel of fewer bytes takes the least time that a kernel takes."""
+
+
+def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
+    """Return `roofline` with the shares of its peaks that `sheet` shows; peaks that nobody published become measured.
+
+    Each share is set by the median of the larger half of the kernels that it decides.
+    """
+    roofline = replace(roofline, chip=_completed(roofline, sheet))
+    return replace(roofline, curve=_shares(_plain(roofline, sheet), sheet))
+
+
+def _completed(roofline: Roofline, sheet: KernelSheet) -> Chip:
+    chip, curve = roofline.chip, roofline.curve
+    source = Source(kind="measured", detail="fastest kernel of a sheet over the share that such kernels reach")
+    copies = sheet.rows("copy").known
+    if chip.memory_bandwidth_bytes_per_second is None and copies.seconds.size:
+        best = float((copies.sizes[:, 0] / copies.seconds).max()) / curve.memory_share
+        chip = replace(chip, memory_bandwidth_bytes_per_second=Fact(value=best, source=source))
+    peaks = dict(chip.dense_flops_per_second)
+    for precision in sheet.precisions("gemm"):
+        rows = sheet.rows("gemm", precision).known
+        if RUNS_AS.get(precision, precision) not in peaks and rows.seconds.size:
+            best = float((2.0 * rows.sizes.prod(axis=1) / rows.seconds).max()) / curve.gemm_share
+            peaks[RUNS_AS.get(precision, precision)] = Fact(value=best, source=source)
+    return replace(chip, dense_flops_per_second=peaks)
+
+
+def _plain(roofline: Roofline, sheet: KernelSheet) -> Roofline:
+    """Return `roofline` with what needs no model: the least time of a kernel, launches, rates of memory and host."""
+    curve, fact = roofline.curve, roofline.chip.memory_bandwidth_bytes_per_second
+    small = sheet.rows("elementwise").known
+    if small.seconds.size and small.sizes.min() < SMALL_BYTES:
+        curve = replace(curve, kernel_seconds=float(small.seconds[small.sizes[:, 0].argmin()]))
+    if fact is not None:
+        curve = replace(
+            curve,
+            memory_share=_rate(sheet, "copy", curve.kernel_seconds, curve.memory_share * fact.value) / fact.value,
+            elementwise_share=_rate(sheet, "elementwise", curve.kernel_seconds, curve.elementwise_share * fact.value)
+            / fact.value,
+        )
+    launches = sheet.rows("launch").seconds
+    if launches.size:
+        curve = replace(curve, launch_seconds=float(np.median(launches)))
+    return replace(
+        roofline,
+        curve=replace(
+            curve, host_bytes_per_second=_rate(sheet, "host_copy", HOST_LATENCY, curve.host_bytes_per_second)
+        ),
+    )
+
+
+def _rate(sheet: KernelSheet, name: str, start: float, otherwise: float) -> float:
+    """Return the bytes per second of a kind of kernel, past its start."""
+    rows = _larger_half(sheet.rows(name).known, lambda sizes: sizes[:, 0])
+    late = rows.where(rows.seconds > 2.0 * start)
+    return float(np.median(late.sizes[:, 0] / (late.seconds - start))) if late.seconds.size else otherwise
+
+
+def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
+    curve = roofline.curve
+    shares = dict(curve.gemm_shares)
+    for precision in sheet.precisions("gemm"):
+        rows = _larger_half(sheet.rows("gemm", precision).known, lambda sizes: sizes.prod(axis=1))
+        if rows.seconds.size:
+            m, n, k = rows.sizes.T
+            excess = rows.seconds / roofline.gemm_seconds(m, n, k, precision)
+            shares[precision] = shares.get(precision, curve.gemm_share) / float(np.median(excess))
+    usual = next((shares[name] for name in ("bf16", "fp16", "fp32") if name in shares), curve.gemm_share)
+    return replace(
+        curve,
+        gemm_shares=shares,
+        gemm_share=usual,
+        attention_share=curve.attention_share / _excess(sheet, "attention", roofline.attention_seconds),
+        attention_backward_share=curve.attention_backward_share
+        / _excess(sheet, "attention_backward", roofline.attention_backward_seconds),
+    )
+
+
+def _excess(sheet: KernelSheet, name: str, modelled: Callable[..., FloatArray]) -> float:
+    """Return by how much attention took longer than modelled, in the precision that training uses first."""
+    for precision in ("bf16", "fp16", "fp32"):
+        rows = _larger_half(
+            sheet.rows(name, precision).known, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
+        )
+        if rows.seconds.size:
+            return float(np.median(rows.seconds / modelled(*rows.sizes.T, precision)))
+    return 1.0
+
+
+def _larger_half(rows: Rows, size: Callable[[FloatArray], FloatArray]) -> Rows:
+    if not rows.seconds.size:
+        return rows
+    sizes = size(rows.sizes)
+    return rows.where(sizes >= np.median(sizes))

@@ -1,0 +1,128 @@
+"""Kernel times from measurements: a roofline fitted to them, and what it left, learned over the sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+from flagcore.physics.correction import Axis, Correction
+from flagcore.physics.kernel_fit import fit
+from flagcore.physics.kernel_sheet import KernelSheet, Rows
+from flagcore.physics.roofline import Roofline
+
+GEMM_AXES = (
+    Axis(first=0, last=18, steps=2, reach=2.0),
+    Axis(first=4, last=18, steps=4, reach=0.5),
+    Axis(first=4, last=18, steps=4, reach=0.5),
+)
+"""m, n, k. A library chooses other kernels for other n and k, so what one pair shows tells little of the next."""
+
+ATTENTION_AXES = (
+    Axis(first=0, last=12, steps=1, reach=2.0),
+    Axis(first=4, last=18, steps=1, reach=2.0),
+    Axis(first=4, last=9, steps=2, reach=1.0),
+)
+"""Sequences times heads, keys, width of a head."""
+
+LIKE = {"fp16": "bf16", "bf16": "fp16"}
+"""Precisions whose kernels behave alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """Implements `KernelCosts`. What was not measured comes from the fitted roofline, scaled by the chip's peaks."""
+
+    roofline: Roofline
+    gemm: Mapping[str, Correction]
+    attention: Mapping[str, Correction]
+    attention_backward: Mapping[str, Correction]
+
+    @classmethod
+    def of(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
+        """Fit `roofline` to `sheet`, and learn what it leaves."""
+        fitted = fit(roofline, sheet)
+        return cls(
+            fitted,
+            {name: _learned_gemm(fitted, sheet, name) for name in sheet.precisions("gemm")},
+            {name: _learned_attention(fitted, sheet, "attention", name) for name in sheet.precisions("attention")},
+            {
+                name: _learned_attention(fitted, sheet, "attention_backward", name)
+                for name in sheet.precisions("attention_backward")
+            },
+        )
+
+    def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
+        """Return the time of a matrix product."""
+        seconds = self.roofline.gemm_seconds(m, n, k, precision)
+        learned = _like(self.gemm, precision)
+        return seconds if learned is None else seconds * learned(m, n, k)
+
+    def attention_seconds(
+        self,
+        batch: FloatArray,
+        heads: FloatArray,
+        groups: FloatArray,
+        queries: FloatArray,
+        keys: FloatArray,
+        head_dim: FloatArray,
+        precision: str,
+    ) -> FloatArray:
+        """Return the time of causal attention forward."""
+        seconds = self.roofline.attention_seconds(batch, heads, groups, queries, keys, head_dim, precision)
+        learned = _like(self.attention, precision)
+        return seconds if learned is None else seconds * learned(batch * heads, keys, head_dim)
+
+    def attention_backward_seconds(
+        self,
+        batch: FloatArray,
+        heads: FloatArray,
+        groups: FloatArray,
+        queries: FloatArray,
+        keys: FloatArray,
+        head_dim: FloatArray,
+        precision: str,
+    ) -> FloatArray:
+        """Return the time of its backward pass."""
+        seconds = self.roofline.attention_backward_seconds(batch, heads, groups, queries, keys, head_dim, precision)
+        learned = _like(self.attention_backward, precision)
+        return seconds if learned is None else seconds * learned(batch * heads, keys, head_dim)
+
+    def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time of an element-wise kernel."""
+        return self.roofline.memory_seconds(bytes_moved)
+
+    def launch_seconds(self) -> float:
+        """Return what the host needs to launch one kernel."""
+        return self.roofline.launch_seconds()
+
+    def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time of a copy over the host link."""
+        return self.roofline.host_copy_seconds(bytes_moved)
+
+
+def _learned_gemm(roofline: Roofline, sheet: KernelSheet, precision: str) -> Correction:
+    rows = sheet.rows("gemm", precision)
+    m, n, k = rows.sizes.T
+    return _learned(GEMM_AXES, rows, rows.sizes, roofline.gemm_seconds(m, n, k, precision))
+
+
+def _learned_attention(roofline: Roofline, sheet: KernelSheet, name: str, precision: str) -> Correction:
+    rows = sheet.rows(name, precision)
+    batch, heads, groups, queries, keys, width = rows.sizes.T
+    model = roofline.attention_seconds if name == "attention" else roofline.attention_backward_seconds
+    modelled = model(batch, heads, groups, queries, keys, width, precision)
+    return _learned(ATTENTION_AXES, rows, np.stack([batch * heads, keys, width], axis=1), modelled)
+
+
+def _learned(axes: tuple[Axis, Axis, Axis], rows: Rows, sizes: FloatArray, modelled: FloatArray) -> Correction:
+    """Learn from times that are the device's, and from bounds where the model is above them."""
+    residuals = np.log(rows.seconds / modelled)
+    told = np.isfinite(residuals) & (~rows.bound | (residuals < 0))
+    return Correction.learned(axes, sizes[told], residuals[told])
+
+
+def _like(learned: Mapping[str, Correction], precision: str) -> Correction | None:
+    return learned.get(precision) or learned.get(LIKE.get(precision, precision))

@@ -1,0 +1,75 @@
+"""The kernel times that the plugin ships."""
+
+from importlib.resources import files
+
+import numpy as np
+import pytest
+from flagcore_nvidia.hooks import flagcore_chips, flagcore_kernel_costs
+
+from flagcore.contracts import KernelCosts
+from flagcore.domain.chip import Chip
+from flagcore.physics.kernel_sheet import KernelSheet, Rows
+from flagcore.physics.kernel_table import KernelTable
+from flagcore.physics.roofline import Roofline
+from flagcore.vendorkit.costfile import read_curve, read_kernels, read_provenance
+
+COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")
+FOLDS = 8
+
+
+def read(name: str) -> str:
+    return COSTS.joinpath(name).read_text("utf-8")
+
+
+SHEET = read_kernels(read("kernels.jsonl"), "kernels.jsonl", read_provenance(read("provenance.yaml"), "provenance"))
+
+
+def chip_named(name: str) -> Chip:
+    return next(chip for chip in flagcore_chips() if chip.name == name)
+
+
+def costs_of(name: str) -> KernelCosts:
+    costs = flagcore_kernel_costs(chip_named(name))
+    assert costs is not None
+    return costs
+
+
+def errors(costs: KernelCosts, kind: str, rows: Rows) -> np.ndarray:
+    return np.abs(np.log(getattr(costs, f"{kind}_seconds")(*rows.sizes.T, "bf16") / rows.seconds))
+
+
+@pytest.mark.parametrize("kind", ["gemm", "attention", "attention_backward"])
+def test_the_h200_table_repeats_what_was_measured_and_keeps_bounds(kind: str) -> None:
+    rows, costs = SHEET.rows(kind, "bf16"), costs_of("H200")
+    assert errors(costs, kind, rows.known).mean() < 0.015
+    bounds = rows.where(rows.bound)
+    assert (getattr(costs, f"{kind}_seconds")(*bounds.sizes.T, "bf16") < 1.07 * bounds.seconds).all()
+
+
+@pytest.mark.parametrize(("kind", "mean"), [("gemm", 0.05), ("attention", 0.02), ("attention_backward", 0.025)])
+def test_the_h200_table_is_close_on_kernels_that_it_never_saw(kind: str, mean: float) -> None:
+    roofline = Roofline(chip=chip_named("H200"), curve=read_curve(read("curve.yaml"), "curve.yaml"))
+    places = np.array([place for place, kernel in enumerate(SHEET.kernels) if kernel.name == kind and not kernel.bound])
+    np.random.default_rng(1).shuffle(places)
+    found = []
+    for fold in range(FOLDS):
+        hidden = set(places[fold::FOLDS].tolist())
+        seen = KernelSheet(tuple(kernel for place, kernel in enumerate(SHEET.kernels) if place not in hidden))
+        unseen = KernelSheet(tuple(SHEET.kernels[place] for place in sorted(hidden)))
+        found.append(errors(KernelTable.of(roofline, seen), kind, unseen.rows(kind, "bf16")))
+    assert np.concatenate(found).mean() < mean
+
+
+def test_the_h100_computes_like_the_h200_and_has_a_slower_memory() -> None:
+    one, large = np.array([1.0]), np.array([8192.0])
+    h100, h200 = costs_of("H100-SXM"), costs_of("H200")
+    assert h100.gemm_seconds(large, large, large, "bf16") == pytest.approx(
+        h200.gemm_seconds(large, large, large, "bf16"), rel=0.15
+    )
+    thin = [costs.gemm_seconds(one, large, large, "bf16")[0] for costs in (h100, h200)]
+    assert 1.2 < thin[0] / thin[1] < 1.5
+
+
+def test_a_chip_without_a_table_or_a_curve_is_left_to_the_core() -> None:
+    assert flagcore_kernel_costs(Chip(name="unheard of", vendor="nvidia")) is None
+    assert flagcore_kernel_costs(Chip(name="H200", vendor="somebody else")) is None
