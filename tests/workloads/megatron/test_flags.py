@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,72 @@ def test_what_the_trial_program_cannot_run_is_refused_before_any_trial(key: str,
         WORKLOAD.ready(small.task(**job).spec)
     assert (refused.value.key, refused.value.value) == (key, value)
     WORKLOAD.ready(small.task(command=("bash", "pretrain.sh"), **job).spec)
+
+
+def test_settings_are_flags_once() -> None:
+    settings = {
+        "overlap_grad_reduce": True,
+        "overlap_p2p_comm": False,
+        "moe_grouped_gemm": False,
+        "recompute_modules": "layernorm,mlp",
+        "exp_avg_dtype": "bf16",
+        "num_layers_in_first_pipeline_stage": 3,
+        "moe_expert_imbalance": 1.5,
+        "pipeline_schedule": "interleaved",
+    }
+    train = small.task(settings=settings, command=("run", "--exp-avg-dtype", "bf16")).spec.train
+    given = flags({}, train, None)
+    assert given[4:] == [
+        "--overlap-grad-reduce",
+        "--no-overlap-p2p-communication",
+        "--recompute-modules",
+        "layernorm",
+        "mlp",
+        "--decoder-first-pipeline-num-layers",
+        "3",
+    ]
+
+
+def test_level_of_recompute_of_experts_is_passed_on_as_modules() -> None:
+    train = small.task(settings={"moe_recompute_level": "medium"}, command=("run",)).spec.train
+    assert flags({}, train, None)[4:] == ["--recompute-modules", "moe_act", "shared_experts"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "trial", "command"),
+    [
+        ({"overlap_grad_reduce": True}, False, True),
+        ({"overlap_grad_reduce": False}, True, True),
+        ({"moe_token_dispatcher_type": "alltoall"}, True, True),
+        ({"moe_token_dispatcher_type": "flex"}, False, True),
+        ({"recompute_modules": "layernorm"}, True, True),
+        ({"moe_recompute_level": "light"}, False, True),
+        ({"accumulate_allreduce_grads_in_fp32": True}, True, True),
+        ({"grad_reduce_in_bf16": True}, False, True),
+        ({"overlap_p2p_comm": False}, False, True),
+        ({"pipeline_schedule": "1f1b"}, True, True),
+        ({"pipeline_schedule": "zb-h1"}, False, False),
+        ({"recompute_num_layers_per_stage": "1,2"}, False, False),
+        ({"offload_stages": "0"}, False, False),
+    ],
+)
+def test_setting_that_no_trial_can_run_is_refused_before_any(settings: Any, trial: bool, command: bool) -> None:
+    for given, runs in ((None, trial), (("bash", "pretrain.sh"), command)):
+        spec = small.task(settings=settings, command=given).spec
+        if runs:
+            WORKLOAD.ready(spec)
+            continue
+        with pytest.raises(SpecError, match="trial") as refused:
+            WORKLOAD.ready(spec)
+        assert refused.value.key == f"train.settings.{next(iter(settings))}"
+
+
+def test_trial_program_is_told_the_settings_that_it_takes(tmp_path: Path) -> None:
+    settings = {"recompute_modules": "layernorm,mlp", "expert_tensor_parallel_size": 1, "overlap_grad_reduce": False}
+    WORKLOAD.launch(small.platform(small.task(settings=settings)), PLAIN, str(tmp_path))
+    job = json.loads((tmp_path / "job.json").read_text())["candidate"]
+    assert (job["recompute_modules"], job["expert_tensor_parallel_size"]) == (["layernorm", "mlp"], 1)
+    assert "overlap_grad_reduce" not in job
 
 
 def test_the_trial_program_is_not_asked_to_play_several_nodes_on_one() -> None:
