@@ -13,7 +13,7 @@ from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.cluster import Cluster, NodeGroup, Topology
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
-from flagcore.physics.collectives import AlphaBeta
+from flagcore.physics.collectives import Collectives
 from flagcore.physics.memory import PlainMemory
 from flagcore.physics.roofline import Roofline
 from flagcore.stages.build import build
@@ -37,7 +37,7 @@ def _figures(task: Task) -> dict[str, float]:
     costs = Costs(
         memory=PlainMemory(capacity=80e9),
         kernels=Roofline(chip=task.cluster.groups[0].chip),
-        collectives=AlphaBeta(topology=Topology(levels=())),
+        collectives=Collectives(topology=Topology(levels=())),
     )
     predict(task, WORKLOAD, space, costs)
     predicted = time.perf_counter()

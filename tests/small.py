@@ -9,13 +9,14 @@ from typing import Any
 from flagcore.contracts import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.chip import Chip, Fact, Link, Source, Support
-from flagcore.domain.cluster import Cluster, NodeGroup, Topology
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
-from flagcore.physics.collectives import AlphaBeta, topology_of
+from flagcore.physics.collectives import Collectives
 from flagcore.physics.memory import PlainMemory
 from flagcore.physics.roofline import Roofline
+from flagcore.physics.topology import topology_of
 from flagcore.workloads.megatron.knobs import KNOBS, neutral
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
@@ -70,7 +71,7 @@ def costs(task: Task, capacity: float | None = 80e9) -> Costs:
     return Costs(
         memory=PlainMemory(capacity=capacity),
         kernels=Roofline(chip=group.chip),
-        collectives=AlphaBeta(topology=topology_of(group) or Topology(levels=())),
+        collectives=Collectives(topology=topology_of(group)),
     )
 
 

@@ -34,18 +34,22 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How the devices of one node are joined.
+    """How neighbouring devices are joined.
 
     `bytes_per_second` is what one device can send in one direction to all its peers together.
-    `topology` is one word: switch, mesh, pcie, ring or shared-memory. `island_size` is the number of
-    devices that the link joins (None: all devices of the node).
+    `topology` is one word: switch, mesh, pcie, ring or shared-memory. `domain_size` is the number of
+    consecutive devices that the link joins: an island of a node, or a rack (None: all devices of a node).
+    `copy_engine` says that collectives run on engines beside the compute units and take nothing from kernels.
+    `peer_access` False means that devices cannot reach each other's memory: copies go through the host.
     """
 
     name: str
     topology: str
     bytes_per_second: Fact
     latency_seconds: float = 10e-6
-    island_size: int | None = None
+    domain_size: int | None = None
+    copy_engine: bool = False
+    peer_access: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,31 @@ from flagcore.domain.chip import Chip
 class Level:
     """One level of a topology, from the inside out.
 
-    A group of `devices` consecutive devices talks over it; each sends `bytes_per_second` in one direction,
-    and a message costs `latency_seconds` before its first byte.
+    A group of `devices` consecutive devices talks over it; each sends `bytes_per_second` in one direction (on an
+    outer level: across it, all at once), and a message costs `latency_seconds` before its first byte. What follows
+    says how collectives use it:
+
+    `hop_seconds` is what each further step of a pipelined ring costs; None: a sixteenth of the latency.
+    `efficiency` is the share of the rate that large messages reach. `pair_share` is the share of a device's rate
+    that one pair of devices has (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` says how the rate falls
+    when n devices use the level: as (2/n) to this power. `compute_taken` is the share of the device's compute that a
+    running collective takes from kernels beside it.
     """
 
     name: str
     devices: int
     bytes_per_second: float
     latency_seconds: float
+    hop_seconds: float | None = None
+    efficiency: float = 0.75
+    pair_share: float = 1.0
+    crowding: float = 0.0
+    compute_taken: float = 0.15
+
+    @property
+    def hop(self) -> float:
+        """Seconds of one further step."""
+        return self.latency_seconds / 16 if self.hop_seconds is None else self.hop_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,80 +1,132 @@
-"""Times of collectives from latency and bandwidth, for machines of which nothing better is known."""
+"""Times of collectives over the levels of a cluster: from latency and bandwidth, and from measured curves if any."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from flagcore.domain.cluster import Level, NodeGroup, Topology
+from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.space import FloatArray, IntArray
-
-NETWORK_LATENCY_SECONDS = 20e-6
-"""Latency of one message between nodes: the figure of Calculon (Isaev et al. 2023) for InfiniBand."""
+from flagcore.physics.collective_curves import CollectiveTable, Grid, grids
+from flagcore.physics.collective_model import PEER_SECONDS, level_seconds, sent_share, smooth, usable_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlphaBeta:
-    """Ring collectives over one level: steps x latency + bytes sent / bandwidth. Implements `CollectiveCosts`.
+class Collectives:
+    """Collectives over nested levels. Implements `flagcore.contracts.CollectiveCosts`.
 
-    The level is the smallest that holds the whole group, by its span of ranks x stride devices: a ring is as
-    slow as its slowest hop. Formulas: Thakur et al. 2005; all-reduce 2 (n-1)/n S, the others (n-1)/n S, a message
-    S. `share` is the part of a link's rate that collectives reach: 0.75 is the middle of what switched
-    links, meshes and networks were measured at (0.65 to 0.98).
+    A group of n ranks has m of them in each block of a level. Inside the innermost block (with curves: inside the
+    span that they hold for) the time is that of m ranks. Across an outer level each rank uses its own port, so a
+    block sends through m ports at once; the slower of inside and outside decides, as a library pipelines the two,
+    and the outer level's start-up is added. Bytes that leave a block of m among c blocks: all-reduce 2 (c-1)/c S/m,
+    gathering and scattering (n-1)/n S/m (a ring), all-to-all (n-m)/n S for each rank. A send pays its farthest hop.
     """
 
     topology: Topology
-    share: float = 0.75
+    grids: Mapping[str, Grid] = field(default_factory=dict)
+    measured_level: int = 0
+
+    @classmethod
+    def of(cls, topology: Topology, table: CollectiveTable | None) -> Collectives:
+        """Return the collectives of `topology` with the curves of `table` where they hold."""
+        if table is None or not topology.levels:
+            return cls(topology=topology)
+        wide = [place for place, level in enumerate(topology.levels) if level.devices >= table.span]
+        place = wide[0] if wide else len(topology.levels) - 1
+        return cls(topology=topology, grids=grids(table, topology.levels[place]), measured_level=place)
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return the time of one collective; NaN without a topology. A group of one costs nothing."""
+        """Return the time of one collective; NaN where a level that it needs is unknown, 0 for a group of one."""
         count = np.asarray(ranks, dtype=np.float64)
-        rate, latency = self._level(count * stride)
-        steps = np.where(count > 1, count - 1.0, 0.0)
-        sent = payload_bytes * steps / np.maximum(count, 1.0)
+        if not self.topology.levels:
+            return np.where(count * np.ones_like(payload_bytes) > 1.0, np.nan, 0.0)
+        members = self._members(count, stride)
         if kind == "send":
-            steps, sent = np.minimum(steps, 1.0), payload_bytes * np.minimum(steps, 1.0)
-        elif kind == "all_reduce":
-            steps, sent = 2.0 * steps, 2.0 * sent
-        elif kind == "all_to_all":
-            steps = np.minimum(steps, 1.0)
-        return np.where(count > 1, steps * latency + sent / (rate * self.share), 0.0)
-
-    def _level(self, span: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return bandwidth and latency of the smallest level of at least `span` devices, else of the largest."""
-        levels = self.topology.levels
-        if not levels:
-            unknown = np.full(np.shape(span), np.nan)
-            return unknown, unknown
-        sizes = np.array([level.devices for level in levels], dtype=np.float64)
-        place = np.minimum(np.searchsorted(sizes, span), len(levels) - 1)
-        rates = np.array([level.bytes_per_second for level in levels])
-        latencies = np.array([level.latency_seconds for level in levels])
-        return rates[place], latencies[place]
-
-
-def topology_of(group: NodeGroup) -> Topology | None:
-    """Return the levels that the chip's link and network card make, or None where one that is needed is unknown.
-
-    A link that joins only an island of the node leaves the node as a second level; what carries traffic between
-    islands is not among a chip's facts, so the network card's rate stands for it.
-    """
-    chip, levels = group.chip, []
-    joined = 1
-    if chip.link is not None:
-        joined = min(chip.link.island_size or group.devices_per_node, group.devices_per_node)
-        rate, latency = chip.link.bytes_per_second.value, chip.link.latency_seconds
-        levels.append(Level(name=chip.link.name, devices=joined, bytes_per_second=rate, latency_seconds=latency))
-    if group.devices > joined:
-        if chip.nic_bytes_per_second is None:
-            return None
-        rate = chip.nic_bytes_per_second.value
-        levels.append(
-            Level(
-                name="network",
-                devices=group.devices,
-                bytes_per_second=rate,
-                latency_seconds=NETWORK_LATENCY_SECONDS,
+            return self._send_seconds(payload_bytes, count, members)
+        measured = self.measured_level if kind in self.grids else 0
+        inside = members[measured]
+        if kind == "all_to_all":
+            time = self._inside_seconds(kind, payload_bytes * (inside / count), inside)
+        else:
+            time = self._inside_seconds(kind, payload_bytes, inside)
+        outside = inside < count
+        if measured == 0 and not outside.any():
+            return time
+        if kind != "all_to_all":
+            time = time * np.where(
+                inside > 1.0, sent_share(kind, count) / np.maximum(sent_share(kind, inside), 0.1), 1.0
             )
-        )
-    return Topology(levels=tuple(levels)) if levels else None
+        startup = np.zeros_like(time)
+        for place in range(1, len(members)):
+            transfer = self._crossing_seconds(kind, place, payload_bytes, count, members)
+            if place > measured:
+                first = self._crossing_startup(kind, place, members)
+                startup = startup + smooth(first, transfer) - transfer
+            time = np.maximum(time, transfer)
+        return time + startup
+
+    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return the share of compute that a running collective of the group takes from kernels beside it."""
+        count = np.asarray(ranks, dtype=np.float64)
+        taken, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
+        for level, members in zip(self.topology.levels, self._members(count, stride), strict=True):
+            taken = np.where(members > below, np.maximum(taken, level.compute_taken), taken)
+            below = members
+        return taken
+
+    def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:
+        """Return for each level how many ranks of a group lie in one block of it; in the last, all of them."""
+        sizes = [level.devices for level in self.topology.levels[:-1]]
+        return [np.minimum(np.maximum(size // stride, 1.0), count) for size in sizes] + [count * np.ones_like(stride)]
+
+    def _inside_seconds(self, kind: str, payload_bytes: FloatArray, ranks: FloatArray) -> FloatArray:
+        if kind in self.grids:
+            return self.grids[kind].at(payload_bytes, ranks)
+        several = np.maximum(ranks, 2.0)
+        return np.where(ranks > 1.0, level_seconds(self.topology.levels[0], kind, payload_bytes, several), 0.0)
+
+    def _crossing_seconds(
+        self, kind: str, place: int, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]
+    ) -> FloatArray:
+        """Return how long the bytes need that cross level `place`, each rank over its own port; 0 where none do."""
+        level, here, below = self.topology.levels[place], members[place], members[place - 1]
+        blocks = np.maximum(here / below, 1.0)
+        if kind == "all_to_all":
+            sent = (here - below) / count
+        elif kind == "all_reduce":
+            sent = 2.0 * (1.0 - 1.0 / blocks) / below
+        else:
+            sent = (1.0 - 1.0 / count) / below
+        rate = level.bytes_per_second * usable_share(level, np.maximum(blocks, 2.0))
+        return np.where(here > below, sent * payload_bytes / rate, 0.0)
+
+    def _crossing_startup(self, kind: str, place: int, members: list[FloatArray]) -> FloatArray:
+        """Return the start-up that level `place` adds: of a tree for an all-reduce, of a ring for the others."""
+        level, inner = self.topology.levels[place], self.topology.levels[0]
+        here, below = members[place], members[place - 1]
+        blocks = np.maximum(np.ceil(here / below), 1.0)
+        if kind == "all_to_all":
+            further = (here - below - 1.0) * PEER_SECONDS
+        elif kind == "all_reduce":
+            further = (2.0 * np.log2(blocks) - 1.0) * level.hop
+        else:
+            further = (blocks - 2.0) * level.hop + (blocks - 1.0) * (below - 1.0) * inner.hop
+        return np.where(here > below, level.latency_seconds + further, 0.0)
+
+    def _send_seconds(self, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]) -> FloatArray:
+        """Return the time of a message to the farthest neighbour in the group."""
+        two = np.full_like(count, 2.0)
+        measured = self.measured_level if "send" in self.grids else 0
+        time = self._inside_seconds("send", payload_bytes, np.minimum(count, two))
+        for place in range(measured + 1, len(members)):
+            crosses = members[place - 1] < count
+            if crosses.any():
+                time = np.where(crosses, _message_seconds(self.topology.levels[place], payload_bytes), time)
+        return time
+
+
+def _message_seconds(level: Level, payload_bytes: FloatArray) -> FloatArray:
+    transfer = payload_bytes / (level.bytes_per_second * level.efficiency)
+    return smooth(np.full_like(transfer, level.latency_seconds), transfer)

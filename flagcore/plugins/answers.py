@@ -21,6 +21,7 @@ from flagcore.domain.chip import Chip, Device, Fact
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.physics.collective_model import KINDS
 from flagcore.plugins.installed import BadPlugin
 
 _hints = cache(get_type_hints)
@@ -78,6 +79,10 @@ def topology(answer: object, group: NodeGroup) -> Topology:
         raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at all {group.devices}")
     if any(not level.bytes_per_second > 0 or level.latency_seconds < 0 for level in found.levels):
         raise BadPlugin("answered a level without bandwidth or with a negative latency")
+    if any(not (level.efficiency > 0 and 0 < level.pair_share <= 1 and level.hop >= 0) for level in found.levels):
+        raise BadPlugin("answered a level whose efficiency or pair_share is no share above 0, or with a negative hop")
+    if any(not (level.crowding >= 0 and 0 <= level.compute_taken <= 1) for level in found.levels):
+        raise BadPlugin("answered a level with a negative crowding, or with a compute_taken that is no share")
     return found
 
 
@@ -109,10 +114,14 @@ def kernel_costs(answer: object) -> KernelCosts:
 
 
 def collective_costs(answer: object) -> CollectiveCosts:
-    """Return `answer` as collective costs that answer two small columns."""
+    """Return `answer` as collective costs that answer two small columns, NaN allowed for times."""
     costs: CollectiveCosts = behaviour(CollectiveCosts, answer)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
-        _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), np.array([2, 2]), np.array([1, 1]))
+    ranks, stride = np.array([2, 2]), np.array([1, 1])
+    for kind in KINDS:
+        _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), ranks, stride)
+    _two_numbers(costs.compute_taken, ranks, stride)
+    if not bool((np.asarray(costs.compute_taken(ranks, stride)) <= 1.0).all()):
+        raise BadPlugin("answered collective costs whose compute_taken is above 1; it is a share of the compute")
     return costs
 
 

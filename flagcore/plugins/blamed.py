@@ -25,6 +25,7 @@ COLUMNS = frozenset(
         "memory_seconds",
         "host_copy_seconds",
         "seconds",
+        "compute_taken",
     )
 )
 """Methods whose answer is made an array of float64."""

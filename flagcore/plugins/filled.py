@@ -1,15 +1,18 @@
-"""A plugin's kernel times, and the core's roofline for what the plugin does not know."""
+"""A plugin's costs, and the core's own for what the plugin does not know: NaN."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from flagcore.contracts import KernelCosts
-from flagcore.domain.space import FloatArray
+from flagcore.contracts import CollectiveCosts, KernelCosts
+from flagcore.domain.space import FloatArray, IntArray
+
+C = TypeVar("C", KernelCosts, CollectiveCosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,27 @@ class FilledKernelCosts:
         return _filled(lambda costs: costs.host_copy_seconds(bytes_moved), self)
 
 
-def _filled(seconds: Callable[[KernelCosts], FloatArray], costs: FilledKernelCosts) -> FloatArray:
-    known = seconds(costs.table)
+@dataclass(frozen=True, slots=True)
+class FilledCollectiveCosts:
+    """`flagcore.contracts.CollectiveCosts`: each figure of `table`, or that of `otherwise` where the table says NaN."""
+
+    table: CollectiveCosts
+    otherwise: CollectiveCosts
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return the time of a collective."""
+        return _either(lambda costs: costs.seconds(kind, payload_bytes, ranks, stride), self.table, self.otherwise)
+
+    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return the share of compute that a running collective takes."""
+        return _either(lambda costs: costs.compute_taken(ranks, stride), self.table, self.otherwise)
+
+
+def _filled(ask: Callable[[KernelCosts], FloatArray], costs: FilledKernelCosts) -> FloatArray:
+    return _either(ask, costs.table, costs.otherwise)
+
+
+def _either(ask: Callable[[C], FloatArray], table: C, otherwise: C) -> FloatArray:
+    known = ask(table)
     missing = np.isnan(known)
-    return np.where(missing, seconds(costs.otherwise), known) if missing.any() else known
+    return np.where(missing, ask(otherwise), known) if missing.any() else known

@@ -14,10 +14,12 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
+from flagcore.physics.collectives import Collectives
 from flagcore.physics.roofline import Roofline
+from flagcore.physics.topology import topology_of
 from flagcore.plugins import answers
 from flagcore.plugins.blamed import blamed
-from flagcore.plugins.filled import FilledKernelCosts
+from flagcore.plugins.filled import FilledCollectiveCosts, FilledKernelCosts
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loading import Plugin, load_plugin, make_plugin
 
@@ -103,10 +105,12 @@ class LoadedPlugins:
         return None if table is None else FilledKernelCosts(table, Roofline(chip=chip))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return the first plugin's answer, or None for latency and bandwidth."""
-        return self._first(
+        """Return the first plugin's answer, with the topology's where that is NaN; None for the topology alone."""
+        found = self._first(
             [group.chip], "flagcore_collective_costs", answers.collective_costs, group=group, engine=engine
         )
+        levels = self.topology(group) or topology_of(group)
+        return None if found is None else FilledCollectiveCosts(found, Collectives(topology=levels))
 
     def environment(self, chip: Chip, engine: str) -> Mapping[str, str]:
         """Return all plugins' variables; where several set one, the plugin asked first wins."""

@@ -6,13 +6,14 @@ from collections import Counter
 
 from flagcore.contracts import Costs, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support
-from flagcore.domain.cluster import Cluster, NodeGroup, Topology
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import NoDevice
-from flagcore.physics.collectives import AlphaBeta, topology_of
+from flagcore.physics.collectives import Collectives
 from flagcore.physics.memory import PlainMemory
 from flagcore.physics.roofline import Roofline
+from flagcore.physics.topology import topology_of
 
 
 def discover(spec: Spec, plugins: Plugins) -> Platform:
@@ -48,7 +49,7 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
         kernels=plugins.kernel_costs(group.chip, engine) or Roofline(chip=group.chip),
         collectives=plugins.collective_costs(group, engine)
-        or AlphaBeta(topology=plugins.topology(group) or topology_of(group) or Topology(levels=())),
+        or Collectives(topology=plugins.topology(group) or topology_of(group)),
     )
 
 

@@ -57,7 +57,9 @@ def _link(part: Part | None) -> Link | None:
         topology=topology,
         bytes_per_second=rate,
         latency_seconds=float(part.optional("latency_seconds", (int, float), 10e-6)),
-        island_size=part.optional("island_size", int, None),
+        domain_size=part.optional("domain_size", int, None),
+        copy_engine=part.optional("copy_engine", bool, False),
+        peer_access=part.optional("peer_access", bool, True),
     )
     part.finish()
     return link

@@ -49,9 +49,9 @@ class Part:
         value = self.content.pop(key, None)
         if value is None:
             return default
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            words = {str: "text", int: "a whole number", float: "a number"}
+            words = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
             problem = f"must be {words.get(kinds[-1], 'keys with values')}"
             raise self.wrong(key, problem, _number_hint(value, kinds), value)
         return value

@@ -144,6 +144,24 @@ class Wrong:
     def seconds(self, *arguments: object) -> float:
         return 1.0
 
+    def compute_taken(self, *arguments: object) -> float:
+        return 0.0
+
+
+class Greedy(Wrong):
+    """Collective costs that take more than all of the compute."""
+
+    def seconds(self, *arguments: object) -> list[float]:  # type: ignore[override]
+        return [1.0, 1.0]
+
+    def compute_taken(self, *arguments: object) -> list[float]:  # type: ignore[override]
+        return [1.0, 1.5]
+
+
+def one_level(**changes: Any) -> Topology:
+    level = {"name": "n", "devices": 8, "bytes_per_second": 1.0, "latency_seconds": 0.0, **changes}
+    return Topology(levels=(Level(**level),))
+
 
 @pytest.mark.parametrize(
     ("hook", "answer", "words"),
@@ -160,8 +178,11 @@ class Wrong:
         ("kernel_costs", Wrong(), "could not convert string to float"),
         ("memory_model", Wrong(), "no method reserved_bytes, device_used_bytes"),
         ("collective_costs", Wrong(), "must give two numbers"),
+        ("collective_costs", Greedy(), "compute_taken is above 1"),
         ("topology", Topology(levels=()), "must grow and end at all 8"),
-        ("topology", Topology(levels=(Level(name="n", devices=4, bytes_per_second=1.0, latency_seconds=0.0),)), "[4]"),
+        ("topology", one_level(devices=4), "[4]"),
+        ("topology", one_level(efficiency=0.0), "efficiency"),
+        ("topology", one_level(compute_taken=15.0), "compute_taken"),
     ],
 )
 def test_wrong_answer_about_a_chip_is_told_and_counts_as_none(hook: str, answer: object, words: str) -> None:
