@@ -144,8 +144,9 @@ def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear,
 def _core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
     """Return the attention core forward and backward.
 
-    Unfused, it computes all scores (twice a causal kernel's) and moves them six times forward (product, mask,
-    softmax, dropout, second product) and eight times backward.
+    Unfused, it computes all scores (twice a causal kernel's) and moves them seven times forward (written by the
+    product, read and written by masked softmax and by dropout with its mask, read by the second product) and 9.5 times
+    backward.
     """
     model, length = train.model, float(train.sequence)
     heads = model.num_attention_heads / layout.tensor
@@ -164,7 +165,7 @@ def _core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, Fl
     rows = layout.micro_batch * heads * length / layout.context
     product = costs.kernels.gemm_seconds(rows, whole, shape[5], precision)
     product = product + costs.kernels.gemm_seconds(rows, shape[5], whole, precision)
-    moved, moved_back = costs.kernels.memory_seconds(6.0 * scores), costs.kernels.memory_seconds(8.0 * scores)
+    moved, moved_back = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
     return product + moved, 2.0 * product + moved_back
 
 

@@ -19,20 +19,23 @@ from flagcore.physics.pipeline import Stage, stage, stages
 HELD_BYTES = 5.0
 """Memory traffic of an optimizer step for each parameter that a rank holds: its gradient set to zero, its weight."""
 
-OWNED_BYTES, SHARDED_BYTES = 97.0, 88.0
+OWNED_BYTES = {True: (38.0, 38.0), False: (97.0, 88.0)}
 """The same for each parameter whose state it owns, without and with a distributed optimizer: the gradients' norm and
-scale, Adam, and copies between formats."""
+scale, Adam, and copies between formats; with transformer-engine's fused kernels, and with torch's."""
 
 OWNED_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
 """Kernels for each tensor whose state a rank owns; a distributed optimizer copies each by itself."""
 
 STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
-"""Kernels of a step whatever its size, and those that the optimizer of the experts adds. These seven were fitted to
+"""Kernels of a step whatever its size, and those that the optimizer of the experts adds. All were fitted to
 the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, torch's fused AdamW."""
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
 written and read, the buffer read and written (2 + 2 + 4 + 4); fused: the buffer alone."""
+
+LAG = 3.5
+"""Fitted to the same sweep as the launches: 3.1 to 3.9, depending on what else is fitted with it."""
 
 GRAPHED = {"": 1.0, "layer": 0.4, "iteration": 0.0}
 """Share of launches that the host still makes one by one, by what is launched as one graph."""
@@ -138,7 +141,7 @@ def optimizer_time(
     local = found.moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
     owned = held[0] / shards + held[1] / expert_shards
     sharded = layout.sharded_optimizer > 0
-    moved = np.where(sharded, SHARDED_BYTES, OWNED_BYTES) * owned + HELD_BYTES * (held[0] + held[1])
+    moved = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1]) * owned + HELD_BYTES * (held[0] + held[1])
     launches = np.where(sharded, SHARDED_LAUNCHES, OWNED_LAUNCHES) * (tensors / shards + local / expert_shards)
     launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
     graphed = 0.0 if train.options.cuda_graph == "iteration" else 1.0
@@ -186,9 +189,16 @@ def _stage_time(
 
 
 def _launched(seconds: Seconds, device: Seconds, host: float) -> Seconds:
-    """Return `seconds` with the time that the device waits for the host's launches."""
-    waiting = np.maximum(seconds.launches * host - device.total, 0.0)
-    return seconds + quiet(waiting)
+    """Return `seconds` with the time that the device waits for the host's launches.
+
+    Some kernels of a pass are longer than their launches and some shorter, so the two times add up to more than the
+    larger one: smoothly, by a norm of `LAG`.
+    """
+    if not host:
+        return seconds
+    busy, launching = device.total, seconds.launches * host
+    ratio = launching / busy
+    return seconds + quiet(busy * ((1.0 + ratio**LAG) ** (1.0 / LAG) - 1.0))
 
 
 def _recomputed(layout: Layout, found: Stage) -> FloatArray:
