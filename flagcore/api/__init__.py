@@ -2,10 +2,11 @@
 
 from flagcore.api.estimating import Estimate, Explanation, estimate, explain
 from flagcore.api.inspecting import devices, doctor, plugin_table
-from flagcore.api.jobs import estimate_jobs
+from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.tuning import Outcome, run_best, tune
 
 __all__ = [
+    "AT_ONCE",
     "Estimate",
     "Explanation",
     "Outcome",

@@ -21,19 +21,23 @@ from flagcore.errors import NothingFits, RunError
 from flagcore.problem import Problem, must_fit, pose
 from flagcore.spec import read_spec
 from flagcore.stages.build import refusals
-from flagcore.stages.predict import record
+from flagcore.stages.predict import model_table, record
 from flagcore.stages.prune import LEARNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The best predicted candidates of a spec, and where all others went."""
+    """The best predicted candidates of a spec, and where all others went.
+
+    A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts.
+    """
 
     chip: str
     devices: int
     counts: Counts
     baseline: Mapping[str, Any]
     candidates: tuple[Mapping[str, Any], ...]
+    model: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,8 @@ def estimate(
         devices=task.cluster.devices,
         counts=_before_trials(problem),
         baseline=_records(problem, workload, np.array([baseline]))[0],
-        candidates=tuple(_records(problem, workload, order)),
+        candidates=tuple({"number": n, **each} for n, each in enumerate(_records(problem, workload, order), start=1)),
+        model=tuple(model_table(workload.parts(task))),
     )
 
 

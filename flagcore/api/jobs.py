@@ -13,6 +13,7 @@ import numpy as np
 from flagcore import plugins
 from flagcore.api.telling import loaded_plugins
 from flagcore.contracts import Costs, Workload
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.job import Job
@@ -24,7 +25,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical, refusals
 from flagcore.stages.discover import costs
-from flagcore.stages.predict import record
+from flagcore.stages.predict import model_table, record
 
 AT_ONCE = 1024
 
@@ -32,14 +33,19 @@ Answer = dict[str, Any]
 
 
 def estimate_jobs(
-    lines: Iterable[Mapping[str, Any]], *, without: Collection[str] = (), at_once: int = AT_ONCE
+    lines: Iterable[Mapping[str, Any]],
+    *,
+    without: Collection[str] = (),
+    at_once: int = AT_ONCE,
+    with_model: bool = False,
 ) -> Iterator[Answer]:
     """Predict job records, in order. A bad record gives a status and a reason, never an exception.
 
-    `at_once` lines are read before the first of them is answered.
+    `at_once` lines are read before the first of them is answered. With `with_model`, answers have the weights of
+    their models by parts and the candidates, too.
     """
     with loaded_plugins(without) as loaded:
-        jobs, rest = _Jobs(loaded), iter(lines)
+        jobs, rest = _Jobs(loaded, with_model), iter(lines)
         while some := list(islice(rest, at_once)):
             for line, answer in zip(some, jobs.answers(some), strict=True):
                 yield {"id": _name(line), **answer}
@@ -73,6 +79,7 @@ class _Row:
 
     place: int
     task: Task
+    values: Mapping[str, KnobValue]
     columns: Columns
     noted: frozenset[str]
     rank: int | None
@@ -81,8 +88,8 @@ class _Row:
 class _Jobs:
     """Predicts jobs; what plugins say is asked once."""
 
-    def __init__(self, loaded: LoadedPlugins) -> None:
-        self._loaded = loaded
+    def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
+        self._loaded, self._with_model = loaded, with_model
         self._platform = lru_cache(maxsize=None)(self._ask)
         self._workload = lru_cache(maxsize=None)(plugins.workload)
 
@@ -98,6 +105,9 @@ class _Jobs:
         for platform, workload, rows in groups.values():
             try:
                 answers |= _predicted(platform, workload, rows)
+                if self._with_model:
+                    for row in rows:
+                        answers[row.place] |= _described(workload, row)
             except FlagError as error:
                 answers |= {row.place: _refused(error, None) for row in rows}
         return [answers[place] for place in range(len(lines))]
@@ -126,7 +136,7 @@ class _Jobs:
             words,
             tuple(sorted(train.settings.items())),
         )
-        row = _Row(place, task, workload.columns(task, values), noted, job.rank)
+        row = _Row(place, task, values, workload.columns(task, values), noted, job.rank)
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
     def _ask(self, chip: str, nodes: int, devices: int, engine: str) -> _Platform:
@@ -167,6 +177,18 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
         figures = replace(predictions.row(number), components=of_row(components, number))
         answers[row.place] = {"status": "ok", **record(task, figures)}
     return answers
+
+
+def _described(workload: Workload, row: _Row) -> Answer:
+    """Return a job's configuration and the weights of its model by parts."""
+    cluster = row.task.cluster
+    return {
+        "chip": cluster.groups[0].chip.name,
+        "devices": cluster.devices,
+        "candidate": {knob: value for knob, value in row.values.items() if value is not None},
+        "settings": dict(row.task.spec.train.settings),
+        "model": model_table(workload.parts(row.task)),
+    }
 
 
 def _taken(columns: Columns, rows: IntArray) -> dict[str, IntArray]:

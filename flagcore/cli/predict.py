@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,35 +21,113 @@ from flagcore.cli import options
 )
 @click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many candidates to list.")
+@click.option(
+    "--explain", metavar="ID", help="Tell all of one: a candidate's number in the list, baseline, or a job's id."
+)
 @options.output
 @options.plugins
 def estimate_command(
-    spec: str | None, jobs: str | None, chip: str | None, top: int, form: str, without: tuple[str, ...]
+    spec: str | None,
+    jobs: str | None,
+    chip: str | None,
+    top: int,
+    explain: str | None,
+    form: str,
+    without: tuple[str, ...],
 ) -> None:
     """Predict memory and time of every candidate of SPEC, or of job records. Runs nothing."""
-    from flagcore import api
-    from flagcore.report.formats import render
-    from flagcore.report.text import candidate_columns, funnel
-
     if (spec is None) == (jobs is None):
         raise click.UsageError("give either SPEC or --jobs FILE")
     if jobs is not None and chip is not None:
         raise click.UsageError("--chip goes with SPEC; a job record names its own chip")
     if jobs is not None:
-        predictions = api.estimate_jobs(_records(jobs), without=without)
-        if form in ("jsonl", "table"):
-            for prediction in predictions:
-                click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
-        else:
-            click.echo(render(list(predictions), form, JOB_COLUMNS))
+        _estimate_jobs(jobs, explain, form, without)
         return
     assert spec is not None
-    found = api.estimate(spec, chip=chip, top=top, without=without)
+    _estimate_spec(spec, chip, top, explain, form, without)
+
+
+def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
+    from flagcore import api
+    from flagcore.report.formats import render
+
+    records = _records(jobs)
+    if explain is not None:
+        wanted = (line for line in records if isinstance(line, dict) and line.get("id") == explain)
+        found = next(api.estimate_jobs(wanted, without=without, at_once=1, with_model=True), None)
+        if found is None:
+            raise click.UsageError(f"--explain {explain}: no job record of {jobs} has this id")
+        _show(found, f"Job {explain}", form)
+        return
+    at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
+    predictions = api.estimate_jobs(records, without=without, at_once=at_once)
+    if form in ("jsonl", "table"):
+        for prediction in predictions:
+            click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
+    else:
+        click.echo(render(list(predictions), form, JOB_COLUMNS))
+
+
+def _estimate_spec(
+    spec: str, chip: str | None, top: int, explain: str | None, form: str, without: tuple[str, ...]
+) -> None:
+    from flagcore import api
+    from flagcore.report.formats import render
+    from flagcore.report.text import candidate_columns, candidate_line, funnel
+
+    number = _number(explain)
+    found = api.estimate(spec, chip=chip, top=max(top, number), without=without)
+    where = f"{found.devices} x {found.chip}"
+    if explain is not None:
+        if number > len(found.candidates):
+            raise click.UsageError(f"--explain {explain}: there are {len(found.candidates)} candidates")
+        record = found.candidates[number - 1] if number else found.baseline
+        told = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
+        _show(told, f"Candidate {number}" if number else "The baseline", form)
+        return
     if form == "table":
-        options.say(f"The fastest predicted candidates on {found.devices} x {found.chip}:")
-    click.echo(render(found.candidates, form, {**candidate_columns(found.candidates), **PREDICTED_COLUMNS}))
+        options.say(f"The fastest predicted candidates on {where}:")
+    columns = {"#": "number", **candidate_columns(found.candidates), **PREDICTED_COLUMNS}
+    click.echo(render(found.candidates, form, columns))
     if form == "table":
-        options.say("\n" + funnel(found.counts))
+        options.say("\n" + candidate_line("baseline", found.baseline) + "\n\n" + funnel(found.counts))
+
+
+def _number(explain: str | None) -> int:
+    """Return the number of the candidate to explain, 0 for the baseline or none."""
+    if explain in (None, "baseline"):
+        return 0
+    if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MOST_EXPLAINED:
+        raise click.UsageError(f"--explain {explain}: give a candidate's number in the list, from 1, or baseline")
+    return int(str(explain))
+
+
+def _show(record: dict[str, Any], title: str, form: str) -> None:
+    """Print one prediction in full: text for people, or the record."""
+    from flagcore.report.explained import explained
+    from flagcore.report.formats import render
+    from flagcore.report.text import values_text
+
+    if form != "table":
+        click.echo(json.dumps(record, indent=2, ensure_ascii=False) if form == "json" else render([record], form, {}))
+        return
+    if "candidate" in record:
+        told = ", ".join(filter(None, [values_text(record["candidate"]), _settings_text(record.get("settings", {}))]))
+        click.echo(f"{title} on {record['devices']} x {record['chip']}: {told}\n")
+    click.echo(explained(record))
+
+
+def _settings_text(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items() if value is not False)
+
+
+def _is_pipe(file: str) -> bool:
+    """Return whether somebody may wait for an answer before the next line is written."""
+    try:
+        mode = os.fstat(0).st_mode if file == "-" else os.stat(file).st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode)
 
 
 @click.command("explain")
@@ -90,7 +170,9 @@ PREDICTED_COLUMNS = {
     "~static GiB": "memory.static_gib",
     "~used GiB": "memory.device_used_gib",
     "of GiB": "memory.capacity_gib",
+    "limited by": "limit",
 }
+MOST_EXPLAINED = 100_000
 LONGEST_LINE = 1 << 20
 JOB_COLUMNS = {"id": "id", "status": "status", "reason": "reason", **PREDICTED_COLUMNS}
 

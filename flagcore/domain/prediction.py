@@ -125,6 +125,15 @@ class Predictions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """One kind of part of a model: the weights of one, and how many there are."""
+
+    name: str
+    params: float
+    layers: int
+
+
 Components: TypeAlias = "Mapping[str, Mapping[str, FloatArray]]"
 """For each component of the model its figures by name, one element a candidate."""
 

@@ -65,7 +65,11 @@ def funnel(counts: Counts) -> str:
 
 def candidate_text(candidate: Candidate) -> str:
     """Return a candidate in one line: parallel sizes of 1, flags that are off and knobs not in use are left out."""
-    values = candidate.as_dict()
+    return values_text(candidate.as_dict())
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    """Return knobs and their values in one line, see `candidate_text`."""
     parts: list[str] = []
     for knob, value in values.items():
         if knob == "use_recompute" and value:
@@ -76,6 +80,14 @@ def candidate_text(candidate: Candidate) -> str:
         elif value not in (None, False) and knob not in RECOMPUTE and not (value == 1 and "parallel" in knob):
             parts.append(f"{SHORT.get(knob, knob)} {value}")
     return ", ".join(parts)
+
+
+def candidate_line(name: str, record: Mapping[str, Any]) -> str:
+    """Return a candidate with its predicted time and memory in one line."""
+    time, memory = lookup(record, "step_time_s.value"), lookup(record, "memory.device_used_gib")
+    seconds = "time unknown" if time is None else f"~{time:.4g} s a step"
+    fits = ", does not fit" if lookup(record, "memory.fits") is False else ""
+    return f"{name}: {values_text(record['candidate'])}: {seconds}, ~{memory:.4g} GiB{fits}"
 
 
 def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:

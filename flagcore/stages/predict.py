@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flagcore.contracts import Costs, Workload
-from flagcore.domain.prediction import Prediction, Predictions
+from flagcore.domain.prediction import ModelPart, Prediction, Predictions
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 
 CHUNK = 1 << 16
 GIB = 2**30
 
+LIMITS = {
+    "tp_comm_s": "tensor parallel",
+    "cp_comm_s": "context parallel",
+    "ep_comm_s": "expert parallel",
+    "pp_bubble_s": "bubble",
+    "pp_comm_s": "pipeline exchange",
+    "dp_comm_exposed_s": "gradient exchange",
+    "optimizer_s": "optimizer",
+}
+"""What the parts of a step are called where they limit it."""
+LIMIT_SHARE = 0.1
+"""A part of a step limits a candidate if it is the largest besides compute and takes this share of it or more."""
+FULL_SHARE = 0.9
+"""Memory limits a candidate that no part limits, if the device is in use by this share of its capacity or more."""
+
 
 def predict(task: Task, workload: Workload, space: Space, costs: Costs) -> Predictions:
     """Return the predictions of all candidates, in the order of the space's rows."""
     chunks = [workload.predict(task, space.columns(rows), costs) for rows in space.chunks(CHUNK)]
     return Predictions.join(chunks or [workload.predict(task, space.columns(), costs)])
+
+
+def limit(prediction: Prediction) -> str:
+    """Return what limits a candidate whose time is known: a part of its step, memory, or else compute."""
+    parts = {name: seconds for name, seconds in prediction.time_s.items() if name in LIMITS}
+    largest = max(parts, key=lambda name: parts[name], default=None)
+    if largest is not None and parts[largest] >= LIMIT_SHARE * (prediction.step_time_s or 0.0):
+        return LIMITS[largest]
+    full = FULL_SHARE * (prediction.capacity_bytes or float("inf"))
+    return "memory" if prediction.device_used_bytes >= full else "compute"
+
+
+def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
+    """Return the parts of a model as plain data, weights counted one by one."""
+    return [
+        {
+            "component": part.name,
+            "params_per_layer": part.params,
+            "layers": part.layers,
+            "params": part.params * part.layers,
+        }
+        for part in parts
+    ]
 
 
 def record(task: Task, prediction: Prediction) -> dict[str, object]:
@@ -32,6 +72,7 @@ def record(task: Task, prediction: Prediction) -> dict[str, object]:
         if peak:
             data["mfu"] = rate / peak.value
         data["time"] = dict(prediction.time_s)
+        data["limit"] = limit(prediction)
     memory: dict[str, object] = {
         "static_gib": prediction.static_bytes / GIB,
         "activation_gib": prediction.activation_bytes / GIB,

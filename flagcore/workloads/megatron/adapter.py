@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Components, Predictions
+from flagcore.domain.prediction import Components, ModelPart, Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
@@ -19,6 +19,7 @@ from flagcore.workloads.megatron import (
     knobs,
     launching,
     options,
+    parts,
     predict,
     published,
     reading,
@@ -65,6 +66,10 @@ class Megatron:
     def components(self, task: Task, columns: Columns, costs: Costs) -> Components:
         """Return parameters and activation bytes by component for the worst stage of each row."""
         return predict.components(task, columns, costs)
+
+    def parts(self, task: Task) -> tuple[ModelPart, ...]:
+        """Return the weights of the model by its parts."""
+        return parts.model_parts(task)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return what is legal but never worth a trial."""

@@ -1,0 +1,116 @@
+"""One prediction in full, as text: the model, the memory of its worst stage, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flagcore.report.formats import table
+
+COMPONENTS = {
+    "embedding": "Embedding",
+    "qkv_proj": "QKV Proj",
+    "core_attention": "Core Attn",
+    "out_proj": "Out Proj",
+    "ffn": "FFN Up&Down",
+    "router": "Router",
+    "experts": "Experts",
+    "shared_experts": "Shared Experts",
+    "norms": "Layernorms",
+    "mtp": "MTP Module",
+    "output_head": "Output",
+}
+"""What reports call the components of a layer, in this order."""
+
+HEADINGS = {
+    "weights_gib": "weights GiB",
+    "gradients_gib": "gradients GiB",
+    "main_params_gib": "main params GiB",
+    "optimizer_gib": "optimizer GiB",
+    "activation_gib": "activation GiB",
+}
+"""Headings of a component's figures, as far as they are there."""
+
+PARTS = {
+    "compute_s": "compute",
+    "tp_comm_s": "tensor parallel",
+    "cp_comm_s": "context parallel",
+    "ep_comm_s": "expert parallel",
+    "pp_bubble_s": "bubble",
+    "pp_comm_s": "pipeline exchange",
+    "dp_comm_exposed_s": "gradient exchange",
+    "optimizer_s": "optimizer",
+}
+"""What reports call the parts of a step."""
+
+
+def explained(record: Mapping[str, Any]) -> str:
+    """Return a prediction with its model's parts as text. What is not known is said to be unknown."""
+    if record.get("status", "ok") != "ok":
+        return f"{record['status']}: {record['reason']}"
+    parts = [model_text(record["model"]), memory_text(record["memory"]), time_text(record)]
+    return "\n\n".join(parts)
+
+
+def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the weights of a model by its parts, in billions."""
+    rows = [
+        [part["component"], _billions(part["params_per_layer"]), str(part["layers"]), _billions(part["params"])]
+        for part in parts
+    ]
+    rows.append(["Total", "", "", _billions(sum(part["params"] for part in parts))])
+    return table(["", "per-layer param(B)", "num layers", "params(B)"], rows)
+
+
+def memory_text(memory: Mapping[str, Any]) -> str:
+    """Return what the worst stage holds by component, and the sums up to what the device shows in use."""
+    components = memory.get("components", {})
+    figures = [key for key in HEADINGS if any(key in part for part in components.values())]
+    names = sorted(components, key=lambda name: (list(COMPONENTS).index(name) if name in COMPONENTS else 99, name))
+    rows = [
+        [
+            COMPONENTS.get(name, name),
+            f"{components[name].get('params', 0.0):,.0f}",
+            *(f"{components[name].get(key, 0.0):.3f}" for key in figures),
+        ]
+        for name in names
+    ]
+    static, activation = memory["static_gib"], memory["activation_gib"]
+    verdict = {True: "; it fits", False: "; it does not fit", None: "; nobody knows how much the device has"}
+    capacity = f" of {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    return "\n".join(
+        [
+            f"On a device of pipeline stage {memory['worst_stage']}, the one that needs most:",
+            table(["Item", "Params", *(HEADINGS[key] for key in figures)], rows),
+            "",
+            f"Theoretical memory footprints: weight and optimizer={static * 1024:.2f} MB, "
+            f"activation={activation * 1024:.2f} MB, total={(static + activation) * 1024:.2f} MB",
+            f"Peak allocated {memory['peak_allocated_gib']:.2f} GiB, reserved {memory['reserved_gib']:.2f} GiB, "
+            f"in use on the device {memory['device_used_gib']:.2f}{capacity} GiB{verdict[memory.get('fits')]}",
+        ]
+    )
+
+
+def time_text(record: Mapping[str, Any]) -> str:
+    """Return the parts of a step with their shares, and what limits it."""
+    if "step_time_s" not in record:
+        return "Time: unknown, for the chip's rates are not known."
+    step, speed = record["step_time_s"], record["tokens_per_second_per_device"]["value"]
+    rows = [
+        [PARTS.get(name, name), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]
+        for name, seconds in record["time"].items()
+    ]
+    rows.append(["step", f"{step['value']:.4g}", ""])
+    mfu = f", MFU {record['mfu']:.1%}" if "mfu" in record else ""
+    return "\n".join(
+        [
+            table(["Time", "s", "share"], rows),
+            "",
+            f"80% interval {step['low']:.4g} to {step['high']:.4g} s; {speed:,.0f} tokens/s/device{mfu}",
+            f"Limited by: {record['limit']}",
+        ]
+    )
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.4f}"
