@@ -13,7 +13,7 @@ from flagcore.physics.moe_time import moe_block
 from flagcore.physics.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
 from flagcore.physics.transformer import padded_vocab, widths
 
-LAUNCHES = {True: (50.0, 27.0), False: (110.0, 55.0)}
+LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
 """Kernels that the host launches forward for attention, and for an FFN, each with norm and residual sum: with
 transformer-engine's layers, and with megatron-core's own. Backward, twice as many. Fitted to step times that did not
 depend on sizes: one published sweep, and four measured ranks."""
@@ -21,7 +21,7 @@ depend on sizes: one published sweep, and four measured ranks."""
 REPEATED_LAUNCHES = 0.35
 """Kernels that one repeated module of attention costs, as a share of all of attention's. Fitted like `LAUNCHES`."""
 
-ROTATION = {True: (2.0, 2.0), False: (60.0, 34.0)}
+ROTATION = {True: (2.0, 2.0), False: (70.0, 35.0)}
 """Times that queries and keys are moved for rotary embedding and the layout of a fused core, forward and backward: as
 one kernel, and in torch operations (halves cut, swapped and joined, products in place, copies)."""
 
@@ -94,16 +94,16 @@ def ffn_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExc
 def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     """Return final norm, output head and loss, once for the model and once for each depth of multi-token prediction.
 
-    The head runs in 16 bits whatever the format of the layers. Logits are written once in 16 and twice in 32 bits, read
-    three times by the loss, and their gradient goes back (megatron-core 0.16 `cross_entropy.py`); a fused loss
-    moves them half as often.
+    The head runs in 16 bits whatever the format of the layers. Logits are written in 16 and in 32 bits, read
+    by maximum and sum, and turned into their gradient (megatron-core 0.16 `cross_entropy.py`); a fused loss moves them
+    half as often.
     """
     model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
     tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
     vocab = padded_vocab(model, layout.tensor) / layout.tensor
     product = linear(kernels, tokens, model.hidden_size, vocab, _wide(train.precision))
     norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
-    moved = (12.0 if train.options.cross_entropy_fusion else 24.0) * vocab * tokens
+    moved = (8.0 if train.options.cross_entropy_fusion else 16.0) * vocab * tokens
     loss, loss_back = kernels.memory_seconds(moved), kernels.memory_seconds(0.5 * moved)
     exchange = TensorExchange.of(train, layout, costs)
     none, launches = np.zeros_like(tokens), np.full_like(tokens, 20.0)

@@ -11,9 +11,10 @@ from flagcore.physics.layout import Layout, Training
 from flagcore.physics.linear_time import Linear, linear
 from flagcore.physics.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
 
-ROUTER_LAUNCHES, EXPERT_LAUNCHES, SHARED_LAUNCHES = 50.0, 12.0, 8.0
-"""Kernels that the host launches for router, permutation and dispatch; for one expert (all of them, where their
-products are grouped); and for the shared experts."""
+LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
+"""Kernels that the host launches forward for router, permutation and dispatch; for one expert (for all of them, where
+their products are grouped); and for the shared experts: with transformer-engine's layers, and with megatron-core's own
+(fitted to 13 measured ranks with 2 to 64 experts each). Backward, twice as many."""
 
 
 def moe_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
@@ -31,7 +32,8 @@ def moe_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExc
     permute = kernels.memory_seconds(unit * 2.0 * h * copies)
     residual = kernels.memory_seconds(unit * 3.0 * h * rows)
     local = 1.0 if _grouped(train) else (model.num_moe_experts or 1) / layout.expert
-    launches = np.full_like(rows, ROUTER_LAUNCHES) + EXPERT_LAUNCHES * local
+    router_launches, expert_launches, _ = LAUNCHES[train.transformer_engine]
+    launches = np.full_like(rows, router_launches) + expert_launches * local
     exchanges = 2.0 * expert_exchange(train, layout, costs) * options.expert_imbalance
     none = np.zeros_like(rows)
 
@@ -65,7 +67,7 @@ def _shared(train: Training, layout: Layout, costs: Costs, exchange: TensorExcha
     up = linear(kernels, tokens, model.hidden_size, (2.0 if model.gated_linear_unit else 1.0) * width, train.precision)
     down = linear(kernels, tokens, width, model.hidden_size, train.precision)
     activation, back = activation_seconds(train, kernels, train.value_bytes * width * tokens)
-    none, launches = np.zeros_like(tokens), np.full_like(tokens, SHARED_LAUNCHES)
+    none, launches = np.zeros_like(tokens), np.full_like(tokens, LAUNCHES[train.transformer_engine][2])
     forward = Seconds(up.forward + down.forward + activation, exchange.forward, none, none, launches)
     waits = exchange.backward(up.input_gradient, up.weight_gradient)
     backward = Seconds(up.input_gradient + down.input_gradient + back, waits, none, none, 2.0 * launches)
