@@ -77,10 +77,6 @@ class _Silence:
         """Return no share."""
         return np.zeros(np.shape(ranks))
 
-    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return no share."""
-        return np.zeros(np.shape(ranks))
-
 
 def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
