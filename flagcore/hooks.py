@@ -21,6 +21,7 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.spec import Task
+from flagcore.physics.collective_curves import CollectiveTable
 
 hookspec = pluggy.HookspecMarker("flagcore")
 hookimpl = pluggy.HookimplMarker("flagcore")
@@ -72,8 +73,12 @@ class CostHooks:
         """
 
     @hookspec(firstresult=True)
-    def flagcore_collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
-        """Return collective times, or None for latency and bandwidth from the topology. Seconds. Asked once a task."""
+    def flagcore_collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | CollectiveTable | None:
+        """Return measured curves, or an object with times of its own, or None for the topology's latency and bandwidth.
+
+        Seconds; NaN for what is not known: the topology stands in there. Curves hold among neighbouring devices;
+        the core puts them on the topology. Asked once a task; an object is called with columns.
+        """
 
 
 class EngineHooks:

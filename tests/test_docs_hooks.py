@@ -40,6 +40,9 @@ print(json.dumps({
     "device_type": loaded.engine_support(chip, "megatron").device_type,
     "capacity": loaded.memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=8), "megatron").capacity_bytes(),
     "gemm": loaded.kernel_costs(chip, "megatron").gemm_seconds(sizes, sizes, sizes, "bf16").tolist(),
+    "all_reduce": loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=8), "megatron").seconds(
+        "all_reduce", np.array([1024.0, 2.0**30]), np.array([4, 4]), np.array([1, 1])
+    ).tolist(),
     "pruned": rule.prunes({"tensor_model_parallel_size": np.array([1, 4, 8])}, None).tolist(),
 }))
 """
@@ -107,6 +110,7 @@ def test_the_plugin_of_the_tutorial_is_found_and_changes_every_answer(installed:
     assert said["device_type"] == "acme"
     assert said["capacity"] == 64 * 2**30
     assert said["gemm"] == pytest.approx([760e-6, 5200e-6])
+    assert said["all_reduce"] == pytest.approx([1.2e-5, 9.8e-3])
     assert said["pruned"] == [False, False, True]
 
 

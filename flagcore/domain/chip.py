@@ -41,6 +41,7 @@ class Link:
     consecutive devices that the link joins: an island of a node, or a rack (None: all devices of a node).
     `copy_engine` says that collectives run on engines beside the compute units and take nothing from kernels.
     `peer_access` False means that devices cannot reach each other's memory: copies go through the host.
+    `switch_reduces` says that the switch adds up what devices send, so an all-reduce leaves the domain only once.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Link:
     domain_size: int | None = None
     copy_engine: bool = False
     peer_access: bool = True
+    switch_reduces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

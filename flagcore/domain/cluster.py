@@ -18,8 +18,9 @@ class Level:
     `hop_seconds` is what each further step of a pipelined ring costs; None: a sixteenth of the latency.
     `efficiency` is the share of the rate that large messages reach. `pair_share` is the share of a device's rate
     that one pair of devices has (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` says how the rate falls
-    when n devices use the level: as (2/n) to this power. `compute_taken` is the share of the device's compute that a
-    running collective takes from kernels beside it.
+    when n devices use the level: as (2/n) to this power. `reduces` says that the level adds up what its devices send,
+    so that only sums leave it. `compute_taken` is the share of the device's compute that a running collective takes
+    from kernels beside it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Level:
     efficiency: float = 0.75
     pair_share: float = 1.0
     crowding: float = 0.0
+    reduces: bool = False
     compute_taken: float = 0.15
 
     @property

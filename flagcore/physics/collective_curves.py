@@ -19,6 +19,9 @@ from flagcore.physics.collective_model import KINDS, level_seconds, sent_share, 
 OCTAVES = 44
 """Payloads of a grid: powers of two from 1 byte to 8 TiB."""
 
+MOST_RANKS = 1024
+"""Ranks of a grid; more of them on one measured level take the time of so many."""
+
 SIZES: FloatArray = np.exp2(np.arange(OCTAVES, dtype=np.float64))
 
 
@@ -34,11 +37,35 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
-    """Curves that hold among `span` consecutive devices: a node, an island or a rack. `source` says where from."""
+    """Curves of neighbouring devices. `source` says where from.
 
-    span: int
+    They hold on the topology's level of the name `level` with all that is inside it; empty: on the innermost.
+    """
+
     curves: tuple[Curve, ...]
     source: str
+    level: str = ""
+
+
+def problem(table: CollectiveTable) -> str | None:
+    """Return what is wrong with the curves of `table`, in words that follow its name, or None."""
+    if not table.curves:
+        return "must hold at least one curve"
+    if len({(curve.kind, curve.ranks) for curve in table.curves}) < len(table.curves):
+        return "must not hold two curves of one kind and number of ranks"
+    for curve in table.curves:
+        sizes, seconds = curve.payload_bytes, curve.seconds
+        if curve.kind not in KINDS:
+            return f"must be of the kinds {', '.join(KINDS)}, not {curve.kind}"
+        if curve.ranks < 2 or (curve.kind == "send" and curve.ranks > 2):
+            return f"must have 2 ranks or more, a send 2, not {curve.ranks}"
+        if not sizes or len(sizes) != len(seconds):
+            return f"must have as many seconds as payload_bytes, not {len(seconds)} and {len(sizes)}"
+        if any(after <= before for before, after in zip((0.0, *sizes), sizes, strict=False)):
+            return "must have payload_bytes above 0 that grow"
+        if not all(0 < time < float("inf") for time in seconds):
+            return "must have seconds above 0"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +102,8 @@ def grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
 
 
 def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
-    most = 2 if kind == "send" else min(table.span, level.devices)
-    measured = {curve.ranks: curve for curve in table.curves if curve.kind == kind}
+    most = 2 if kind == "send" else min(level.devices, MOST_RANKS)
+    measured = {curve.ranks: curve for curve in table.curves if curve.kind == kind and curve.ranks <= most}
     if not measured or most < 2:
         return None
     rows: dict[int, FloatArray] = {}

@@ -20,8 +20,9 @@ class Collectives:
     A group of n ranks has m of them in each block of a level. Inside the innermost block (with curves: inside the
     span that they hold for) the time is that of m ranks. Across an outer level each rank uses its own port, so a
     block sends through m ports at once; the slower of inside and outside decides, as a library pipelines the two,
-    and the outer level's start-up is added. Bytes that leave a block of m among c blocks: all-reduce 2 (c-1)/c S/m,
-    gathering and scattering (n-1)/n S/m (a ring), all-to-all (n-m)/n S for each rank. A send pays its farthest hop.
+    and the outer level's start-up is added. A rank sends (n-1)/n S/m out of its block in a ring, twice in an
+    all-reduce (2 (c-1)/c S/m among c blocks whose inside reduces), (n-m)/n S in an all-to-all. A send pays its
+    farthest hop.
     """
 
     topology: Topology
@@ -31,11 +32,12 @@ class Collectives:
     @classmethod
     def of(cls, topology: Topology, table: CollectiveTable | None) -> Collectives:
         """Return the collectives of `topology` with the curves of `table` where they hold."""
-        if table is None or not topology.levels:
+        places = [place for place, level in enumerate(topology.levels) if table and level.name == table.level]
+        if table and not table.level and topology.levels:
+            places = [0]
+        if table is None or not places:
             return cls(topology=topology)
-        wide = [place for place, level in enumerate(topology.levels) if level.devices >= table.span]
-        place = wide[0] if wide else len(topology.levels) - 1
-        return cls(topology=topology, grids=grids(table, topology.levels[place]), measured_level=place)
+        return cls(topology=topology, grids=grids(table, topology.levels[places[0]]), measured_level=places[0])
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the time of one collective; NaN where a level that it needs is unknown, 0 for a group of one."""
@@ -95,10 +97,10 @@ class Collectives:
         blocks = np.maximum(here / below, 1.0)
         if kind == "all_to_all":
             sent = (here - below) / count
-        elif kind == "all_reduce":
+        elif kind == "all_reduce" and self.topology.levels[0].reduces:
             sent = 2.0 * (1.0 - 1.0 / blocks) / below
         else:
-            sent = (1.0 - 1.0 / count) / below
+            sent = sent_share(kind, count) / below
         rate = level.bytes_per_second * usable_share(level, np.maximum(blocks, 2.0))
         return np.where(here > below, sent * payload_bytes / rate, 0.0)
 

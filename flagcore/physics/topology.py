@@ -69,5 +69,6 @@ def _link_level(link: Link, joined: int) -> Level:
         efficiency=EFFICIENCY[link.topology],
         pair_share=pair_share,
         crowding=crowding,
+        reduces=link.switch_reduces,
         compute_taken=0.0 if link.copy_engine else 1.0 if shared else COMPUTE_TAKEN,
     )

@@ -21,7 +21,9 @@ from flagcore.domain.chip import Chip, Device, Fact
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.physics.collective_curves import CollectiveTable, problem
 from flagcore.physics.collective_model import KINDS
+from flagcore.physics.collectives import Collectives
 from flagcore.plugins.installed import BadPlugin
 
 _hints = cache(get_type_hints)
@@ -113,8 +115,15 @@ def kernel_costs(answer: object) -> KernelCosts:
     return costs
 
 
-def collective_costs(answer: object) -> CollectiveCosts:
-    """Return `answer` as collective costs that answer two small columns, NaN allowed for times."""
+def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
+    """Return `answer` as collective costs that answer two small columns, NaN allowed for times.
+
+    Measured curves become the costs that `topology` has with them.
+    """
+    if isinstance(answer, CollectiveTable):
+        if wrong := problem(data(CollectiveTable, answer)):
+            raise BadPlugin(f"answered curves of collectives: they {wrong}")
+        answer = Collectives.of(topology, answer)
     costs: CollectiveCosts = behaviour(CollectiveCosts, answer)
     ranks, stride = np.array([2, 2]), np.array([1, 1])
     for kind in KINDS:

@@ -106,10 +106,12 @@ class LoadedPlugins:
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return the first plugin's answer, with the topology's where that is NaN; None for the topology alone."""
-        found = self._first(
-            [group.chip], "flagcore_collective_costs", answers.collective_costs, group=group, engine=engine
-        )
         levels = self.topology(group) or topology_of(group)
+
+        def check(answer: object) -> CollectiveCosts:
+            return answers.collective_costs(answer, levels)
+
+        found = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
         return None if found is None else FilledCollectiveCosts(found, Collectives(topology=levels))
 
     def environment(self, chip: Chip, engine: str) -> Mapping[str, str]:

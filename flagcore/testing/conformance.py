@@ -23,6 +23,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
+from flagcore.physics.collective_model import KINDS
 from flagcore.plugins import LoadedPlugins, answers, launcher, workload
 from flagcore.stages.build import build, refusals
 from flagcore.stages.discover import costs as costs_of
@@ -207,9 +208,13 @@ class PluginConformance:
     ) -> None:
         payload, ones = powers_of_two(10, 30), np.ones(20, dtype=np.int64)
         for costs in self.each(chips, lambda chip: loaded.collective_costs(group_of(chip), "megatron")):
-            for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+            for kind in KINDS:
                 assert (np.diff(costs.seconds(kind, payload, 2 * ones, ones)) >= 0).all()
             assert (costs.seconds("all_reduce", payload, ones, ones) == 0).all()
+            assert (costs.compute_taken(ones, ones) == 0).all()
+            taken = costs.compute_taken(2 * ones, ones)
+            assert ((taken >= 0) & (taken <= 1)).all()
+        assert not loaded.failures, told(loaded)
 
     @pytest.mark.parametrize(("nodes", "devices"), [(1, 1), (1, 2), (1, 8), (4, 8)])
     def test_topology_grows_and_ends_at_all_devices(

@@ -60,6 +60,7 @@ def _link(part: Part | None) -> Link | None:
         domain_size=part.optional("domain_size", int, None),
         copy_engine=part.optional("copy_engine", bool, False),
         peer_access=part.optional("peer_access", bool, True),
+        switch_reduces=part.optional("switch_reduces", bool, False),
     )
     part.finish()
     return link

@@ -65,10 +65,14 @@ def test_each_device_of_a_node_sends_through_its_own_port(kind: str) -> None:
     assert eight == pytest.approx(400e9 * 64 / 63, rel=0.01)
 
 
-def test_an_all_reduce_leaves_a_node_only_once_it_is_reduced_there() -> None:
+def test_an_all_reduce_leaves_a_node_as_a_ring_or_as_sums_where_the_switch_adds_up() -> None:
     slow = replace(NETWORK, bytes_per_second=10e9)
-    two_nodes = rate(Collectives(topology=Topology(levels=(NODE, slow))), "all_reduce", 16)
-    assert two_nodes == pytest.approx(8 * 10e9, rel=0.01)  # half of it goes out and half comes back, over eight ports
+    ring = rate(Collectives(topology=Topology(levels=(NODE, slow))), "all_reduce", 16)
+    assert ring == pytest.approx(8 * 10e9 * 16 / 30, rel=0.01)
+    sums = rate(Collectives(topology=Topology(levels=(replace(NODE, reduces=True), slow))), "all_reduce", 16)
+    assert sums == pytest.approx(8 * 10e9, rel=0.01)  # half of it goes out and half comes back, over eight ports
+    many = rate(Collectives(topology=Topology(levels=(replace(NODE, reduces=True), slow))), "all_reduce", 64)
+    assert many == pytest.approx(8 * 10e9 / 1.75, rel=0.01)
 
 
 def test_an_all_to_all_is_as_slow_as_what_leaves_the_node() -> None:
@@ -165,7 +169,6 @@ GATHER = {
     8: (10e-6, 15e-6, 60e-6, 1.45e-3),
 }
 TABLE = CollectiveTable(
-    span=8,
     curves=tuple(
         Curve(kind="all_gather", ranks=ranks, payload_bytes=SIZES, seconds=times) for ranks, times in GATHER.items()
     ),
@@ -214,7 +217,7 @@ def test_a_curve_of_large_sizes_only_keeps_a_small_start_up() -> None:
 def test_ranks_beyond_the_measured_ones_pay_for_steps_and_bytes() -> None:
     rack = Topology(levels=(replace(NODE, devices=72),))
     few = tuple(curve for curve in TABLE.curves if curve.ranks < 8)
-    costs = Collectives.of(rack, replace(TABLE, span=72, curves=few))
+    costs = Collectives.of(rack, replace(TABLE, curves=few))
     small, large = (
         seconds(costs, "all_gather", size, 64) / seconds(costs, "all_gather", size, 4) for size in (8.0, 1e11)
     )
@@ -233,7 +236,7 @@ def test_a_group_over_several_nodes_pays_the_curve_inside_and_the_network_outsid
 def test_a_curve_over_two_islands_does_not_hide_the_slow_way_between_them() -> None:
     island = replace(NODE, name="island", devices=4)
     between = replace(NODE, name="between", bytes_per_second=16e9)
-    costs = Collectives.of(Topology(levels=(island, between)), replace(TABLE, curves=TABLE.curves[2:]))
+    costs = Collectives.of(Topology(levels=(island, between)), replace(TABLE, curves=TABLE.curves[2:], level="between"))
     assert seconds(costs, "all_gather", SIZES[1], 8) == pytest.approx(GATHER[8][1])
     assert rate(costs, "all_gather", 2, 4) == pytest.approx(2 * 16e9, rel=0.01)
 

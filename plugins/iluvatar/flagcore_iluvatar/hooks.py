@@ -11,7 +11,9 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
+from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
+from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_iluvatar import discover
 from flagcore_iluvatar.memory import memory_of
@@ -48,6 +50,12 @@ def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
 def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
     """Return what `costs/` holds for the chip: measured kernels, or a curve; None for the core's roofline."""
     return kernel_costs("flagcore_iluvatar", chip) if _mine(chip) else None
+
+
+@hookimpl
+def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
+    """Return IXCCL's published times for the chip; None for the core's formula."""
+    return collective_table("flagcore_iluvatar", group.chip) if _mine(group.chip) else None
 
 
 @hookimpl

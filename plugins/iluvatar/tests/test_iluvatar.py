@@ -1,5 +1,11 @@
+import numpy as np
+import pytest
+from flagcore_iluvatar import hooks
 from flagcore_iluvatar.discover import parse
 from flagcore_iluvatar.hooks import flagcore_chips
+
+from flagcore.domain.cluster import NodeGroup
+from flagcore.plugins import LoadedPlugins
 
 CARD_OF_TWO = """\
 Timestamp    Fri Dec 20 11:14:29 2024
@@ -40,3 +46,15 @@ def test_a_chip_that_only_begins_like_another_stays_unknown() -> None:
 def test_a_disputed_figure_is_left_out() -> None:
     (chip,) = (chip for chip in flagcore_chips() if chip.name == "MR-V100")
     assert "int8" not in chip.dense_flops_per_second
+
+
+def test_published_collectives_of_two_devices_are_met_and_more_devices_take_longer() -> None:
+    loaded = LoadedPlugins.of({"iluvatar": hooks})
+    (chip,) = (chip for chip in flagcore_chips() if chip.name == "BI-V150")
+    costs = loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=16), "megatron")
+    assert costs is not None
+    payload, ranks, stride = np.full(3, 2.0**24), np.array([2, 4, 16]), np.ones(3, dtype=np.int64)
+    two, four, sixteen = costs.seconds("all_reduce", payload, ranks, stride)
+    assert two == pytest.approx(2163.9e-6, rel=0.001)
+    assert 1.5 * two < four < sixteen < 6 * two
+    assert costs.seconds("send", np.array([2.0**26]), ranks[:1], stride[:1])[0] == pytest.approx(3056.4e-6, rel=0.001)

@@ -12,7 +12,9 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
+from flagcore.physics.collective_curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
+from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_metax import discover
 from flagcore_metax.islands import StayInsideIsland, c500_topology
@@ -56,6 +58,12 @@ def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
 def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
     """Return what `costs/` holds for the chip: measured kernels, or a curve; None for the core's roofline."""
     return kernel_costs("flagcore_metax", chip) if _mine(chip) else None
+
+
+@hookimpl
+def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
+    """Return MCCL's published times for the chip; None for the core's formula."""
+    return collective_table("flagcore_metax", group.chip) if _mine(group.chip) else None
 
 
 @hookimpl

@@ -88,6 +88,36 @@ def test_a_c550_node_is_flat() -> None:
     assert hooks.flagcore_topology(NodeGroup(chip=chip("C550"), nodes=1, devices_per_node=8)) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "nodes", "ranks", "payload", "measured", "within"),
+    [
+        ("C500", 1, 8, 2**26, 1944.65e-6, 0.001),
+        ("C500", 1, 8, 2**30, 28874.52e-6, 0.001),
+        ("C500", 2, 16, 2**24, 837.04e-6, 0.2),  # two nodes: not in the table
+        ("C500", 2, 16, 2**28, 7489.42e-6, 0.2),
+        ("C550", 1, 8, 64_000_000, 64e6 / 135e9, 0.01),
+    ],
+)
+def test_published_all_reduces_are_met(
+    name: str, nodes: int, ranks: int, payload: int, measured: float, within: float
+) -> None:
+    costs = LoadedPlugins.of({"metax": hooks}).collective_costs(
+        NodeGroup(chip=chip(name), nodes=nodes, devices_per_node=8), "megatron"
+    )
+    assert costs is not None
+    (found,) = costs.seconds("all_reduce", np.array([float(payload)]), np.array([ranks]), np.array([1]))
+    assert found == pytest.approx(measured, rel=within)
+
+
+def test_a_pair_across_the_islands_of_a_c500_is_slower_than_one_inside() -> None:
+    costs = LoadedPlugins.of({"metax": hooks}).collective_costs(
+        NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8), "megatron"
+    )
+    assert costs is not None
+    inside, across = costs.seconds("all_gather", np.full(2, 1e9), np.full(2, 2), np.array([1, 4]))
+    assert across > 1.5 * inside
+
+
 def test_tensor_parallelism_across_islands_is_pruned_on_c500_only() -> None:
     loaded = LoadedPlugins.of({"metax": hooks})
     (rule,) = loaded.pruning_rules(task_on(chip("C500")))
