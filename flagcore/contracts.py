@@ -11,7 +11,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, Launch
-from flagcore.domain.prediction import Components, ModelPart, Predictions
+from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Role, Trial
@@ -169,6 +169,9 @@ class Workload(Protocol):
 
     def components(self, task: Task, columns: Columns, costs: Costs) -> Components:
         """Return parameters and activation bytes by component for the worst stage of each row."""
+
+    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        """Return the figures of one global rank of the candidate in `columns`, which have one row."""
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
         """Return the weights of the model by its parts, before anything is split."""

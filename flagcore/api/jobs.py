@@ -25,7 +25,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical, refusals
 from flagcore.stages.discover import costs
-from flagcore.stages.predict import model_table, record
+from flagcore.stages.predict import model_table, rank_record, record
 
 AT_ONCE = 1024
 
@@ -176,6 +176,9 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
     for number, row in enumerate(rows):
         figures = replace(predictions.row(number), components=of_row(components, number))
         answers[row.place] = {"status": "ok", **record(task, figures)}
+        if row.rank is not None:
+            only = _taken(columns, np.array([number]))
+            answers[row.place]["rank"] = rank_record(workload.rank(task, only, row.rank, platform.costs))
     return answers
 
 

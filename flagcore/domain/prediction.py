@@ -125,6 +125,21 @@ class Predictions:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPrediction:
+    """One rank's own figures. `compute_time_s` is its forward and backward time of a step with no communication and no
+    waiting; times are None where the chip's facts do not allow an answer.
+    """
+
+    rank: int
+    static_bytes: float
+    peak_allocated_bytes: float
+    reserved_bytes: float
+    device_used_bytes: float
+    compute_time_s: float | None
+    optimizer_time_s: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelPart:
     """One kind of part of a model: the weights of one, and how many there are."""

@@ -29,6 +29,8 @@ class Options:
     lives on the host. `offload_modules` are those whose saved activations go to the host, on the stages
     `offload_stages` (empty: on all).
 
+    `dropout` says that attention's probabilities and the outputs of attention and FFN are dropped at random.
+
     `cuda_graph` says which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
     allgather, alltoall or flex; with `deduplicated_dispatch` a token goes to a node once, whatever the number of its
     experts there. `expert_imbalance` is the load of the busiest expert rank over the mean.
@@ -66,6 +68,7 @@ class Options:
     cp_comm: str = "p2p"
     cuda_graph: str = ""
     cross_entropy_fusion: bool = False
+    dropout: bool = False
 
 
 DEFAULTS = Options()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flagcore.contracts import Costs, Workload
-from flagcore.domain.prediction import ModelPart, Prediction, Predictions
+from flagcore.domain.prediction import ModelPart, Prediction, Predictions, RankPrediction
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 
@@ -93,3 +93,12 @@ def record(task: Task, prediction: Prediction) -> dict[str, object]:
         }
     data["memory"] = memory
     return data
+
+
+def rank_record(figures: RankPrediction) -> dict[str, object]:
+    """Return one rank's figures as plain data: GiB, seconds; unknown ones are left out."""
+    data: dict[str, object] = {"rank": figures.rank}
+    for name in ("static", "peak_allocated", "reserved", "device_used"):
+        data[f"{name}_gib"] = getattr(figures, f"{name}_bytes") / GIB
+    times = {"compute_time_s": figures.compute_time_s, "optimizer_time_s": figures.optimizer_time_s}
+    return data | {name: seconds for name, seconds in times.items() if seconds is not None}

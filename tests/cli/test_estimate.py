@@ -126,6 +126,24 @@ def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Fla
     assert [each["status"] for each in together] == ["ok", "ok", "invalid", "ok", "ok", "ok", "ok"]
 
 
+def test_a_rank_is_told_what_its_own_pipeline_stage_holds(flag: Flag, tmp_path: Path) -> None:
+    uneven = {**JOB, "candidate": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}}
+    file = jobs(tmp_path, {**uneven, "rank": 3}, {**uneven, "rank": 4})
+    first, last = (answer["rank"] for answer in answers(flag("estimate", "--jobs", file)))
+    assert (first["rank"], last["rank"]) == (3, 4)
+    for figure in first.keys() - {"rank"}:
+        assert 0 < first[figure] < last[figure]
+    assert set(first) == {
+        "rank",
+        "static_gib",
+        "peak_allocated_gib",
+        "reserved_gib",
+        "device_used_gib",
+        "compute_time_s",
+        "optimizer_time_s",
+    }
+
+
 def test_settings_and_notes_of_a_record_change_what_is_predicted(flag: Flag, tmp_path: Path) -> None:
     plain = {**JOB, "candidate": {"pipeline_model_parallel_size": 4, "use_distributed_optimizer": True}}
     told = {**plain, "train": {**JOB["train"], "notes": "no overlap"}}

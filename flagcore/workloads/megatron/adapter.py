@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Components, ModelPart, Predictions
+from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
@@ -66,6 +66,10 @@ class Megatron:
     def components(self, task: Task, columns: Columns, costs: Costs) -> Components:
         """Return parameters and activation bytes by component for the worst stage of each row."""
         return predict.components(task, columns, costs)
+
+    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        """Return the figures of one rank of one candidate."""
+        return predict.rank_figures(task, columns, rank, costs)
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
         """Return the weights of the model by its parts."""

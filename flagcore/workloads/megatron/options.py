@@ -95,6 +95,7 @@ def options(task: Task) -> Options:
         cp_comm=str(given.get("cp_comm_type", "p2p")),
         cuda_graph=_graph(given),
         cross_entropy_fusion=on("cross_entropy_loss_fusion"),
+        dropout=on("attention_dropout") or on("hidden_dropout"),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.prediction import Predictions
+from flagcore.domain.prediction import Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray
 from flagcore.domain.spec import Task
 from flagcore.physics.layout import Layout, Training
+from flagcore.physics.memory import _stage_memory as stage_memory
 from flagcore.physics.memory import stage_activations, stage_parameters, training_memory
 from flagcore.physics.pipeline import stage
-from flagcore.physics.step_time import step_time
+from flagcore.physics.step_time import rank_time, step_time
 from flagcore.physics.transformer import model_flops
 from flagcore.workloads.megatron.flags import implementation_of_command
 from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE
@@ -47,6 +48,25 @@ def components(task: Task, columns: Columns, costs: Costs) -> dict[str, dict[str
         name: {"params": parameters.get(name, none) + none, "activation_bytes": activations.get(name, none) + none}
         for name in dict.fromkeys((*parameters, *activations))
     }
+
+
+def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+    """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
+    train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
+    index = np.floor(rank / (task.cluster.devices / layout.pipeline))
+    held = stage_memory(train, layout, stage(train.model, layout, index))
+    reserved = costs.memory.reserved_bytes(held.peak)
+    times = [float(time[0]) for time in rank_time(train, layout, costs, index)]
+    compute, optimizer = (time if np.isfinite(time) else None for time in times)
+    return RankPrediction(
+        rank=rank,
+        static_bytes=float(held.static[0]),
+        peak_allocated_bytes=float(held.peak[0]),
+        reserved_bytes=float(reserved[0]),
+        device_used_bytes=float(costs.memory.device_used_bytes(reserved)[0]),
+        compute_time_s=compute,
+        optimizer_time_s=optimizer,
+    )
 
 
 def training(task: Task) -> Training:

@@ -5,6 +5,8 @@
   three; sweeps of plain Megatron have none.
 - `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
 - `cp_comm_type`: p2p.
+- `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as in runs of the time when
+  models were trained with dropout; else none.
 - All other settings: Megatron-LM's defaults.
 - Layers that do not divide over the stages: see `stages.published_split`.
 
@@ -17,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.spec import SettingValue, Task
+from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.workloads.megatron.notes import read_notes
 from flagcore.workloads.megatron.stages import LAYOUT, parse_layout, published_split
 
@@ -42,7 +44,7 @@ def published(
     train, values, noted = task.spec.train, dict(values), read_notes(notes)
     kind = train.implementation or IMPLEMENTATION
     settings = {**noted, **train.settings}
-    settings = _defaults(kind, sharded=bool(values.get("use_distributed_optimizer")), given=settings) | settings
+    settings = _defaults(train, kind, settings, sharded=bool(values.get("use_distributed_optimizer"))) | settings
     stages = int(values.get(PIPELINE) or 1)
     layout = settings.get(LAYOUT)
     if layout:
@@ -55,7 +57,10 @@ def published(
     return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
 
 
-def _defaults(kind: str, *, sharded: bool, given: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
+def _defaults(
+    train: TrainSpec, kind: str, given: Mapping[str, SettingValue], *, sharded: bool
+) -> dict[str, SettingValue]:
+    dropout = 0.1 if train.attention == "unfused" else 0.0
     overlaps = bool(given.get("overlap_grad_reduce", sharded))
     return {
         "overlap_grad_reduce": overlaps,
@@ -63,4 +68,6 @@ def _defaults(kind: str, *, sharded: bool, given: Mapping[str, SettingValue]) ->
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": kind != "local",
         "cp_comm_type": "p2p",
+        "attention_dropout": dropout,
+        "hidden_dropout": dropout,
     }
