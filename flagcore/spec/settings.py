@@ -12,11 +12,16 @@ from flagcore.domain.spec import SettingValue
 from flagcore.spec.limits import AtLeastOne, Devices, Factor, Fraction, NoLayers, Text, Word
 from flagcore.spec.validate import Section
 
-_SPELT = {"shared_expert": "shared_experts"}
+_SPELT = {
+    "shared_expert": "shared_experts",
+    "moe_layer": "moe",
+    "layer_norm": "layernorm",
+    "layernorms": "layernorm",
+}
 
 
 def _names(value: object) -> object:
-    """Split a text at commas and spaces, and spell the shared experts as the engine does."""
+    """Split a text at commas and spaces, and spell modules as the engine does."""
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     return [_SPELT.get(name, name) for name in names] if isinstance(names, list) else names
 

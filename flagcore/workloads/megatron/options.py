@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
@@ -145,7 +146,7 @@ def refused(key: str, given: Settings, problem: str) -> SpecError:
 
 def schedule(name: SettingValue) -> str | None:
     """Return the model's name of a pipeline schedule; None is the engine's own. Raises NotModelled."""
-    spelt = str(name or "1f1b").lower().replace("_", "-")
+    spelt = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
     if spelt in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
         return None
     if spelt not in SCHEDULES:

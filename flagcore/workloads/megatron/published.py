@@ -5,8 +5,8 @@
   three; sweeps of plain Megatron have none.
 - `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
 - `cp_comm_type`: p2p.
-- `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as in runs of the time when
-  models were trained with dropout; else none.
+- `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as when models still were
+  trained with dropout; else none.
 - All other settings: Megatron-LM's defaults.
 - Layers that do not divide over the stages: see `stages.published_split`.
 
