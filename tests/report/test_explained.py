@@ -1,0 +1,56 @@
+"""One prediction in full, as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flagcore.report.explained import explained
+
+RECORD: dict[str, Any] = {
+    "step_time_s": {"value": 2.0, "low": 1.5, "high": 2.5},
+    "tokens_per_second_per_device": {"value": 1234.5, "low": 1.0, "high": 2.0},
+    "mfu": 0.5,
+    "time": {"compute_s": 1.5, "pp_bubble_s": 0.5},
+    "limit": "bubble",
+    "memory": {
+        "fits": False,
+        "capacity_gib": 10.0,
+        "static_gib": 8.0,
+        "activation_gib": 4.0,
+        "peak_allocated_gib": 12.0,
+        "reserved_gib": 12.5,
+        "device_used_gib": 13.0,
+        "worst_stage": 1,
+        "components": {
+            "output_head": {"params": 1e6, "activation_gib": 1.0},
+            "novelty": {"params": 2e6, "activation_gib": 0.5},
+            "qkv_proj": {"params": 3e6, "activation_gib": 2.5},
+        },
+    },
+    "model": [
+        {"component": "Embedding", "params_per_layer": 1e8, "layers": 1, "params": 1e8},
+        {"component": "MLP", "params_per_layer": 2e8, "layers": 3, "params": 6e8},
+    ],
+}
+
+
+def test_model_memory_and_time_are_told_in_full() -> None:
+    text = explained(RECORD)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["MLP", "0.2000", "3", "0.6000"] in lines
+    assert ["Total", "0.7000"] in lines
+    order = [name for name in ("QKV Proj", "Output", "novelty") if name in text]
+    assert sorted(order, key=text.index) == order
+    assert "weight and optimizer=8192.00 MB, activation=4096.00 MB, total=12288.00 MB" in text
+    assert "13.00 of 10.00 GiB; it does not fit" in text
+    assert ["bubble", "0.5", "25.0%"] in lines
+    assert "MFU 50.0%" in text
+    assert text.endswith("Limited by: bubble")
+
+
+def test_what_is_not_known_is_said() -> None:
+    memory = {key: value for key, value in RECORD["memory"].items() if key not in ("fits", "capacity_gib")}
+    text = explained({"memory": memory, "model": RECORD["model"]})
+    assert "Time: unknown" in text
+    assert "nobody knows how much the device has" in text
+    assert explained({"status": "unknown", "reason": "no such chip"}) == "unknown: no such chip"
