@@ -19,10 +19,11 @@ from flagcore.physics.collective_model import KINDS, level_seconds, sent_share, 
 OCTAVES = 44
 """Payloads of a grid: powers of two from 1 byte to 8 TiB."""
 
-MOST_RANKS = 1024
-"""Ranks of a grid; more of them on one measured level take the time of so many."""
+MOST_RANKS = 4096
+"""Ranks of a grid; more of them on one level take the time of so many."""
 
 SIZES: FloatArray = np.exp2(np.arange(OCTAVES, dtype=np.float64))
+LARGEST = float(np.nextafter(SIZES[-1], 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +71,43 @@ def problem(table: CollectiveTable) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Seconds by ranks (rows, from 0) and payload (columns, powers of two)."""
+    """Seconds by ranks (rows, from 0) and payload, linear in the payload between powers of two.
 
-    seconds: FloatArray
+    A payload is mantissa x 2^exponent with the mantissa in [1/2, 1); row and exponent give the place of its octave in
+    both arrays, and its time is `base` + mantissa x `slope` there.
+    """
+
+    most: float
+    base: FloatArray
+    slope: FloatArray
+
+    @classmethod
+    def of(cls, rows: FloatArray) -> Grid:
+        """Return the grid of times whose columns are the payloads `SIZES`."""
+        rise, nothing = np.diff(rows, axis=1), np.zeros((len(rows), 1))
+        base, slope = np.hstack([nothing, rows[:, :-1] - rise]), np.hstack([nothing, 2.0 * rise])
+        return cls(len(rows) - 1.0, base.ravel(), slope.ravel())
 
     def at(self, payload_bytes: FloatArray, ranks: FloatArray) -> FloatArray:
-        """Return times, linear in the payload between powers of two. One rank takes 0."""
-        mantissa, exponent = np.frexp(np.clip(payload_bytes, 1.0, SIZES[-1] * 0.99))
-        row = np.minimum(ranks, len(self.seconds) - 1.0).astype(np.intp)
-        place = row * OCTAVES + (exponent - 1)
-        low: FloatArray = self.seconds.take(place)
-        high: FloatArray = self.seconds.take(place + 1)
-        part: FloatArray = 2.0 * mantissa - 1.0
-        return low + part * (high - low)
+        """Return times. One rank takes 0, and less than a byte what a byte takes."""
+        mantissa, exponent = np.frexp(np.clip(payload_bytes, 1.0, LARGEST))
+        place = (np.minimum(ranks, self.most) * OCTAVES + exponent).astype(np.intp)
+        base: FloatArray = self.base.take(place)
+        return base + mantissa * self.slope.take(place)
+
+    def times(self, factor: float) -> Grid:
+        """Return the grid of times that are `factor` as long."""
+        return Grid(self.most, self.base * factor, self.slope * factor)
 
 
-def grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
+def model_grid(kind: str, level: Level) -> Grid:
+    """Return the grid that latency and bandwidth of `level` make, for as many ranks as it has devices."""
+    ranks = np.arange(_rows(kind, level), dtype=np.float64)[:, None]
+    rows = level_seconds(level, kind, SIZES[None, :], np.maximum(ranks, 2.0))
+    return Grid.of(np.where(ranks > 1.0, rows, 0.0))
+
+
+def measured_grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
     """Return a grid for each kind that was measured, for as many ranks as `level` has devices.
 
     A ring reduces by scattering and then gathering, so where only one of the three was measured, gathering and
@@ -94,15 +116,15 @@ def grids(table: CollectiveTable, level: Level) -> Mapping[str, Grid]:
     found = {kind: grid for kind in KINDS if (grid := _grid(kind, table, level)) is not None}
     half = found.get("all_gather") or found.get("reduce_scatter")
     if half is None and "all_reduce" in found:
-        half = Grid(found["all_reduce"].seconds / 2.0)
+        half = found["all_reduce"].times(0.5)
     if half is not None:
-        related = {"all_reduce": Grid(half.seconds * 2.0), "all_gather": half, "reduce_scatter": half}
+        related = {"all_reduce": half.times(2.0), "all_gather": half, "reduce_scatter": half}
         found = related | found
     return found
 
 
 def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
-    most = 2 if kind == "send" else min(level.devices, MOST_RANKS)
+    most = _rows(kind, level) - 1
     measured = {curve.ranks: curve for curve in table.curves if curve.kind == kind and curve.ranks <= most}
     if not measured or most < 2:
         return None
@@ -124,7 +146,11 @@ def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
             nearest = known[0] if after == 0 else known[-1]
             rows[ranks] = _scaled(kind, level, rows[nearest], nearest, ranks)
     none = np.zeros(OCTAVES)
-    return Grid(np.stack([rows.get(ranks, none) for ranks in range(most + 1)]))
+    return Grid.of(np.stack([rows.get(ranks, none) for ranks in range(most + 1)]))
+
+
+def _rows(kind: str, level: Level) -> int:
+    return 1 + min(2 if kind == "send" else MOST_RANKS, level.devices)
 
 
 def _model(kind: str, level: Level, ranks: int) -> FloatArray:

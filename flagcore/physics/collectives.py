@@ -9,8 +9,8 @@ import numpy as np
 
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.collective_curves import CollectiveTable, Grid, grids
-from flagcore.physics.collective_model import PEER_SECONDS, level_seconds, sent_share, smooth, usable_share
+from flagcore.physics.collective_curves import CollectiveTable, Grid, measured_grids, model_grid
+from flagcore.physics.collective_model import KINDS, PEER_SECONDS, sent_share, smooth, usable_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,45 +26,44 @@ class Collectives:
     """
 
     topology: Topology
-    grids: Mapping[str, Grid] = field(default_factory=dict)
-    measured_level: int = 0
+    table: CollectiveTable | None = None
+    grids: Mapping[str, Grid] = field(init=False, repr=False, compare=False)
+    measured: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """For each kind the level that its grid is for, with all levels inside it."""
 
-    @classmethod
-    def of(cls, topology: Topology, table: CollectiveTable | None) -> Collectives:
-        """Return the collectives of `topology` with the curves of `table` where they hold."""
-        places = [place for place, level in enumerate(topology.levels) if table and level.name == table.level]
-        if table and not table.level and topology.levels:
-            places = [0]
-        if table is None or not places:
-            return cls(topology=topology)
-        return cls(topology=topology, grids=grids(table, topology.levels[places[0]]), measured_level=places[0])
+    def __post_init__(self) -> None:
+        """Draw the grids, once: of the innermost level, and of the one that the table is for."""
+        levels, drawn = self.topology.levels, {}
+        if levels:
+            drawn = {kind: (0, model_grid(kind, levels[0])) for kind in KINDS}
+        for place, level in enumerate(levels):
+            if self.table and (level.name == self.table.level if self.table.level else place == 0):
+                drawn |= {kind: (place, grid) for kind, grid in measured_grids(self.table, level).items()}
+        object.__setattr__(self, "grids", {kind: grid for kind, (_, grid) in drawn.items()})
+        object.__setattr__(self, "measured", {kind: place for kind, (place, _) in drawn.items()})
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the time of one collective; NaN where a level that it needs is unknown, 0 for a group of one."""
         count = np.asarray(ranks, dtype=np.float64)
         if not self.topology.levels:
             return np.where(count * np.ones_like(payload_bytes) > 1.0, np.nan, 0.0)
-        members = self._members(count, stride)
+        members, grid, place = self._members(count, stride), self.grids[kind], self.measured[kind]
         if kind == "send":
             return self._send_seconds(payload_bytes, count, members)
-        measured = self.measured_level if kind in self.grids else 0
-        inside = members[measured]
-        if kind == "all_to_all":
-            time = self._inside_seconds(kind, payload_bytes * (inside / count), inside)
-        else:
-            time = self._inside_seconds(kind, payload_bytes, inside)
+        inside = members[place]
         outside = inside < count
-        if measured == 0 and not outside.any():
-            return time
-        if kind != "all_to_all":
-            time = time * np.where(
-                inside > 1.0, sent_share(kind, count) / np.maximum(sent_share(kind, inside), 0.1), 1.0
-            )
+        if place == 0 and not outside.any():
+            return grid.at(payload_bytes, inside)
+        if kind == "all_to_all":
+            time = grid.at(payload_bytes * (inside / count), inside)
+        else:
+            several = np.maximum(inside, 2.0)
+            time = grid.at(payload_bytes, inside) * (sent_share(kind, count) / sent_share(kind, several))
         startup = np.zeros_like(time)
-        for place in range(1, len(members)):
-            transfer = self._crossing_seconds(kind, place, payload_bytes, count, members)
-            if place > measured:
-                first = self._crossing_startup(kind, place, members)
+        for outer in range(1, len(members)):
+            transfer = self._crossing_seconds(kind, outer, payload_bytes, count, members)
+            if outer > place:
+                first = self._crossing_startup(kind, outer, members)
                 startup = startup + smooth(first, transfer) - transfer
             time = np.maximum(time, transfer)
         return time + startup
@@ -81,13 +80,8 @@ class Collectives:
     def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:
         """Return for each level how many ranks of a group lie in one block of it; in the last, all of them."""
         sizes = [level.devices for level in self.topology.levels[:-1]]
-        return [np.minimum(np.maximum(size // stride, 1.0), count) for size in sizes] + [count * np.ones_like(stride)]
-
-    def _inside_seconds(self, kind: str, payload_bytes: FloatArray, ranks: FloatArray) -> FloatArray:
-        if kind in self.grids:
-            return self.grids[kind].at(payload_bytes, ranks)
-        several = np.maximum(ranks, 2.0)
-        return np.where(ranks > 1.0, level_seconds(self.topology.levels[0], kind, payload_bytes, several), 0.0)
+        whole = count if count.shape == np.shape(stride) else count * np.ones(np.shape(stride))
+        return [np.minimum(np.maximum(np.floor(size / stride), 1.0), whole) for size in sizes] + [whole]
 
     def _crossing_seconds(
         self, kind: str, place: int, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]
@@ -119,13 +113,11 @@ class Collectives:
 
     def _send_seconds(self, payload_bytes: FloatArray, count: FloatArray, members: list[FloatArray]) -> FloatArray:
         """Return the time of a message to the farthest neighbour in the group."""
-        two = np.full_like(count, 2.0)
-        measured = self.measured_level if "send" in self.grids else 0
-        time = self._inside_seconds("send", payload_bytes, np.minimum(count, two))
-        for place in range(measured + 1, len(members)):
-            crosses = members[place - 1] < count
+        time = self.grids["send"].at(payload_bytes, np.minimum(count, 2.0))
+        for outer in range(self.measured["send"] + 1, len(members)):
+            crosses = members[outer - 1] < count
             if crosses.any():
-                time = np.where(crosses, _message_seconds(self.topology.levels[place], payload_bytes), time)
+                time = np.where(crosses, _message_seconds(self.topology.levels[outer], payload_bytes), time)
         return time
 
 

@@ -123,7 +123,7 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
     if isinstance(answer, CollectiveTable):
         if wrong := problem(data(CollectiveTable, answer)):
             raise BadPlugin(f"answered curves of collectives: they {wrong}")
-        answer = Collectives.of(topology, answer)
+        answer = Collectives(topology=topology, table=answer)
     costs: CollectiveCosts = behaviour(CollectiveCosts, answer)
     ranks, stride = np.array([2, 2]), np.array([1, 1])
     for kind in KINDS:

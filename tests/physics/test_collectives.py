@@ -174,7 +174,7 @@ TABLE = CollectiveTable(
     ),
     source="made up for this test",
 )
-MEASURED = Collectives.of(TOPOLOGY, TABLE)
+MEASURED = Collectives(topology=TOPOLOGY, table=TABLE)
 
 
 @pytest.mark.parametrize("ranks", GATHER)
@@ -201,15 +201,14 @@ def test_kinds_that_nobody_measured_come_from_their_relatives_or_from_the_link()
     assert seconds(MEASURED, "all_reduce", 1e8, 8) == pytest.approx(2 * seconds(MEASURED, "all_gather", 1e8, 8))
     for kind in ("all_to_all", "send"):
         assert seconds(MEASURED, kind, 1e8, 8) == seconds(plain, kind, 1e8, 8)
-    reduced = Collectives.of(
-        TOPOLOGY, replace(TABLE, curves=tuple(replace(c, kind="all_reduce") for c in TABLE.curves))
-    )
+    of_reduction = replace(TABLE, curves=tuple(replace(curve, kind="all_reduce") for curve in TABLE.curves))
+    reduced = Collectives(topology=TOPOLOGY, table=of_reduction)
     assert seconds(reduced, "all_gather", 1e8, 8) == pytest.approx(seconds(reduced, "all_reduce", 1e8, 8) / 2)
 
 
 def test_a_curve_of_large_sizes_only_keeps_a_small_start_up() -> None:
     curve = Curve(kind="all_gather", ranks=2, payload_bytes=(2.0**23, 2.0**25), seconds=(600e-6, 1800e-6))
-    costs = Collectives.of(TOPOLOGY, replace(TABLE, curves=(curve,)))
+    costs = Collectives(topology=TOPOLOGY, table=replace(TABLE, curves=(curve,)))
     assert seconds(costs, "all_gather", 2.0**23, 2) == pytest.approx(600e-6)
     assert seconds(costs, "all_gather", 64.0, 2) < 60e-6
 
@@ -217,7 +216,7 @@ def test_a_curve_of_large_sizes_only_keeps_a_small_start_up() -> None:
 def test_ranks_beyond_the_measured_ones_pay_for_steps_and_bytes() -> None:
     rack = Topology(levels=(replace(NODE, devices=72),))
     few = tuple(curve for curve in TABLE.curves if curve.ranks < 8)
-    costs = Collectives.of(rack, replace(TABLE, curves=few))
+    costs = Collectives(topology=rack, table=replace(TABLE, curves=few))
     small, large = (
         seconds(costs, "all_gather", size, 64) / seconds(costs, "all_gather", size, 4) for size in (8.0, 1e11)
     )
@@ -228,7 +227,7 @@ def test_ranks_beyond_the_measured_ones_pay_for_steps_and_bytes() -> None:
 def test_a_group_over_several_nodes_pays_the_curve_inside_and_the_network_outside() -> None:
     inside = seconds(MEASURED, "all_gather", 2.0**29, 8)
     assert seconds(MEASURED, "all_gather", 2.0**29, 16) > inside * 15 / 14
-    slow = Collectives.of(Topology(levels=(NODE, replace(NETWORK, bytes_per_second=1e9))), TABLE)
+    slow = Collectives(topology=Topology(levels=(NODE, replace(NETWORK, bytes_per_second=1e9))), table=TABLE)
     assert rate(slow, "all_gather", 16) == pytest.approx(8e9 * 16 / 15, rel=0.01)
     assert seconds(MEASURED, "all_gather", 8.0, 16) > GATHER[8][0] + NETWORK.latency_seconds
 
@@ -236,7 +235,8 @@ def test_a_group_over_several_nodes_pays_the_curve_inside_and_the_network_outsid
 def test_a_curve_over_two_islands_does_not_hide_the_slow_way_between_them() -> None:
     island = replace(NODE, name="island", devices=4)
     between = replace(NODE, name="between", bytes_per_second=16e9)
-    costs = Collectives.of(Topology(levels=(island, between)), replace(TABLE, curves=TABLE.curves[2:], level="between"))
+    of_eight = replace(TABLE, curves=TABLE.curves[2:], level="between")
+    costs = Collectives(topology=Topology(levels=(island, between)), table=of_eight)
     assert seconds(costs, "all_gather", SIZES[1], 8) == pytest.approx(GATHER[8][1])
     assert rate(costs, "all_gather", 2, 4) == pytest.approx(2 * 16e9, rel=0.01)
 
