@@ -3,6 +3,8 @@
 - `implementation`: transformer-engine's layers, Megatron-LM's own default.
 - `overlap_grad_reduce` and `overlap_param_gather`: on with a distributed optimizer, off without. Tuned runs have all
   three; sweeps of plain Megatron have none.
+- `tp_comm_overlap`: on in dense models with a distributed optimizer, sequence parallelism, fused attention and
+  transformer-engine's layers: the published recipes of such runs turn it on.
 - `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
 - `cp_comm_type`: p2p.
 - `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as when models still were
@@ -19,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.spec import SettingValue, Task, TrainSpec
+from flagcore.domain.spec import SettingValue, Task
 from flagcore.workloads.megatron.notes import read_notes
 from flagcore.workloads.megatron.stages import LAYOUT, parse_layout, published_split
 
@@ -44,7 +46,7 @@ def published(
     train, values, noted = task.spec.train, dict(values), read_notes(notes)
     kind = train.implementation or IMPLEMENTATION
     settings = {**noted, **train.settings}
-    settings = _defaults(train, kind, settings, sharded=bool(values.get("use_distributed_optimizer"))) | settings
+    settings = _defaults(task, kind, settings, values) | settings
     stages = int(values.get(PIPELINE) or 1)
     layout = settings.get(LAYOUT)
     if layout:
@@ -58,9 +60,11 @@ def published(
 
 
 def _defaults(
-    train: TrainSpec, kind: str, given: Mapping[str, SettingValue], *, sharded: bool
+    task: Task, kind: str, given: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
 ) -> dict[str, SettingValue]:
-    dropout = 0.1 if train.attention == "unfused" else 0.0
+    flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
+    split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
+    dense = task.spec.model.num_moe_experts is None
     overlaps = bool(given.get("overlap_grad_reduce", sharded))
     return {
         "overlap_grad_reduce": overlaps,
@@ -68,6 +72,7 @@ def _defaults(
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": kind != "local",
         "cp_comm_type": "p2p",
-        "attention_dropout": dropout,
-        "hidden_dropout": dropout,
+        "attention_dropout": 0.0 if flash else 0.1,
+        "hidden_dropout": 0.0 if flash else 0.1,
+        "tp_comm_overlap": flash and sharded and split and dense and kind == IMPLEMENTATION,
     }

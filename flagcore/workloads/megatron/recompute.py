@@ -11,8 +11,8 @@ EXPERT_LEVELS: Mapping[str, frozenset[str]] = {
     "medium": frozenset({"moe_act", "shared_experts"}),
     "full": frozenset({"moe"}),
 }
-"""What recompute of experts by level drops, in Megatron-core's names of modules. The levels are those of MACA's
-Megatron: the small steps between the products, these and the shared experts, and the whole MoE layer."""
+"""What recompute of experts by level drops, in Megatron-core's names of modules. The levels: the small
+steps between the products, these and the shared experts, and the whole MoE layer."""
 
 
 def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:

@@ -52,9 +52,9 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
 
     An even split if layers divide; else embedding and loss count as a layer each if they then divide; else
     the loss alone; else every stage has the same number, rounded up, and what is missing at the end is taken from the
-    last stage, then from the first. These are Megatron-LM's own settings for it, in the order in which NVIDIA's
-    published recipes use them: Llama 405B and Qwen3-235B by the second, DeepSeek-V3 by the last. Nothing, which
-    Megatron refuses, if there are fewer layers than stages between the first and the last.
+    last stage, then from the first. These are Megatron-LM's own means, in the order in which published recipes
+    use them: Llama 405B and Qwen3-235B by the second, DeepSeek-V3 by the last. Nothing, which Megatron refuses, if
+    there are fewer layers than stages between the first and the last.
     """
     layers = model.num_layers
     if layers % stages == 0:

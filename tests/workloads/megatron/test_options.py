@@ -219,6 +219,18 @@ def test_published_run_without_overlap_of_gradients_has_none_of_weights() -> Non
     assert overlaps(published(SHARDED, "no overlap-grad-reduce")) == (False, False)
 
 
+def test_published_run_overlaps_tensor_parallelism_only_where_all_of_a_tuned_run_is_there() -> None:
+    tuned = {**SHARDED, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert published(tuned, model=small.DENSE).tp_comm_overlap
+    assert not published(tuned, "tp-comm-overlap off", model=small.DENSE).tp_comm_overlap
+    for missing in ("use_distributed_optimizer", "sequence_parallel", "tensor_model_parallel_size"):
+        values = {key: value for key, value in tuned.items() if key != missing}
+        assert not published(values, model=small.DENSE).tp_comm_overlap
+    assert not published(tuned).tp_comm_overlap
+    assert not published(tuned, model=small.DENSE, implementation="local").tp_comm_overlap
+    assert not published(tuned, model=small.DENSE, attention="unfused").tp_comm_overlap
+
+
 def test_record_counts_before_its_notes_and_these_before_defaults() -> None:
     notes = "DeepEP; cross-entropy fusion"
     told = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
