@@ -1,5 +1,6 @@
 """The one place where parts meet: plugins, engine, launcher, strategy, store and loop. For Python users and the CLI."""
 
+from flagcore.api.calibrating import calibrate, calibrations, forget, summary
 from flagcore.api.estimating import Estimate, Explanation, estimate, explain
 from flagcore.api.inspecting import devices, doctor, plugin_table
 from flagcore.api.jobs import AT_ONCE, estimate_jobs
@@ -10,12 +11,16 @@ __all__ = [
     "Estimate",
     "Explanation",
     "Outcome",
+    "calibrate",
+    "calibrations",
     "devices",
     "doctor",
     "estimate",
     "estimate_jobs",
     "explain",
+    "forget",
     "plugin_table",
     "run_best",
+    "summary",
     "tune",
 ]

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+from flagcore.api.calibrated import CalibratedPlugins
+from flagcore.calibration import Calibrations
 from flagcore.domain.chip import Support
 from flagcore.plugins import LoadedPlugins, load_plugins
 from flagcore.problem import Problem
@@ -15,8 +17,9 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins, and tell at the end of each that failed or could not answer."""
-    loaded = load_plugins(without)
+    """Load the plugins, with the user's calibrations, and tell at the end of each that failed or could not answer."""
+    found = load_plugins(without)
+    loaded = CalibratedPlugins(found.plugins, found.failures, Calibrations.of_user(), LOG.warning)
     try:
         yield loaded
     finally:

@@ -19,6 +19,7 @@ from flagcore.cli.options import say
 from flagcore.errors import FlagError
 
 COMMANDS = {
+    "calibrate": "flagcore.cli.calibrate",
     "devices": "flagcore.cli.inspect",
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.predict",

@@ -9,6 +9,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray
 from flagcore.physics.correction import Axis, Correction
+from flagcore.physics.curve import Curve
 from flagcore.physics.kernel_fit import fit
 from flagcore.physics.kernel_sheet import KernelSheet, Rows
 from flagcore.physics.roofline import Roofline
@@ -53,6 +54,11 @@ class KernelTable:
                 for name in sheet.precisions("attention_backward")
             },
         )
+
+    @property
+    def curve(self) -> Curve:
+        """Return the fitted parameters."""
+        return self.roofline.curve
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
         """Return the time of a matrix product."""

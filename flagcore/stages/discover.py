@@ -23,7 +23,7 @@ def discover(spec: Spec, plugins: Plugins) -> Platform:
     when no plugin knows the chip, or when the engine cannot run on it.
     """
     engine, devices = spec.train.engine, plugins.devices()
-    chip = _named(spec.cluster.chip, plugins) if spec.cluster.chip != AUTO else _found(devices, plugins, engine)
+    chip = _named(spec.cluster.chip, plugins) if spec.cluster.chip != AUTO else best_chip(devices, plugins, engine)
     here = tuple(device for device in devices if chip.answers_to(device.chip))
     support = plugins.engine_support(chip, engine)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
@@ -76,8 +76,8 @@ def _named(name: str, plugins: Plugins) -> Chip:
     raise NoDevice(f"cluster.chip = {name!r} is not known to any installed plugin; known chips: {listed}")
 
 
-def _found(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
-    """Return the chip that most devices here have; chips that are no plain CPU go first."""
+def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
+    """Return the chip that most devices here have; chips that are no plain CPU go first. Raises NoDevice."""
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.answers_to(name)]
     if not known:

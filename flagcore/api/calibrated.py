@@ -1,0 +1,75 @@
+"""Plugins whose costs give way to what was measured on the user's own devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+from flagcore.calibration import Calibration, Calibrations, collective_table, kernel_table
+from flagcore.contracts import CollectiveCosts, KernelCosts
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import NodeGroup
+from flagcore.physics.collectives import Collectives
+from flagcore.physics.curve import Curve
+from flagcore.physics.roofline import Roofline
+from flagcore.physics.topology import topology_of
+from flagcore.plugins import LoadedPlugins
+from flagcore.plugins.filled import FilledCollectiveCosts, FilledKernelCosts
+from flagcore.plugins.installed import PluginFailure
+from flagcore.plugins.loading import Plugin
+
+
+class CalibratedPlugins(LoadedPlugins):
+    """As `LoadedPlugins`, with the kernel and collective times of a chip from its calibration where there is one.
+
+    `told` is called with a line for each calibration that costs are made of, once.
+    """
+
+    def __init__(
+        self,
+        plugins: Iterable[Plugin],
+        failures: Iterable[PluginFailure],
+        calibrations: Calibrations,
+        told: Callable[[str], object],
+    ) -> None:
+        super().__init__(plugins, failures)
+        self._calibrations, self._told = calibrations, told
+        self._found: dict[str, Calibration | None] = {}
+
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
+        """Return what was measured, with the plugins' answer or the roofline where that is NaN. Raises RunError."""
+        known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
+        if calibration is None:
+            return known
+        return FilledKernelCosts(kernel_table(calibration, chip, _curve(known)), known or Roofline(chip=chip))
+
+    def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
+        """Return what was measured inside a node, with the topology's times beyond it. Raises RunError."""
+        known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
+        table = collective_table(calibration) if calibration else None
+        if table is None:
+            return known
+        levels = self.topology(group) or topology_of(group)
+        return FilledCollectiveCosts(Collectives(topology=levels, table=table), known or Collectives(topology=levels))
+
+    def _calibration(self, chip: Chip) -> Calibration | None:
+        if chip.name not in self._found:
+            found = self._calibrations.find(chip, _installed_torch())
+            self._found[chip.name] = found[1] if found else None
+            if found:
+                self._told(f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})")
+        return self._found[chip.name]
+
+
+def _curve(costs: KernelCosts | None) -> Curve:
+    """Return the curve that a plugin gives for its chip, or the core's."""
+    curve = getattr(costs.table, "curve", None) if isinstance(costs, FilledKernelCosts) else None
+    return curve if isinstance(curve, Curve) else Curve()
+
+
+def _installed_torch() -> str | None:
+    """Return the version of torch that is installed, without importing it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,183 @@
+"""Measure the devices of this machine, keep what was found, and predict with it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flagcore import __version__, plugins
+from flagcore.api.telling import loaded_plugins
+from flagcore.calibration import Calibration, Calibrations
+from flagcore.domain.chip import Chip, Device
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.errors import Interrupted, NoDevice, RunError
+from flagcore.plugins import LoadedPlugins
+from flagcore.stages.discover import best_chip
+
+PROGRAM = "flagcore.microbench"
+SECONDS = 90.0
+GRACE_SECONDS = 120.0
+"""What start and end of the program may take beside the measuring."""
+
+
+def calibrate(
+    *,
+    seconds: float = SECONDS,
+    devices: int | None = None,
+    without: Collection[str] = (),
+    on_start: Callable[[str], object] | None = None,
+) -> tuple[Calibration, Path]:
+    """Measure kernels and collectives on this machine's devices in about `seconds`, and keep the result.
+
+    `devices` measures on the first few only. Predictions for the chip use the result from then on. `on_start` is
+    told in a line what is going to be measured. Returns the result and its file. Raises NoDevice if nothing can be
+    measured, RunError if the measurement fails or cannot be kept, Interrupted.
+    """
+    with loaded_plugins(without) as loaded:
+        chip, support, here, engine = _target(loaded)
+        count = min(devices or len(here), len(here))
+        environment = dict(loaded.environment(chip, engine))
+    if on_start is not None:
+        on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
+    with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
+        job = Path(folder, "job.json")
+        output = Path(folder, "found.json")
+        job.write_text(json.dumps(_job(chip, support, here[:count], seconds, output)), encoding="utf-8")
+        launch = Launch(
+            argv=(sys.executable, "-m", PROGRAM, str(job)),
+            folder=folder,
+            environment=environment,
+            timeout_seconds=2.0 * seconds + GRACE_SECONDS,
+        )
+        _run(launch)
+        try:
+            found = json.loads(output.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"the measurement ended without a result ({error})") from None
+    made = _calibration(chip, here[0], count, found)
+    return made, Calibrations.of_user().keep(made)
+
+
+def calibrations() -> list[dict[str, Any]]:
+    """Return a record for each calibration that is kept. Raises RunError."""
+    return [
+        {
+            "chip": kept.chip,
+            "devices": kept.devices,
+            "torch": kept.torch,
+            "driver": kept.driver or None,
+            "date": kept.date,
+            "kernels": sum("kernel" in row for row in kept.rows),
+            "collectives": sum("collective" in row for row in kept.rows),
+            "file": str(path),
+        }
+        for path, kept in Calibrations.of_user().all()
+    ]
+
+
+def summary(calibration: Calibration) -> list[dict[str, Any]]:
+    """Return a record a kind of kernel: how many were measured, the best rate (a launch's time), the usual spread."""
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in calibration.rows:
+        name = str(row.get("kernel") or row["collective"])
+        which = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
+        kinds.setdefault((name, which), []).append(row)
+    records = []
+    for (name, which), rows in kinds.items():
+        best, unit = _best(name, rows)
+        spread = median(float(row["spread"]) for row in rows)
+        records.append({"what": f"{name} {which}", "measured": len(rows), "best": best, "unit": unit, "spread": spread})
+    return records
+
+
+def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
+    if name == "launch":
+        return min(float(row["us"]) for row in rows), "us"
+    if "bytes" in rows[0]:
+        return max(float(row["bytes"]) / float(row["us"]) for row in rows) / 1e3, "GB/s"
+    if name == "gemm":
+        return max(2e-6 * row["m"] * row["n"] * row["k"] / row["us"] for row in rows), "TFLOP/s"
+    products = 1e-6 * (10.0 if name == "attention_backward" else 4.0) * 0.5
+    work = (products * r["batch"] * r["heads"] * r["queries"] * r["keys"] * r["head_dim"] / r["us"] for r in rows)
+    return max(work), "TFLOP/s"
+
+
+def forget(chip: str) -> list[str]:
+    """Delete the calibrations of `chip` and return their files. Raises RunError."""
+    return [str(path) for path in Calibrations.of_user().forget(chip)]
+
+
+def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
+    """Return the chip to measure, how torch runs on it, its devices, and the engine that says so."""
+    found = loaded.devices()
+    reasons = []
+    for engine in plugins.names(plugins.WORKLOADS):
+        chip = best_chip(found, loaded, engine)
+        support = loaded.engine_support(chip, engine)
+        if support.device_type is not None and support.distributed_backend is not None:
+            return chip, support, tuple(device for device in found if chip.answers_to(device.chip)), engine
+        reasons.append(support.reason)
+    raise NoDevice("; ".join(reasons) or "no engine is installed that says how torch runs here")
+
+
+def _job(
+    chip: Chip, support: EngineSupport, here: tuple[Device, ...], seconds: float, output: Path
+) -> dict[str, object]:
+    memory = [device.memory_bytes for device in here if device.memory_bytes]
+    known = chip.memory_bytes
+    return {
+        "kind": support.device_type,
+        "backend": support.distributed_backend,
+        "preload": list(support.preload),
+        "devices": len(here),
+        "shared": support.shared_devices,
+        "precisions": list(chip.dense_flops_per_second),
+        "memory_bytes": min(memory) if memory else int(known.value) if known else 1 << 30,
+        "seconds": seconds,
+        "output": str(output),
+    }
+
+
+def _run(launch: Launch) -> None:
+    """Run the program to its end. Raises RunError with its last words if it fails, Interrupted."""
+    running = plugins.launcher("local").start(launch)
+    ended: Exit | None = None
+    try:
+        while ended is None:
+            ended = running.wait(60.0)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; nothing was kept") from None
+    finally:
+        if ended is None:
+            running.stop()
+    if ended.code == 0:
+        return
+    words = ""
+    with suppress(OSError):
+        lines = Path(launch.folder, "stderr.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        words = f": {lines[-1][:300]}" if lines else ""
+    why = "took too long" if ended.ended_by == "timeout" else f"ended with status {ended.code}"
+    raise RunError(f"the measurement {why}{words}")
+
+
+def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any]) -> Calibration:
+    how = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
+    return Calibration(
+        chip=chip.name,
+        aliases=chip.aliases,
+        driver=device.driver,
+        torch=str(found["torch"]),
+        devices=count,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        how=f"{how}, {platform.platform()}",
+        rows=tuple(found["rows"]),
+    )

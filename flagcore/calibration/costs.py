@@ -1,0 +1,43 @@
+"""Costs from a calibration."""
+
+from __future__ import annotations
+
+from flagcore.calibration.store import Calibration
+from flagcore.domain.chip import Chip
+from flagcore.errors import RunError
+from flagcore.physics.collective_curves import CollectiveTable
+from flagcore.physics.collective_curves import Curve as CollectiveCurve
+from flagcore.physics.curve import Curve
+from flagcore.physics.kernel_sheet import KernelSheet
+from flagcore.physics.kernel_table import KernelTable
+from flagcore.physics.roofline import Roofline
+from flagcore.vendorkit.costfile import Reading, read_kernel
+
+
+def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:
+    """Return the kernel times of `chip`; what was not measured follows `curve`. Raises RunError for a bad row."""
+    try:
+        kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"the calibration of {calibration.chip} has a bad row: {error!r}; measure again") from None
+    return KernelTable.of(Roofline(chip=chip, curve=curve), KernelSheet(kernels))
+
+
+def collective_table(calibration: Calibration) -> CollectiveTable | None:
+    """Return the collectives among the devices of one node; None where none was measured. Raises RunError."""
+    points: dict[tuple[str, int], dict[float, float]] = {}
+    try:
+        for row in calibration.rows:
+            if "collective" in row:
+                where = points.setdefault((str(row["collective"]), int(row["ranks"])), {})
+                where[float(row["bytes"])] = float(row["us"]) * 1e-6
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"the calibration of {calibration.chip} has a bad row: {error!r}; measure again") from None
+    curves = []
+    for (kind, ranks), found in points.items():
+        sizes = tuple(sorted(found))
+        seconds = tuple(found[size] for size in sizes)
+        curves.append(CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds))
+    if not curves:
+        return None
+    return CollectiveTable(curves=tuple(curves), source=f"flag calibrate, {calibration.date}")

@@ -1,0 +1,136 @@
+"""Calibrations as files: one a chip, driver and version of torch, in the user's data folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.chip import Chip
+from flagcore.errors import RunError
+from flagcore.files import read_regular
+
+HOME_VARIABLE = "FLAGCORE_HOME"
+"""An environment variable: the folder in which flagcore keeps what it knows between runs."""
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured on `devices` devices of one chip: `rows` of kernels and collectives, as plain data.
+
+    `aliases` are the chip's at that time; for a plain CPU they name the processor. `how` says with what, `date` is
+    ISO 8601.
+    """
+
+    chip: str
+    aliases: tuple[str, ...]
+    driver: str
+    torch: str
+    devices: int
+    date: str
+    how: str
+    rows: tuple[Mapping[str, Any], ...]
+
+    @property
+    def file_name(self) -> str:
+        """Return the name of its file: a new calibration of the same things takes its place."""
+        parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
+        return "--".join(re.sub(r"[^a-z0-9.+]+", "-", part.casefold()).strip("-") for part in parts) + ".json"
+
+    def is_of(self, chip: Chip) -> bool:
+        """Return whether it was measured on `chip`: the same name, and, where both say more, the same processor."""
+        names = {name.casefold() for name in self.aliases}, {name.casefold() for name in chip.aliases}
+        return self.chip.casefold() == chip.name.casefold() and (names[0] == names[1] or bool(names[0] & names[1]))
+
+
+class Calibrations:
+    """The calibrations in a folder, which need not exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_user(cls) -> Calibrations:
+        """Return those in FLAGCORE_HOME, else in XDG_DATA_HOME or ~/.local/share."""
+        if home := os.environ.get(HOME_VARIABLE):
+            return cls(Path(home) / "calibrations")
+        shared = os.environ.get("XDG_DATA_HOME", "")
+        data = Path(shared) if os.path.isabs(shared) else Path(os.path.expanduser("~")) / ".local" / "share"
+        return cls(data / "flagcore" / "calibrations")
+
+    def all(self) -> tuple[tuple[Path, Calibration], ...]:
+        """Return every file with what it holds, the newest first. Raises RunError for one that cannot be read."""
+        try:
+            files = sorted(path for path in self.folder.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise RunError(f"{self.folder} cannot be read: {error.strerror or error}") from None
+        return tuple(sorted(((path, read(path)) for path in files), key=lambda pair: pair[1].date, reverse=True))
+
+    def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
+        """Return the newest calibration of `chip`, one with this version of torch before all others."""
+        found = [pair for pair in self.all() if pair[1].is_of(chip)]
+        return next((pair for pair in found if pair[1].torch == torch), found[0] if found else None)
+
+    def keep(self, calibration: Calibration) -> Path:
+        """Write a calibration in one step and return its file. Raises RunError."""
+        path = self.folder / calibration.file_name
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.write_text(_text(calibration), encoding="utf-8")
+            os.replace(draft, path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            fix = f"set {HOME_VARIABLE} to a folder that can be written"
+            raise RunError(f"{path} cannot be written: {error.strerror or error}; {fix}") from None
+        return path
+
+    def forget(self, chip: str) -> tuple[Path, ...]:
+        """Delete the calibrations of the chip of that name and return their files. Raises RunError."""
+        gone = []
+        for path, calibration in self.all():
+            if calibration.chip.casefold() == chip.casefold():
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
+                gone.append(path)
+        return tuple(gone)
+
+
+def read(path: Path) -> Calibration:
+    """Return the calibration in a file. Raises RunError."""
+    try:
+        data = json.loads(read_regular(path))
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r} is not {SCHEMA}")
+        rows = tuple(dict(row) for row in data["rows"])
+        return Calibration(
+            aliases=tuple(map(str, data["aliases"])),
+            devices=int(data["devices"]),
+            rows=rows,
+            **{name: str(data[name]) for name in ("chip", "driver", "torch", "date", "how")},
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "measure again with `flag calibrate`, or delete the file"
+        raise RunError(f"{path} is no calibration that can be read ({error!r}); {fix}") from None
+
+
+def _text(calibration: Calibration) -> str:
+    """Return a calibration as JSON, a line a row."""
+    head = {"schema": SCHEMA} | {
+        name: getattr(calibration, name) for name in ("chip", "aliases", "driver", "torch", "devices", "date", "how")
+    }
+    rows = ",\n  ".join(json.dumps(dict(row), ensure_ascii=False) for row in calibration.rows)
+    start = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
+    return f'{start},\n "rows": [\n  {rows}\n ]\n}}\n'

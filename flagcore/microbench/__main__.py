@@ -1,0 +1,47 @@
+"""Entry point: `python -m flagcore.microbench JOB.json`. Exit codes as of a trial: 0 measured, 3 out of memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from functools import partial
+from pathlib import Path
+
+from flagcore.microbench.job import Job, load
+from flagcore.workloads.megatron.trial import failures, ranks
+
+
+def main(arguments: list[str]) -> int:
+    """Measure what the job named on the command line asks for, and return the exit code."""
+    job = load(Path(arguments[0]))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
+    if job.shared:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        _import(job)  # once for all; a driver that was touched would not survive a fork, a plain CPU does
+    return ranks.run_ranks(job.devices, partial(_work, job))
+
+
+def _import(job: Job) -> None:
+    for name in ("torch", *job.preload, "flagcore.microbench.measuring"):
+        importlib.import_module(name)
+
+
+def _work(job: Job, number: int, listener: socket.socket) -> int:
+    """Be process `number`; returns the exit code, having explained a failure on stderr."""
+    try:
+        _import(job)
+        from flagcore.microbench.measuring import measure
+
+        measure(job, number, listener)
+    except BaseException as error:
+        return failures.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,69 @@
+"""Collectives among 2, 4, 8 ... neighbouring devices, all groups at work at the same time, as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flagcore.microbench.bench import Bench
+from flagcore.microbench.kernels import Item
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+BYTES = tuple(2.0**power for power in range(10, 29, 2))
+
+
+def sizes(devices: int) -> tuple[int, ...]:
+    """Return the group sizes to measure: powers of two that divide the devices, and all of them."""
+    return tuple(
+        sorted({2**power for power in range(1, 12) if devices % 2**power == 0} | {devices}) if devices > 1 else ()
+    )
+
+
+def collectives(bench: Bench, devices: int, ranks: int, most_bytes: float) -> list[Item]:
+    """Return all kinds among `ranks` devices, by the bytes of the whole tensor."""
+    groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, devices, ranks)]
+    group = groups[dist.get_rank() // ranks]
+    items = []
+    for kind in KINDS:
+        if kind != "send" or ranks == 2:
+            for size in (size for size in BYTES if size <= most_bytes):
+                row = {"collective": kind, "ranks": ranks, "bytes": int(size)}
+                items.append(Item(row, size * ranks, _bound(kind, int(size), ranks, group, bench.device)))
+    return items
+
+
+def _bound(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], Callable[[], object]]:
+    return lambda: call(kind, size, ranks, group, device)
+
+
+def call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
+    """Return a call of one collective whose whole tensor has `size` bytes, in bf16."""
+    whole = torch.zeros(max(size // 2, ranks) // ranks * ranks, dtype=torch.bfloat16, device=device)
+    part = torch.zeros(whole.numel() // ranks, dtype=torch.bfloat16, device=device)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    if kind == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+    if kind == "all_to_all":
+        other = torch.zeros_like(whole)
+        return lambda: dist.all_to_all_single(other, whole, group=group)
+    return _half_of_there_and_back(whole, group)
+
+
+def _half_of_there_and_back(whole: torch.Tensor, group: Any) -> Callable[[], object]:
+    """Return a call that sends a message one way; in every second call the way back."""
+    me, first = dist.get_rank(), dist.get_global_rank(group, 0)
+    peer, state = dist.get_global_rank(group, 1) if me == first else first, {"sends": me == first}
+
+    def message() -> None:
+        operation = dist.isend if state["sends"] else dist.irecv
+        state["sends"] = not state["sends"]
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, whole, peer, group)]):
+            work.wait()
+
+    return message

@@ -1,0 +1,44 @@
+"""What the program is asked to measure. Plain data; nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """`kind`, `backend` and `preload` are torch's device, its collectives, and what to import before the first tensor.
+
+    One process runs for each of `devices`. Where they are `shared`, all measure each kernel at the same time, because
+    in training, too, each has its part of the machine only. `precisions` are those of the chip's facts; `memory_bytes`
+    is what a process may use; `seconds` is the time for all of it. Results go to `output`, a file.
+    """
+
+    kind: str
+    backend: str
+    preload: tuple[str, ...]
+    devices: int
+    shared: bool
+    precisions: tuple[str, ...]
+    memory_bytes: int
+    seconds: float
+    output: Path
+
+
+def load(path: Path) -> Job:
+    """Read a job. Raises OSError, ValueError, KeyError or TypeError."""
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return Job(
+        kind=data["kind"],
+        backend=data["backend"],
+        preload=tuple(data["preload"]),
+        devices=int(data["devices"]),
+        shared=bool(data["shared"]),
+        precisions=tuple(data["precisions"]),
+        memory_bytes=int(data["memory_bytes"]),
+        seconds=float(data["seconds"]),
+        output=Path(data["output"]),
+    )

@@ -1,0 +1,209 @@
+"""Matrix products, attention, memory, launches, copies to the host: what `flagcore.physics.kernel_sheet` holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from flagcore.microbench.bench import Bench, Timing
+from flagcore.microbench.job import Job
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}
+
+ROWS = (1.0, 16.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0)
+SIDES = tuple(2.0**power for power in range(7, 15))
+LENGTHS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0)
+HEADS = ((1.0, 8.0, 8.0, 64.0), (1.0, 16.0, 4.0, 128.0), (8.0, 8.0, 8.0, 64.0))
+"""Sequences, heads, groups and width of a head."""
+BYTES = tuple(2.0**power for power in range(12, 31, 2))
+LAUNCHES = 200
+LEAST_CALLS = 6
+"""Calls of an item that must fit into the time that is left."""
+
+QUIET, USUAL = 0.1, 0.5
+"""Quantiles of samples: of a kernel alone, and of what others take part in, whose delays are its own."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """What is to be measured, how much work it is, and a function that makes the tensors and returns the call."""
+
+    row: Row
+    work: float
+    make: Callable[[], Callable[[], object]]
+
+
+def measured(bench: Bench, items: list[Item], seconds: float, quantile: float = QUIET) -> Iterator[Row]:
+    """Time the items within `seconds`, the smallest first; what would take too long is left out.
+
+    Each is timed in two rounds, so that a disturbance of some seconds does not decide; the shorter time counts.
+    """
+    items = sorted(items, key=lambda item: item.work)
+    found: dict[int, Timing] = {}
+    for round_seconds in (0.5 * seconds, 0.5 * seconds):
+        start, rate = bench.clock(), 0.0
+        for place, item in enumerate(items):
+            left = round_seconds - bench.agree(bench.clock() - start)
+            if left <= 0 or (rate and LEAST_CALLS * item.work / rate > left):
+                break
+            timing = bench.time(item.make(), 0.7 * left / (len(items) - place), quantile)
+            rate = item.work / timing.seconds
+            if place not in found or timing.seconds < found[place].seconds:
+                found[place] = timing
+    return (items[place].row | record(timing) for place, timing in sorted(found.items()))
+
+
+def record(timing: Timing) -> Row:
+    """Return a timing as plain data."""
+    return {"us": round(timing.seconds * 1e6, 4), "spread": round(timing.spread, 4), "repeats": timing.repeats}
+
+
+def works(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
+    """Return whether the device does a small one of what is to be measured."""
+    try:
+        make()()
+        bench.synchronize()
+    except (RuntimeError, NotImplementedError, AttributeError, AssertionError):
+        return False
+    return True
+
+
+def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
+    """Return products of the usual sizes in one precision; none where torch does not multiply in it."""
+    if not works(bench, lambda: product(bench.device, 64, 64, 64, precision)):
+        return []
+    items = []
+    for side in SIDES:
+        for n, k in ((side, side), (4 * side, side), (side, 4 * side)):
+            for m in ROWS:
+                if 4.0 * (m * n + m * k + n * k) < job.memory_bytes / 4 and k <= SIDES[-1]:
+                    row = {"kernel": "gemm", "precision": precision, "m": int(m), "n": int(n), "k": int(k)}
+                    make = _bound(product, bench.device, m, n, k, precision)
+                    items.append(Item(row, m * n * k + 20.0 * (m * n + m * k + n * k), make))
+    return items
+
+
+def product(device: torch.device, m: float, n: float, k: float, precision: str) -> Callable[[], object]:
+    """Return a call of C[m,n] = A[m,k] B[k,n], laid out as in the forward pass of a linear layer."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    if precision == "fp8":
+        left, right = (torch.randn(int(rows), int(k), device=device).to(torch.float8_e4m3fn) for rows in (m, n))
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    left, right = (torch.randn(int(rows), int(k), device=device, dtype=DTYPES[precision]) for rows in (m, n))
+    return lambda: torch.matmul(left, right.t())
+
+
+def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> list[Item]:
+    """Return causal attention, forward or backward, in one precision."""
+    name = "attention_backward" if backward else "attention"
+    if not works(bench, lambda: attention(bench.device, (1, 2, 1, 64, 64), precision, backward)):
+        return []
+    items = []
+    for batch, heads, groups, width in HEADS:
+        for length in LENGTHS:
+            if 64.0 * batch * heads * length * width < job.memory_bytes / 4:
+                shape = (int(batch), int(heads), int(groups), int(length), int(width))
+                sizes = dict(zip(("batch", "heads", "groups", "queries", "head_dim"), shape, strict=True))
+                row = {"kernel": name, "precision": precision, **sizes, "keys": int(length)}
+                make = _bound(attention, bench.device, shape, precision, backward)
+                items.append(Item(row, batch * heads * width * length**2, make))
+    return items
+
+
+def attention(
+    device: torch.device, shape: tuple[int, int, int, int, int], precision: str, backward: bool
+) -> Callable[[], object]:
+    """Return a call of attention for (batch, heads, groups, length, width)."""
+    batch, heads, groups, length, width = shape
+
+    def tensor(count: int) -> torch.Tensor:
+        made = torch.randn(batch, count, length, width, device=device, dtype=DTYPES[precision])
+        return made.requires_grad_(backward)
+
+    query, key, value = tensor(heads), tensor(groups), tensor(groups)
+
+    def forward() -> torch.Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups < heads)
+
+    if not backward:
+        return forward
+    output = forward()
+    gradient = torch.randn_like(output)
+    return lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
+
+
+def memory(bench: Bench, job: Job, precisions: tuple[str, ...]) -> list[Item]:
+    """Return copies, and element-wise kernels that make a new tensor, as training does."""
+    items = []
+    for precision in precisions:
+        width = 4 if precision == "fp32" else 2
+        for size in (size for size in BYTES if 3 * size < job.memory_bytes / 4):
+            for name, streams in (("copy", 2), ("silu", 2), ("mul", 3)):
+                count = int(size / width / streams)
+                kind = "copy" if name == "copy" else "elementwise"
+                row = {"kernel": kind, "name": f"{name} {precision}", "bytes": count * width * streams}
+                items.append(Item(row, size, _bound(moving, bench.device, name, count, precision)))
+    return items
+
+
+def moving(device: torch.device, name: str, count: int, precision: str) -> Callable[[], object]:
+    """Return a call of an element-wise kernel over `count` elements."""
+    one, other = (torch.randn(count, device=device, dtype=DTYPES[precision]) for _ in range(2))
+    if name == "copy":
+        return lambda: one.copy_(other)
+    return (lambda: functional.silu(one)) if name == "silu" else (lambda: one * other)
+
+
+def host_copies(bench: Bench) -> list[Item]:
+    """Return copies between the device and pinned host memory; none on a plain CPU."""
+    if bench.cpu:
+        return []
+
+    def make(size: float, to_device: bool) -> Callable[[], object]:
+        host = torch.empty(int(size), dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(int(size), dtype=torch.uint8, device=bench.device)
+        into, out_of = (there, host) if to_device else (host, there)
+        return lambda: into.copy_(out_of, non_blocking=True)
+
+    if not works(bench, lambda: make(1024.0, True)):
+        return []
+    return [
+        Item({"kernel": "host_copy", "name": name, "bytes": int(size)}, size, _bound(make, size, name == "to device"))
+        for size in (2.0**20, 2.0**24, 2.0**28)
+        for name in ("to device", "to host")
+    ]
+
+
+def launches(bench: Bench) -> list[Row]:
+    """Return what the host needs for a kernel of almost nothing, with what a framework does about gradients.
+
+    A chain of products of one element forward, and the same backward.
+    """
+    one = torch.ones(1, device=bench.device, requires_grad=True)
+
+    def chain() -> torch.Tensor:
+        value = one
+        for _ in range(LAUNCHES):
+            value = value * one
+        return value
+
+    forward = bench.host_time(chain, 1)
+    end = chain()
+    backward = bench.host_time(lambda: torch.autograd.grad(end, one, retain_graph=True), 1)
+    both = [
+        Timing(timing.seconds / (count * LAUNCHES), timing.spread, timing.repeats)
+        for timing, count in ((forward, 1), (backward, 3))
+    ]
+    names = ("forward", "backward")
+    return [{"kernel": "launch", "name": name, **record(each)} for name, each in zip(names, both, strict=True)]
+
+
+def _bound(make: Callable[..., Callable[[], object]], *arguments: Any) -> Callable[[], Callable[[], object]]:
+    return lambda: make(*arguments)

@@ -1,0 +1,106 @@
+"""One process: meet the others, measure, and write down what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flagcore.microbench import collectives, kernels
+from flagcore.microbench.bench import Bench
+from flagcore.microbench.job import Job
+
+TIMEOUT = timedelta(minutes=5)
+
+SHARES = {
+    "gemm": 0.35,
+    "attention": 0.1,
+    "attention_backward": 0.1,
+    "memory": 0.1,
+    "host_copy": 0.03,
+    "collectives": 0.3,
+}
+"""Of the time for all, what each kind of kernel gets."""
+
+
+def measure(job: Job, number: int, listener: socket.socket) -> None:
+    """Measure as process `number`; the processes meet at `listener`. Process 0 writes the output."""
+    start = time.perf_counter()
+    if job.shared:
+        torch.set_num_threads(1)
+    bench = Bench(job.kind, number, job.devices > 1)
+    if job.devices > 1:
+        _meet(job, number, listener)
+    scale = job.seconds - (time.perf_counter() - start) - 1.0
+    if job.devices == 1:
+        scale /= 1.0 - SHARES["collectives"]
+    rows = _kernels(bench, job, scale)
+    if job.devices > 1:
+        rows += _collectives(bench, job, scale * SHARES["collectives"])
+    if number == 0:
+        _write(job, rows, time.perf_counter() - start)
+    if job.devices > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    main = tuple(name for name in job.precisions if name in ("bf16", "fp32")) or ("fp32",)
+    rows += kernels.launches(bench)
+    rows += kernels.measured(bench, kernels.memory(bench, job, main), seconds * SHARES["memory"])
+    rows += kernels.measured(bench, kernels.host_copies(bench), seconds * SHARES["host_copy"])
+    for backward, kind in ((False, "attention"), (True, "attention_backward")):
+        for precision in main:
+            items = kernels.attentions(bench, job, precision, backward=backward)
+            rows += kernels.measured(bench, items, seconds * SHARES[kind] / len(main))
+    precisions = _precisions(bench, job)
+    for precision in precisions:
+        items = kernels.gemms(bench, job, precision)
+        rows += kernels.measured(bench, items, seconds * SHARES["gemm"] / len(precisions))
+    return rows
+
+
+def _precisions(bench: Bench, job: Job) -> tuple[str, ...]:
+    """Return the precisions to multiply in: fp16 like bf16 where both are known, fp32 twice only where it differs."""
+    known = [name for name in ("bf16", "fp16", "fp32", "tf32", "fp8") if name in job.precisions]
+    if "bf16" in known and "fp16" in known:
+        known.remove("fp16")
+    if bench.cpu:
+        known = [name for name in known if name not in ("tf32", "fp8")]
+    return tuple(known) or ("fp32",)
+
+
+def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    groups = collectives.sizes(job.devices)
+    for ranks in groups:
+        items = collectives.collectives(bench, job.devices, ranks, job.memory_bytes / 16)
+        rows += kernels.measured(bench, items, seconds / len(groups), kernels.USUAL)
+    return rows
+
+
+def _meet(job: Job, number: int, listener: socket.socket) -> None:
+    host, port = listener.getsockname()
+    if job.backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks for the address of this host's name
+    store = dist.TCPStore(
+        host,
+        port,
+        job.devices,
+        is_master=number == 0,
+        timeout=TIMEOUT,
+        master_listen_fd=os.dup(listener.fileno()) if number == 0 else None,
+    )
+    dist.init_process_group(job.backend, store=store, rank=number, world_size=job.devices, timeout=TIMEOUT)
+
+
+def _write(job: Job, rows: list[dict[str, Any]], seconds: float) -> None:
+    found = {"torch": torch.__version__, "seconds": seconds, "rows": rows}
+    job.output.write_text(json.dumps(found), encoding="utf-8")
