@@ -1,0 +1,237 @@
+"""How long a pipeline of uneven stages takes from its first forward to its last backward: longest paths.
+
+Each stage runs its passes in a fixed order, and a pass waits for the one before it on its stage and for its input.
+The time is then the longest path through all passes. A path spends the middle of the step on one stage, r; what
+comes before is how long r waits for its first backward (`front`), what comes after is what is left after its last
+forward (`back`). Both are running maxima over stages, so that a candidate costs some operations a stage and none a
+micro-batch.
+
+Symbols: p stages, m micro-batches, v virtual stages a device; F forward, B the backward that makes the gradient of
+the activations, W the one that makes the gradient of the weights. All arrays of stages are (stages, candidates).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one micro-batch on each stage of pipelines of one length.
+
+    `forward`, `backward_input` (gradient of the activations, recomputation included) and `backward_weight`
+    (gradient of the weights) have shape (stages, candidates) and are for the whole stage: all its virtual stages
+    together. A schedule that does not defer the gradient of the weights runs both backwards as one.
+
+    `send` (candidates,) is one message over one boundary, `blocking` the share of it (0 to 1) during which its
+    sender computes nothing; the rest only makes the receiver wait.
+
+    `weight_share` is how much of a micro-batch's activations stays held between its two backwards, as the
+    scheduler sees it; only `zb-2p` depends on it. The published scheduler takes 32 h / (34 h + 5 a s) with h hidden
+    size, a heads, s tokens: 0.37 to 0.43 in its authors' runs.
+
+    `paired` (stages, candidates) is one forward and one backward (both parts) of two micro-batches that run
+    together, where a schedule overlaps them; None: as long as one after the other.
+    """
+
+    forward: FloatArray
+    backward_input: FloatArray
+    backward_weight: FloatArray
+    send: FloatArray
+    blocking: FloatArray | float = 0.0
+    weight_share: FloatArray | float = 0.4
+    paired: FloatArray | None = None
+
+    @property
+    def busy(self) -> FloatArray:
+        """Seconds that one micro-batch takes of each stage, without sends."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    @property
+    def latency(self) -> FloatArray:
+        """Seconds that a message takes beside what its sender waits."""
+        return self.send * (1.0 - np.asarray(self.blocking))
+
+    @property
+    def sending(self) -> FloatArray:
+        """Seconds that a message takes of its sender."""
+        return self.send * np.asarray(self.blocking)
+
+
+def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
+    """Return the time of all forwards, then all backwards (arXiv 1811.06965), a candidate. Exact."""
+    forward, backward = _with_sends(times, 1.0)
+    hops = 2.0 * (len(forward) - 1) * times.latency
+    slowest: FloatArray = forward.max(axis=0) + backward.max(axis=0)
+    total: FloatArray = forward.sum(axis=0) + backward.sum(axis=0) + (m - 1.0) * slowest + hops
+    return total
+
+
+def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
+    """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473) in megatron-core's order.
+
+    Exact without latency; with it, exact for even stages, and within 0.5% for an uneven first and last stage and
+    sends of a tenth of a forward.
+    """
+    forward, backward = _with_sends(times, 1.0)
+    warm = np.minimum(_behind(forward), m - 1.0)
+    front, first = _edge(forward, backward, times.latency, warm * np.maximum.accumulate(forward))
+    back, last = _edge(backward, forward, times.latency, warm * np.maximum.accumulate(backward))
+    steps, both = m - 1.0 - warm, forward + backward
+    total = _join(front, first, back, last, steps, steps * both)
+    if np.any(times.latency > 0):
+        total = np.maximum(total, _zigzag(front, back, last, steps, both, times.latency))
+    return total
+
+
+def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
+    """Return the time of interleaved 1F1B in megatron-core's order, in groups of p micro-batches.
+
+    A path may also lap: after the last stage comes the next virtual stage of the first one, p passes later. Exact
+    for even stages; see the module's tests for uneven ones. With v = 1 it is 1F1B.
+    """
+    plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) or len(times.forward) == 1 else m
+    if len(times.forward) == 1:
+        return plain
+    forward, backward = (x / v for x in _with_sends(times, v))
+    p, latency, passes = len(forward), times.latency, m * v
+    warm = np.minimum(2.0 * _behind(forward) + (v - 1.0) * p, passes - 1.0)
+    front, first = _edge(forward, backward, latency, _laps(forward, latency, warm))
+    back, last = _edge(backward, forward, latency, _laps(backward, latency, warm))
+    steps, both = passes - 1.0 - warm, forward + backward
+    total = _join(front, first, back, last, steps, steps * both)
+    # From the last stage to the first within the step: worth it where one is slow forward, the other backward.
+    shared = steps[-1] - p
+    fewest = np.maximum(1.0, warm[0] - p - warm[-1])
+    wrap = (shared >= fewest) & (steps[0] >= 1.0)
+    for before, after, one in ((front, back, forward), (back, front, backward)):
+        for taken in (fewest, shared):
+            path = before[-1] + taken * both[-1] + one[0] + latency + (shared - taken) * both[0] + after[0]
+            total = np.where(wrap, np.maximum(total, path), total)
+    return np.where(v > 1.0, total, plain)
+
+
+def deferred_weights(
+    times: StageTimes, m: FloatArray, warm: FloatArray, kept: FloatArray, *, barrier: bool
+) -> FloatArray:
+    """Return the time of a schedule that starts with `warm` forwards and ends with `kept` gradients of weights.
+
+    Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. With
+    `barrier` from the first start to the last end of all stages; without it the longest of one stage's own spans,
+    the time between two steps that no synchronisation parts.
+    """
+    forward, backward = _with_sends(times, 1.0, fused=False)
+    weight, latency, p = times.backward_weight, times.latency, len(forward)
+    warm, kept = np.minimum(warm, m), np.minimum(kept, m)
+    within = np.minimum(warm - 1.0, m - kept)  # W between the last backwards
+    before = m - kept - within  # W between the first backward and the last forward
+    front, first = _edge(forward, backward, latency, (warm - 1.0) * np.maximum.accumulate(forward))
+    closing = (warm - 1.0 - within) * np.maximum.accumulate(backward)
+    closing = closing + within * np.maximum.accumulate(backward + weight)
+    back, last = _edge(backward, forward, latency, closing)
+    steps = m - warm
+    through = _join(front, first, back, last, steps, steps * (forward + backward) + before * weight) + weight[0]
+
+    start = np.cumsum(forward, axis=0) - forward + np.arange(p)[:, None] * latency
+    chain = forward + backward + 2.0 * latency
+    round_trip = np.cumsum(chain[::-1], axis=0)[::-1] - chain
+    wait = round_trip - (warm - 1.0) * backward - (m - before - 1.0) * weight
+    own = front + steps * forward + m * (backward + weight) + np.where(steps >= 1.0, np.maximum(wait, 0.0), 0.0)
+    own = np.maximum(own, np.where(steps < 1.0, first + round_trip + backward + weight, 0.0))
+    longest: FloatArray = np.maximum(through, (own if barrier else own - start).max(axis=0))
+    return longest
+
+
+def _behind(stages: FloatArray) -> FloatArray:
+    """Return how many stages come after each: a column."""
+    column: FloatArray = np.arange(len(stages) - 1.0, -1.0, -1.0)[:, None]
+    return column
+
+
+def _with_sends(times: StageTimes, v: FloatArray | float, *, fused: bool = True) -> tuple[FloatArray, FloatArray]:
+    """Return forward and backward with the seconds that their sends, v a micro-batch, take of the sender.
+
+    The last virtual stage sends nothing forward, the first nothing backward. `fused`: W belongs to the backward.
+    """
+    forward, backward = times.forward, times.backward_input
+    if fused:
+        backward = backward + times.backward_weight
+    if np.any(times.sending > 0) and len(forward) > 1:
+        forward, backward = forward + v * times.sending, backward + v * times.sending
+        forward[-1] -= times.sending
+        backward[0] -= times.sending
+    return forward, backward
+
+
+def _edge(
+    pass_: FloatArray, other: FloatArray, latency: FloatArray, extra: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Return when each stage is through its first passes and the way back from the last stage, and without the way.
+
+    `extra` is the time of the passes beside the first on the slowest stage so far. Backwards in time the same
+    holds for the end of the step, with the passes exchanged.
+    """
+    alone = np.cumsum(pass_, axis=0) + np.arange(len(pass_))[:, None] * latency + extra
+    reached = alone.copy()
+    for r in range(len(pass_) - 2, -1, -1):
+        np.maximum(alone[r], reached[r + 1] + latency + other[r + 1], out=reached[r])
+    return reached, alone
+
+
+def _laps(pass_: FloatArray, latency: FloatArray, count: FloatArray) -> FloatArray:
+    """Return the time of `count` passes on the slowest stage so far or, after one lap over all stages, of all.
+
+    Messages make each lap longer: then also of as many laps as there are passes for.
+    """
+    p, slowest = len(pass_), np.maximum.accumulate(pass_)
+    lap = pass_.sum(axis=0) + p * latency
+    longest: FloatArray = np.maximum(count * slowest, np.where(count >= p, lap + (count - p) * slowest[-1], 0.0))
+    if np.any(latency > 0):
+        laps = np.floor(count / p)
+        np.maximum(longest, laps * lap + (count - laps * p) * slowest, out=longest)
+    return longest
+
+
+def _join(
+    front: FloatArray, first: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, middle: FloatArray
+) -> FloatArray:
+    """Return the longest path over all stages; a stage without a forward after its first backward has no middle."""
+    through = front + middle
+    through += back
+    short = steps < 1.0
+    if np.any(short):
+        through = np.where(short, np.maximum(front + last, first + back), through)
+    longest: FloatArray = through.max(axis=0)
+    return longest
+
+
+def _zigzag(
+    front: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, both: FloatArray, latency: FloatArray
+) -> FloatArray:
+    """Return the longest 1F1B path that goes down to one of the last two stages and up again, over and over.
+
+    From stage r down to e and up takes as many micro-batches as stages: their passes and 2 (e - r) messages.
+    """
+    p, longest = len(both), np.zeros_like(latency)
+    for r in range(p - 1):
+        for e in {p - 1, max(p - 2, r)}:
+            mean, n = both[r : e + 1].mean(axis=0), steps[r]
+            inner = (
+                front[r] + _rounds(np.maximum(n - 1.0, 0.0), e - r + 1.0, mean, both[r], latency) + both[r] + back[r]
+            )
+            outer = front[r] + _rounds(np.maximum(n, 0.0), e - r + 1.0, mean, both[r], latency) + last[r]
+            longest = np.where(n >= 1.0, np.maximum(longest, np.maximum(inner, outer)), longest)
+    return longest
+
+
+def _rounds(count: FloatArray, length: float, mean: FloatArray, own: FloatArray, latency: FloatArray) -> FloatArray:
+    """Return the time of `count` micro-batches in rounds over `length` stages, a shorter round for the rest."""
+    rounds = np.floor(count / length)
+    rest = count - rounds * length
+    part = np.maximum(rest * own, rest * mean + 2.0 * np.maximum(rest - 1.0, 0.0) * latency)
+    total: FloatArray = rounds * (length * mean + 2.0 * (length - 1.0) * latency) + part
+    return total
