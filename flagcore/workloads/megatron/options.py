@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.options import Options
+from flagcore.physics.schedules import SCHEDULES
 from flagcore.workloads.megatron.flags import settings_of_command
 from flagcore.workloads.megatron.recompute import recompute_modules, words
 from flagcore.workloads.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
@@ -15,8 +16,6 @@ from flagcore.workloads.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_la
 Settings = Mapping[str, SettingValue]
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-SCHEDULES = ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min", "dualpipe", "dualpipev")
-"""Schedules that Megatron-core does not know, and the model does."""
 TRIAL, COMMAND = "trial", "command"
 DEFAULTS: Mapping[str, Settings] = {
     TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
@@ -150,8 +149,7 @@ def schedule(name: SettingValue) -> str | None:
     if spelt in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
         return None
     if spelt not in SCHEDULES:
-        known = ", ".join(("1f1b", "interleaved", *SCHEDULES))
-        raise NotModelled(f"pipeline_schedule = {name} is not modelled; these are: {known}")
+        raise NotModelled(f"pipeline_schedule = {name} is not modelled; these are: {', '.join(SCHEDULES)}")
     return spelt
 
 

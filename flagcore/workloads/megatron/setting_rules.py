@@ -6,9 +6,10 @@ Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Meg
 from __future__ import annotations
 
 from flagcore.domain.space import BoolArray, Columns, Rule
-from flagcore.domain.spec import Task
+from flagcore.domain.spec import SettingValue, Task
+from flagcore.physics.schedules import SCHEDULES
 from flagcore.workloads.megatron.knobs import FULL
-from flagcore.workloads.megatron.options import numbers, settings_in_force
+from flagcore.workloads.megatron.options import numbers, schedule, settings_in_force
 from flagcore.workloads.megatron.rules import DIST_OPT, EP, GRANULARITY, PP, RECOMPUTE, SP, VIRTUAL
 from flagcore.workloads.megatron.split import Split
 
@@ -58,11 +59,22 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
             says=f"offload_stages must be below {PP}",
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
-        Rule(
-            name="pipeline_schedule",
-            knobs=(PP, VIRTUAL),
-            says="pipeline_schedule: interleaved needs virtual stages",
-            broken=lambda c: no_chunks(c) & ("interleaved" in str(given.get("pipeline_schedule")).lower()),
-        ),
+        _schedule_rule(given.get("pipeline_schedule"), split),
     )
     return tuple(rule for rule in known if given.get(rule.name))
+
+
+def _schedule_rule(given: SettingValue, split: Split) -> Rule:
+    """Return how many virtual stages a schedule takes: interleaved some, 1F1B any, all others their own number."""
+    name = schedule(given)
+    least = 2 if name is None and str(given or "1f1b").lower() != "1f1b" else 1
+    most = SCHEDULES[name].parts if name else None
+    says = f"pipeline_schedule: {given} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
+
+    def broken(c: Columns) -> BoolArray:
+        virtual = split.virtual(c)
+        wrong = (virtual < least) if most is None else (virtual > 1) & (virtual != most)
+        result: BoolArray = (c[PP] > 1) & wrong
+        return result
+
+    return Rule(name="pipeline_schedule", knobs=(PP, VIRTUAL), says=says, broken=broken)

@@ -288,6 +288,19 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("schedule", "fits"),
+    [("1f1b", {1, 2, 4}), ("interleaved", {2, 4}), ("zb-h1", {1}), ("zb-v", {1, 2}), ("gpipe", {1})],
+)
+def test_schedule_takes_its_own_number_of_virtual_stages(schedule: str, fits: set[int]) -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=8)
+    task = small.task(model, settings={"pipeline_schedule": schedule})
+    for virtual in (1, 2, 4):
+        values = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
+        broken = check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]
+        assert [rule.name for rule in broken] == ([] if virtual in fits else ["pipeline_schedule"])
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_candidate_that_a_setting_excludes_is_illegal_by_that_name(name: str) -> None:
     settings, wrong, right = RULES[name]
