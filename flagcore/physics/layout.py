@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.options import DEFAULTS, Options
 
 
@@ -16,7 +19,8 @@ class Training:
     `flash` tells an attention kernel that keeps no scores from one that does. `fused_activation` says that
     the FFN's activation function is one kernel. `transformer_engine` says that its layers replace megatron-core's
     own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
-    attention are whole on each tensor-parallel rank. `options` are the engine's further settings.
+    attention are whole on each tensor-parallel rank. `repeated_keys` says that attention copies keys and values for each
+    query head that shares them. `options` are the engine's further settings.
     """
 
     model: Model
@@ -26,6 +30,7 @@ class Training:
     flash: bool = True
     fused_activation: bool = False
     transformer_engine: bool = False
+    repeated_keys: bool = False
     options: Options = DEFAULTS
 
     @property
@@ -60,9 +65,18 @@ class Layout:
     first_layers: FloatArray
     last_layers: FloatArray
 
-    def rows(self, part: slice) -> Layout:
+    def rows(self, part: slice | IntArray) -> Layout:
         """Return some of the candidates."""
         return Layout(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
+
+    def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
+        """Return the first row of each combination of the named counts, and for each candidate which one it has."""
+        key = np.zeros(self.data.shape, dtype=np.int64)
+        for name in names:
+            values, code = np.unique(getattr(self, name), return_inverse=True)
+            key = key * len(values) + code
+        _, first, which = np.unique(key, return_index=True, return_inverse=True)
+        return first, which
 
     def tokens(self, sequence: int) -> FloatArray:
         """Return the tokens of one micro-batch that a tensor-parallel group holds."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Training
 
 ACTIVATION_PASSES = {
@@ -36,6 +36,10 @@ class Seconds:
         """All of it."""
         return self.compute + self.tensor + self.context + self.expert
 
+    def rows(self, part: IntArray) -> Seconds:
+        """Return some of the candidates."""
+        return Seconds(*(getattr(self, field.name)[part] for field in fields(self)))
+
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
@@ -58,8 +62,27 @@ class Block:
     def __add__(self, other: Block) -> Block:
         return Block(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
+    def rows(self, part: IntArray) -> Block:
+        """Return some of the candidates."""
+        sides = (self.forward.rows(part), self.backward.rows(part), self.weight[part], self.repeated.rows(part))
+        return Block(*sides)
+
     def __mul__(self, times: FloatArray | float) -> Block:
         return Block(*(getattr(self, part.name) * times for part in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of one micro-batch through one pipeline stage: forward, backward to its input, weights' gradients."""
+
+    forward: Seconds
+    backward: Seconds
+    weight: FloatArray
+
+    @property
+    def busy(self) -> FloatArray:
+        """All of it."""
+        return self.forward.total + self.backward.total + self.weight
 
 
 def quiet(compute: FloatArray, launches: FloatArray | None = None) -> Seconds:

@@ -8,27 +8,13 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics import transformer
-from flagcore.physics.exchange import integers
 from flagcore.physics.layer_time import embedding_time, head_time, layer_time
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory import split_parameters, stage_parameters
-from flagcore.physics.passes import Block, Seconds, quiet
+from flagcore.physics.optimizer_time import gradient_time, optimizer_time
+from flagcore.physics.passes import Block, Seconds, StageTime, quiet
 from flagcore.physics.pipeline import Stage, stage, stages
-
-HELD_BYTES = 5.0
-"""Memory traffic of an optimizer step for each parameter that a rank holds: its gradient set to zero, its weight."""
-
-OWNED_BYTES = {True: (38.0, 38.0), False: (97.0, 88.0)}
-"""The same for each parameter whose state it owns, without and with a distributed optimizer: the gradients' norm and
-scale, Adam, and copies between formats; with transformer-engine's fused kernels, and with torch's."""
-
-OWNED_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
-"""Kernels for each tensor whose state a rank owns; a distributed optimizer copies each by itself."""
-
-STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
-"""Kernels of a step whatever its size, and those that the optimizer of the experts adds. All were fitted to
-the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, torch's fused AdamW."""
+from flagcore.physics.pipeline_time import pipeline_time
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
@@ -37,22 +23,11 @@ written and read, the buffer read and written (2 + 2 + 4 + 4); fused: the buffer
 LAG = 5.0
 """Between what fits the same sweep as the launches (3.1 to 3.9), and the ranks measured on another accelerator (8)."""
 
+LAYER_COUNTS = ("tensor", "context", "micro_batch", "sequence_parallel", "expert", "expert_tensor")
+"""What the time of a layer depends on."""
+
 GRAPHED = {"": 1.0, "layer": 0.4, "iteration": 0.0}
 """Share of launches that the host still makes one by one, by what is launched as one graph."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """Seconds of one micro-batch through one pipeline stage: forward, backward to its input, weights' gradients."""
-
-    forward: Seconds
-    backward: Seconds
-    weight: FloatArray
-
-    @property
-    def busy(self) -> FloatArray:
-        """All of it."""
-        return self.forward.total + self.backward.total + self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,37 +56,32 @@ class _Silence:
 def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
 
-    Pipeline: m micro-batches on the slowest stage, and one pass over the other stages, which interleaving divides
-    by v (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    Kernels and collectives are those of the slowest stage. What the pipeline takes beside them is told apart into
+    messages that this stage waits for, and bubble.
     """
     found, parts = stages(train.model, layout), _parts(train, layout, costs)
-    weights = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
-    dense, experts = (np.maximum.reduce([pair[kind] for pair in weights]) for kind in (0, 1))
-    times = [_stage_time(train, layout, costs, parts, each, held) for each, held in zip(found, weights, strict=True)]
+    held = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
+    times = [_stage_time(train, layout, costs, parts, *each) for each in zip(found, held, strict=True)]
     worst = np.argmax(np.stack([time.busy for time in times]), axis=0)
     forward, backward = (_chosen(worst, [getattr(time, side) for time in times]) for side in ("forward", "backward"))
-    weight = np.choose(worst, [time.weight for time in times])
-    slowest = StageTime(forward, backward, weight)
+    slowest = StageTime(forward, backward, np.choose(worst, [time.weight for time in times]))
 
     m = layout.microbatches
-    others = np.where(layout.pipeline > 1, np.maximum(_one_pass(train, layout, costs, parts) - slowest.busy, 0.0), 0.0)
-    boundary = costs.collectives.seconds(
-        "send",
-        transformer.layer_input_bytes(train, layout),
-        integers(np.minimum(layout.pipeline, 2.0)),
-        integers(layout.tensor * layout.context * layout.data),
-    )
+    whole, message = pipeline_time(train, layout, costs, found, times)
+    beside = np.maximum(whole - m * slowest.busy, 0.0)
+    hidden = (layout.virtual > 1) & train.options.overlap_p2p_comm
+    messages = np.minimum(2.0 * message * np.where(hidden, layout.pipeline - 1.0, m * layout.virtual), beside)
+    most = (np.maximum.reduce([pair[0] for pair in held]), np.maximum.reduce([pair[1] for pair in held]))
+    steps = [optimizer_time(train, layout, costs, *each) for each in zip(found, held, strict=True)]
     return {
-        "compute_s": m * (forward.compute + backward.compute + weight),
+        "compute_s": m * (forward.compute + backward.compute + slowest.weight),
         "tp_comm_s": m * (forward.tensor + backward.tensor),
         "cp_comm_s": m * (forward.context + backward.context),
         "ep_comm_s": m * (forward.expert + backward.expert),
-        "pp_bubble_s": others / layout.virtual,
-        "pp_comm_s": _messages(train, layout) * boundary,
-        "dp_comm_exposed_s": _gradients(train, layout, costs, (dense, experts), slowest),
-        "optimizer_s": np.max(
-            [optimizer_time(train, layout, costs, *each) for each in zip(found, weights, strict=True)], axis=0
-        ),
+        "pp_bubble_s": beside - messages,
+        "pp_comm_s": messages,
+        "dp_comm_exposed_s": gradient_time(train, layout, costs, most, slowest),
+        "optimizer_s": np.maximum.reduce(steps),
     }
 
 
@@ -128,30 +98,14 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
     return layout.microbatches * compute, optimizer_time(train, layout, costs, found, (dense, experts))
 
 
-def optimizer_time(
-    train: Training, layout: Layout, costs: Costs, found: Stage, held: tuple[FloatArray, FloatArray]
-) -> FloatArray:
-    """Return the optimizer's step of a stage that holds so many parameters that all ranks replicate, and of experts.
-
-    Norms, Adam and copies of what a rank owns move memory; each tensor costs the host some launches.
-    """
-    model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
-    each = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
-    tensors = found.layers * each + found.first + 2.0 * found.last
-    local = found.moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
-    owned = held[0] / shards + held[1] / expert_shards
-    sharded = layout.sharded_optimizer > 0
-    moved = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1]) * owned + HELD_BYTES * (held[0] + held[1])
-    launches = np.where(sharded, SHARDED_LAUNCHES, OWNED_LAUNCHES) * (tensors / shards + local / expert_shards)
-    launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
-    graphed = 0.0 if train.options.cuda_graph == "iteration" else 1.0
-    return costs.kernels.memory_seconds(moved) + launches * costs.kernels.launch_seconds() * graphed
-
-
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
-    dense = layer_time(train, layout, costs, moe=False)
-    moe = layer_time(train, layout, costs, moe=True) if train.model.num_moe_experts is not None else dense
-    return Parts(dense, moe, embedding_time(train, layout, costs), head_time(train, layout, costs))
+    """Return the blocks, worked out once for each combination of what they depend on."""
+    first, which = layout.distinct(LAYER_COUNTS)
+    few = layout.rows(first)
+    dense = layer_time(train, few, costs, moe=False)
+    moe = layer_time(train, few, costs, moe=True) if train.model.num_moe_experts is not None else dense
+    made = Parts(dense, moe, embedding_time(train, few, costs), head_time(train, few, costs))
+    return Parts(*(getattr(made, name).rows(which) for name in ("dense", "moe", "embedding", "head")))
 
 
 def _stage_time(
@@ -205,63 +159,6 @@ def _recomputed(layout: Layout, found: Stage) -> FloatArray:
     """Return the share of a stage's layers whose forward pass runs twice."""
     block = np.minimum(layout.block / np.maximum(found.chunk, 1.0), 1.0)
     return np.where(layout.uniform > 0, 1.0, block)
-
-
-def _one_pass(train: Training, layout: Layout, costs: Costs, parts: Parts) -> FloatArray:
-    """Return one micro-batch's time through all stages."""
-    whole = np.zeros_like(layout.data)
-    model = train.model
-    leading = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
-    one = Stage(
-        index=whole,
-        first=whole + 1.0,
-        last=whole + 1.0,
-        dense=whole + leading,
-        moe=whole + (model.num_layers - leading),
-        chunk=np.ceil(model.num_layers / (layout.pipeline * layout.virtual)),
-        in_flight=whole,
-    )
-    return _stage_time(train, layout, costs, parts, one, (whole, whole)).busy
-
-
-def _messages(train: Training, layout: Layout) -> FloatArray:
-    """Return how many messages between stages a step waits for, one after another.
-
-    1F1B sends one way and receives the other at a time, twice a micro-batch (megatron-core 0.16 `schedules.py`);
-    with virtual stages messages travel behind other chunks' work, but for the first and last of a step.
-    """
-    fill = layout.pipeline - 1.0
-    steady = layout.microbatches * layout.virtual
-    hidden = (layout.virtual > 1) & train.options.overlap_p2p_comm
-    return 2.0 * (fill + np.where(hidden, 0.0, steady))
-
-
-def _gradients(
-    train: Training, layout: Layout, costs: Costs, params: tuple[FloatArray, FloatArray], slowest: StageTime
-) -> FloatArray:
-    """Return the time to reduce gradients and, with a distributed optimizer, to gather weights.
-
-    Gradients are all-reduced, or reduce-scattered and the weights gathered (arXiv 1910.02054, section 7).
-    Experts have their own group. What overlaps hides behind the backward pass (gradients) and forward pass (weights)
-    of one micro-batch.
-    """
-    options = train.options
-    reduced, gathered = np.zeros_like(params[0]), np.zeros_like(params[0])
-    groups = [(params[0], layout.data * layout.context, layout.tensor)]
-    if train.model.num_moe_experts is not None:
-        groups.append((params[1], layout.expert_replicas(), layout.expert * layout.expert_tensor))
-    for held, ranks, stride in groups:
-        where = (integers(ranks), integers(stride))
-        whole = costs.collectives.seconds("all_reduce", options.grad_bytes * held, *where)
-        scattered = costs.collectives.seconds("reduce_scatter", options.grad_bytes * held, *where)
-        reduced = reduced + np.where(layout.sharded_optimizer > 0, scattered, whole)
-        weights = costs.collectives.seconds("all_gather", train.value_bytes * held, *where)
-        gathered = gathered + weights * layout.sharded_optimizer
-    if options.overlap_grad_reduce:
-        reduced = np.maximum(reduced - slowest.backward.total - slowest.weight, 0.0)
-    if options.overlap_param_gather:
-        gathered = np.maximum(gathered - slowest.forward.total, 0.0)
-    return reduced + gathered
 
 
 def _chosen(worst: IntArray, times: list[Seconds]) -> Seconds:

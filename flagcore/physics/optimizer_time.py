@@ -1,0 +1,87 @@
+"""Time of an optimizer step, and of the exchange of gradients and weights around it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.space import FloatArray
+from flagcore.physics.exchange import integers
+from flagcore.physics.layout import Layout, Training
+from flagcore.physics.passes import StageTime
+from flagcore.physics.pipeline import Stage
+
+HELD_BYTES = 5.0
+"""Memory traffic of an optimizer step for each parameter that a rank holds: its gradient set to zero, its weight."""
+
+OWNED_BYTES = {True: (38.0, 38.0), False: (97.0, 88.0)}
+"""The same for each parameter whose state it owns, without and with a distributed optimizer: the gradients' norm and
+scale, Adam, and copies between formats; with transformer-engine's fused kernels, and with torch's."""
+
+OWNED_LAUNCHES, SHARDED_LAUNCHES = 1.8, 4.5
+"""Kernels for each tensor whose state a rank owns; a distributed optimizer copies each by itself."""
+
+STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
+"""Kernels of a step whatever its size, and those that the optimizer of the experts adds. All were fitted to
+the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, torch's fused AdamW."""
+
+
+def optimizer_time(
+    train: Training, layout: Layout, costs: Costs, found: Stage, held: tuple[FloatArray, FloatArray]
+) -> FloatArray:
+    """Return the optimizer's step of a stage that holds so many parameters that all ranks replicate, and of experts.
+
+    Norms, Adam and copies of what a rank owns move memory; each tensor costs the host some launches.
+    """
+    model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
+    each = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
+    tensors = found.layers * each + found.first + 2.0 * found.last
+    local = found.moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
+    owned = held[0] / shards + held[1] / expert_shards
+    sharded = layout.sharded_optimizer > 0
+    moved = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1]) * owned + HELD_BYTES * (held[0] + held[1])
+    launches = np.where(sharded, SHARDED_LAUNCHES, OWNED_LAUNCHES) * (tensors / shards + local / expert_shards)
+    launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
+    graphed = 0.0 if train.options.cuda_graph == "iteration" else 1.0
+    return costs.kernels.memory_seconds(moved) + launches * costs.kernels.launch_seconds() * graphed
+
+
+def gradient_time(
+    train: Training, layout: Layout, costs: Costs, held: tuple[FloatArray, FloatArray], stage: StageTime
+) -> FloatArray:
+    """Return what a step waits for to reduce gradients and, with a distributed optimizer, to gather weights.
+
+    `held` are the parameters that all ranks replicate, and those of experts, which have their own group. Gradients are
+    all-reduced, or reduce-scattered and the weights gathered (arXiv 1910.02054, section 7). What overlaps hides
+    behind the backward pass (gradients) or forward pass (weights) of one micro-batch, and slows the kernels there down
+    by the share of compute that it takes.
+    """
+    options = train.options
+    reduced, gathered, taken = (np.zeros_like(held[0]) for _ in range(3))
+    groups = [(held[0], layout.data * layout.context, layout.tensor)]
+    if train.model.num_moe_experts is not None:
+        groups.append((held[1], layout.expert_replicas(), layout.expert * layout.expert_tensor))
+    for params, ranks, stride in groups:
+        where = (integers(ranks), integers(stride))
+        whole = costs.collectives.seconds("all_reduce", options.grad_bytes * params, *where)
+        scattered = costs.collectives.seconds("reduce_scatter", options.grad_bytes * params, *where)
+        reduced = reduced + np.where(layout.sharded_optimizer > 0, scattered, whole)
+        weights = costs.collectives.seconds("all_gather", _gathered_bytes(train) * params, *where)
+        gathered = gathered + weights * layout.sharded_optimizer
+        taken = np.maximum(taken, costs.collectives.compute_taken(*where))
+    if options.overlap_grad_reduce:
+        reduced = _behind(reduced, stage.backward.total + stage.weight, taken)
+    if options.overlap_param_gather:
+        gathered = _behind(gathered, stage.forward.total, taken)
+    return reduced + gathered
+
+
+def _behind(seconds: FloatArray, window: FloatArray, taken: FloatArray) -> FloatArray:
+    """Return what is left of a collective that hides behind kernels, and what it costs these."""
+    hidden = np.minimum(seconds, window)
+    return seconds - hidden + taken * hidden
+
+
+def _gathered_bytes(train: Training) -> float:
+    """Return the bytes of a weight when it is gathered: those of its format if it is kept so, else two."""
+    return 1.0 if train.options.fp8_param_gather else float(train.value_bytes)

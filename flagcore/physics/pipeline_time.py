@@ -1,0 +1,81 @@
+"""Time of the pipeline: from a few stages that stand for all others to the makespan of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics import schedules
+from flagcore.physics.exchange import integers
+from flagcore.physics.layout import Layout, Training
+from flagcore.physics.passes import StageTime
+from flagcore.physics.pipeline import Stage
+from flagcore.physics.schedules import SCHEDULES, StageTimes
+from flagcore.physics.transformer import layer_input_bytes
+
+
+REFILL_LAUNCHES = 45.0
+"""Launches until a device is busy again after a message for which the host waited (megatron-core 0.16
+`p2p_communication.py` synchronises after each). Fitted to the interleaved runs of one paper: 0.4 to 0.6 ms a message."""
+
+
+def pipeline_time(
+    train: Training, layout: Layout, costs: Costs, found: Sequence[Stage], times: Sequence[StageTime]
+) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds in which all stages are through with a step's micro-batches, and those of one message.
+
+    `found` are stages in their order, the last one last; one that is not among them is like the one before it.
+    """
+    message = costs.collectives.seconds(
+        "send",
+        layer_input_bytes(train, layout),
+        integers(np.minimum(layout.pipeline, 2.0)),
+        integers(layout.tensor * layout.context * layout.data),
+    )
+    blocking = np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
+    message = message + blocking * REFILL_LAUNCHES * costs.kernels.launch_seconds()
+    total = layout.microbatches * times[-1].busy
+    paired = _together(train, times)
+    for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
+        rows = np.flatnonzero(layout.pipeline == length)
+        some = layout.rows(rows)
+        which = _standing_for(int(length), [stage.index[rows] for stage in found])
+
+        def of(values: list[FloatArray], which: list[IntArray] = which, rows: IntArray = rows) -> FloatArray:
+            column = [value[rows] for value in values]
+            return np.stack([np.choose(chosen, column) for chosen in which])
+
+        name = train.options.schedule or "interleaved"
+        stage_times = StageTimes(
+            forward=of([time.forward.total for time in times]),
+            backward_input=of([time.backward.total for time in times]),
+            backward_weight=of([time.weight for time in times]),
+            send=message[rows],
+            blocking=blocking[rows],
+            paired=of(paired) if paired else None,
+        )
+        barrier = not SCHEDULES[name].post_validation
+        total[rows] = schedules.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
+    return total, np.where(layout.pipeline > 1.0, message, 0.0)
+
+
+def _together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
+    """Return a forward and a backward of two micro-batches that run together: exchange of tokens hides behind kernels.
+
+    Empty where the schedule does not pair them. Source: DeepSeek-V3 report (arXiv 2412.19437), section 3.2.1.
+    """
+    if train.options.schedule not in ("dualpipe", "dualpipev"):
+        return []
+    exchanged = [time.forward.expert + time.backward.expert for time in times]
+    return [np.maximum(time.busy - each, each) for time, each in zip(times, exchanged, strict=True)]
+
+
+def _standing_for(length: int, indices: list[FloatArray]) -> list[IntArray]:
+    """Return, for each stage of a pipeline, which of the found ones stands for it, a candidate each."""
+    last = len(indices) - 1
+    before = np.stack([np.where(index < length - 1, index, np.inf) for index in indices[:-1]])
+    chosen = [np.maximum(np.count_nonzero(before <= place, axis=0), 1) - 1 for place in range(length - 1)]
+    return [*chosen, np.full(indices[0].shape, last)]
