@@ -33,6 +33,8 @@ def optimizer_time(
 
     Norms, Adam and copies of what a rank owns move memory; each tensor costs the host some launches.
     """
+    if train.options.adapters:
+        return np.full_like(held[0], STEP_LAUNCHES * costs.kernels.launch_seconds())
     model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
     each = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
     tensors = found.layers * each + found.first + 2.0 * found.last
@@ -57,6 +59,8 @@ def gradient_time(
     by the share of compute that it takes.
     """
     options = train.options
+    if options.adapters:
+        return np.zeros_like(held[0])
     reduced, gathered, taken = (np.zeros_like(held[0]) for _ in range(3))
     groups = [(held[0], layout.data * layout.context, layout.tensor)]
     if train.model.num_moe_experts is not None:

@@ -31,6 +31,8 @@ class Options:
 
     `dropout` says that attention's probabilities and the outputs of attention and FFN are dropped at random.
 
+    With `adapters` only low-rank adapters are trained: the model's weights have no gradients and no optimizer.
+
     `cuda_graph` says which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
     allgather, alltoall or flex; with `deduplicated_dispatch` a token goes to a node once, whatever the number of its
     experts there. `expert_imbalance` is the load of the busiest expert rank over the mean.
@@ -53,6 +55,7 @@ class Options:
     offload_modules: frozenset[str] = frozenset()
     offload_stages: tuple[int, ...] = ()
     fsdp: bool = False
+    adapters: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     tp_comm_overlap: bool = False

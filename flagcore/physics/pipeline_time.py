@@ -16,10 +16,10 @@ from flagcore.physics.pipeline import Stage
 from flagcore.physics.schedules import SCHEDULES, StageTimes
 from flagcore.physics.transformer import layer_input_bytes
 
-
 REFILL_LAUNCHES = 45.0
 """Launches until a device is busy again after a message for which the host waited (megatron-core 0.16
-`p2p_communication.py` synchronises after each). Fitted to the interleaved runs of one paper: 0.4 to 0.6 ms a message."""
+`p2p_communication.py` synchronises after each). Fitted to the interleaved runs of one paper: 0.4 to 0.6 ms
+each."""
 
 
 def pipeline_time(

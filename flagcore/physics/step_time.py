@@ -136,6 +136,8 @@ def _stage_time(
         total = total + layers(parts.moe) * routed
     accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
     weight = total.weight + costs.kernels.memory_seconds(accumulation * (held[0] + held[1]))
+    if train.options.adapters:
+        weight = np.zeros_like(weight)
     host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
     forward = _launched(total.forward, total.forward, host)
     backward = _launched(total.backward, total.backward + quiet(weight), host)
