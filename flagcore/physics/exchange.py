@@ -11,7 +11,6 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.transformer import layer_input_bytes, widths
 
-
 OVERLAPPED_EXPOSED = 0.7
 """Share of a tensor-parallel collective that is waited for although it is cut up and run beside its product
 (`tp_comm_overlap`). Fitted to published runs on one generation of accelerators: 0.5 to 0.8."""
