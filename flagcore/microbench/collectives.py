@@ -13,6 +13,8 @@ from flagcore.microbench.kernels import Item
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 BYTES = tuple(2.0**power for power in range(10, 29, 2))
+GRADIENTS = 4 << 20
+"""Bytes from which on a tensor is taken for gradients, in fp32."""
 
 
 def sizes(devices: int) -> tuple[int, ...]:
@@ -40,9 +42,10 @@ def _bound(kind: str, size: int, ranks: int, group: Any, device: torch.device) -
 
 
 def call(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], object]:
-    """Return a call of one collective whose whole tensor has `size` bytes, in bf16."""
-    whole = torch.zeros(max(size // 2, ranks) // ranks * ranks, dtype=torch.bfloat16, device=device)
-    part = torch.zeros(whole.numel() // ranks, dtype=torch.bfloat16, device=device)
+    """Return a call of one collective whose whole tensor has `size` bytes: small ones in bf16, as activations are."""
+    dtype = torch.bfloat16 if size < GRADIENTS else torch.float32
+    whole = torch.zeros(max(size // dtype.itemsize, ranks) // ranks * ranks, dtype=dtype, device=device)
+    part = torch.zeros(whole.numel() // ranks, dtype=dtype, device=device)
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if kind == "all_gather":

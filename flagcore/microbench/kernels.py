@@ -16,16 +16,21 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32, 
 
 ROWS = (1.0, 16.0, 128.0, 512.0, 2048.0, 8192.0, 32768.0)
 SIDES = tuple(2.0**power for power in range(7, 15))
-LENGTHS = (128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0)
+LENGTHS = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0)
 HEADS = ((1.0, 8.0, 8.0, 64.0), (1.0, 16.0, 4.0, 128.0), (8.0, 8.0, 8.0, 64.0))
 """Sequences, heads, groups and width of a head."""
-BYTES = tuple(2.0**power for power in range(12, 31, 2))
+BYTES = tuple(2.0**power for power in (12, 16, 18, 20, 22, 24, 26, 28, 30))
+MOVED = {"copy": (2, 0), "cast": (1, 1), "mul": (3, 0), "sigmoid": (2, 0), "accumulate": (1, 2)}
+"""Tensors of the 16-bit format (or of fp32 where there is none) and of fp32 that an element-wise kernel reads and
+writes. A cast fills an fp32 tensor, an accumulation adds to one."""
 LAUNCHES = 200
+ROUNDS = 2
+
 LEAST_CALLS = 6
 """Calls of an item that must fit into the time that is left."""
 
-QUIET, USUAL = 0.1, 0.5
-"""Quantiles of samples: of a kernel alone, and of what others take part in, whose delays are its own."""
+QUIET, USUAL = 0.1, 0.25
+"""Quantiles of samples: of a kernel alone, and of what others take part in, some of whose delays are its own."""
 
 Row = dict[str, Any]
 
@@ -40,23 +45,31 @@ class Item:
 
 
 def measured(bench: Bench, items: list[Item], seconds: float, quantile: float = QUIET) -> Iterator[Row]:
-    """Time the items within `seconds`, the smallest first; what would take too long is left out.
+    """Time the items within `seconds`; what would take too long is left out.
 
-    Each is timed in two rounds, so that a disturbance of some seconds does not decide; the shorter time counts.
+    Each is timed in two rounds, so that a disturbance of some seconds does not decide; the shorter time counts. Small
+    and large ones take turns, so that time that is too short leaves gaps, not an end.
     """
     items = sorted(items, key=lambda item: item.work)
     found: dict[int, Timing] = {}
-    for round_seconds in (0.5 * seconds, 0.5 * seconds):
+    for _ in range(ROUNDS):
         start, rate = bench.clock(), 0.0
-        for place, item in enumerate(items):
-            left = round_seconds - bench.agree(bench.clock() - start)
+        for done, place in enumerate(_turns(len(items))):
+            item, left = items[place], seconds / ROUNDS - bench.agree(bench.clock() - start)
             if left <= 0 or (rate and LEAST_CALLS * item.work / rate > left):
-                break
-            timing = bench.time(item.make(), 0.7 * left / (len(items) - place), quantile)
-            rate = item.work / timing.seconds
+                continue
+            timing = bench.time(item.make(), 0.7 * left / (len(items) - done), quantile)
+            rate = max(rate, item.work / timing.seconds)
             if place not in found or timing.seconds < found[place].seconds:
                 found[place] = timing
     return (items[place].row | record(timing) for place, timing in sorted(found.items()))
+
+
+def _turns(count: int) -> list[int]:
+    """Return 0 up to `count` in an order in which each few are spread over all: 0 4 2 6 1 5 3 7 for 8."""
+    bits = max(count - 1, 1).bit_length()
+    spread = (int(f"{place:0{bits}b}"[::-1], 2) for place in range(1 << bits))
+    return [place for place in spread if place < count]
 
 
 def record(timing: Timing) -> Row:
@@ -139,26 +152,31 @@ def attention(
     return lambda: torch.autograd.grad(output, (query, key, value), gradient, retain_graph=True)
 
 
-def memory(bench: Bench, job: Job, precisions: tuple[str, ...]) -> list[Item]:
-    """Return copies, and element-wise kernels that make a new tensor, as training does."""
-    items = []
-    for precision in precisions:
-        width = 4 if precision == "fp32" else 2
-        for size in (size for size in BYTES if 3 * size < job.memory_bytes / 4):
-            for name, streams in (("copy", 2), ("silu", 2), ("mul", 3)):
-                count = int(size / width / streams)
-                kind = "copy" if name == "copy" else "elementwise"
-                row = {"kernel": kind, "name": f"{name} {precision}", "bytes": count * width * streams}
-                items.append(Item(row, size, _bound(moving, bench.device, name, count, precision)))
+def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
+    """Return copies, and element-wise kernels; none allocates memory."""
+    items, width = [], torch.finfo(DTYPES[precision]).bits // 8
+    for name, (narrow, wide) in MOVED.items():
+        each = narrow * width + wide * 4
+        for size in (size for size in BYTES if 2 * size < job.memory_bytes / 4):
+            count = int(size / each)
+            kind = "copy" if name == "copy" else "elementwise"
+            row = {"kernel": kind, "name": name, "bytes": count * each}
+            items.append(Item(row, size, _bound(moving, bench.device, name, count, precision)))
     return items
 
 
 def moving(device: torch.device, name: str, count: int, precision: str) -> Callable[[], object]:
-    """Return a call of an element-wise kernel over `count` elements."""
+    """Return a call of a kernel of `MOVED` over `count` elements."""
     one, other = (torch.randn(count, device=device, dtype=DTYPES[precision]) for _ in range(2))
-    if name == "copy":
-        return lambda: one.copy_(other)
-    return (lambda: functional.silu(one)) if name == "silu" else (lambda: one * other)
+    wide = torch.zeros(count if name in ("cast", "accumulate") else 1, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: one.copy_(other),
+        "cast": lambda: wide.copy_(one),
+        "mul": lambda: one.mul_(other),
+        "sigmoid": lambda: torch.sigmoid(one, out=other),
+        "accumulate": lambda: wide.add_(one),
+    }
+    return calls[name]
 
 
 def host_copies(bench: Bench) -> list[Item]:

@@ -52,9 +52,10 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
 
 def _kernels(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    main = tuple(name for name in job.precisions if name in ("bf16", "fp32")) or ("fp32",)
+    usual: list[str] = [name for name in ("bf16", "fp32") if name in job.precisions]
+    main = tuple(usual) or ("fp32",)
     rows += kernels.launches(bench)
-    rows += kernels.measured(bench, kernels.memory(bench, job, main), seconds * SHARES["memory"])
+    rows += kernels.measured(bench, kernels.memory(bench, job, main[0]), seconds * SHARES["memory"])
     rows += kernels.measured(bench, kernels.host_copies(bench), seconds * SHARES["host_copy"])
     for backward, kind in ((False, "attention"), (True, "attention_backward")):
         for precision in main:

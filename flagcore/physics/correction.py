@@ -90,6 +90,34 @@ class Correction:
         return low + x * (along_y(start + strides[0]) - low)
 
 
+@dataclass(frozen=True, slots=True)
+class LineCorrection:
+    """The same over one size."""
+
+    axis: Axis
+    factors: FloatArray
+
+    @classmethod
+    def learned(cls, axis: Axis, sizes: FloatArray, residuals: FloatArray) -> LineCorrection:
+        """Learn from `residuals` (log of measured over modelled) at `sizes`.
+
+        A mean with weights that halve with each `reach` octaves of distance: kernels of one size differ by more than
+        neighbouring sizes do. Beyond the measured sizes the factor of the outermost holds.
+        """
+        nodes, places = axis.nodes, octaves(sizes)
+        nearest = np.clip(nodes, places.min(), places.max())
+        weights = np.exp2(-np.abs(nearest[:, None] - places) / axis.reach)
+        return cls(axis, np.exp(weights @ residuals / weights.sum(axis=1)))
+
+    def __call__(self, sizes: FloatArray) -> FloatArray:
+        """Return the factor at sizes of 0 or more."""
+        place = np.minimum(np.maximum(octaves(sizes), self.axis.first), self.axis.last - 1e-9) - self.axis.first
+        place = place * self.axis.steps
+        node = place.astype(np.int64)
+        low: FloatArray = self.factors.take(node)
+        return low + (place - node) * (self.factors.take(node + 1) - low)
+
+
 def octaves(sizes: FloatArray) -> FloatArray:
     """Return log2 of `sizes` at powers of two, and straight lines between them: exponent and mantissa of a float."""
     bits = np.asarray(sizes, dtype=np.float64).view(np.int64)

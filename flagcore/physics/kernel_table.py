@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.physics.correction import Axis, Correction
+from flagcore.physics.correction import Axis, Correction, LineCorrection
 from flagcore.physics.curve import Curve
 from flagcore.physics.kernel_fit import fit
 from flagcore.physics.kernel_sheet import KernelSheet, Rows
@@ -28,6 +28,9 @@ ATTENTION_AXES = (
 )
 """Sequences times heads, keys, width of a head."""
 
+MEMORY_AXIS = Axis(first=10, last=34, steps=2, reach=0.5)
+"""Bytes that an element-wise kernel moves: below the size of a cache, rates are others than above."""
+
 LIKE = {"fp16": "bf16", "bf16": "fp16"}
 """Precisions whose kernels behave alike."""
 
@@ -37,23 +40,21 @@ class KernelTable:
     """Implements `KernelCosts`. What was not measured comes from the fitted roofline, scaled by the chip's peaks."""
 
     roofline: Roofline
-    gemm: Mapping[str, Correction]
-    attention: Mapping[str, Correction]
-    attention_backward: Mapping[str, Correction]
+    gemm: Mapping[str, Correction | None]
+    attention: Mapping[str, Correction | None]
+    attention_backward: Mapping[str, Correction | None]
+    memory: LineCorrection | None
 
     @classmethod
     def of(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
         """Fit `roofline` to `sheet`, and learn what it leaves."""
         fitted = fit(roofline, sheet)
-        return cls(
-            fitted,
-            {name: _learned_gemm(fitted, sheet, name) for name in sheet.precisions("gemm")},
-            {name: _learned_attention(fitted, sheet, "attention", name) for name in sheet.precisions("attention")},
-            {
-                name: _learned_attention(fitted, sheet, "attention_backward", name)
-                for name in sheet.precisions("attention_backward")
-            },
+        gemm = {name: _learned_gemm(fitted, sheet, name) for name in sheet.precisions("gemm")}
+        forward, backward = (
+            {name: _learned_attention(fitted, sheet, kind, name) for name in sheet.precisions(kind)}
+            for kind in ("attention", "attention_backward")
         )
+        return cls(fitted, gemm, forward, backward, _learned_memory(fitted, sheet))
 
     @property
     def curve(self) -> Curve:
@@ -98,7 +99,8 @@ class KernelTable:
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of an element-wise kernel."""
-        return self.roofline.memory_seconds(bytes_moved)
+        seconds = self.roofline.memory_seconds(bytes_moved)
+        return seconds if self.memory is None else seconds * self.memory(bytes_moved)
 
     def launch_seconds(self) -> float:
         """Return what the host needs to launch one kernel."""
@@ -109,13 +111,13 @@ class KernelTable:
         return self.roofline.host_copy_seconds(bytes_moved)
 
 
-def _learned_gemm(roofline: Roofline, sheet: KernelSheet, precision: str) -> Correction:
+def _learned_gemm(roofline: Roofline, sheet: KernelSheet, precision: str) -> Correction | None:
     rows = sheet.rows("gemm", precision)
     m, n, k = rows.sizes.T
     return _learned(GEMM_AXES, rows, rows.sizes, roofline.gemm_seconds(m, n, k, precision))
 
 
-def _learned_attention(roofline: Roofline, sheet: KernelSheet, name: str, precision: str) -> Correction:
+def _learned_attention(roofline: Roofline, sheet: KernelSheet, name: str, precision: str) -> Correction | None:
     rows = sheet.rows(name, precision)
     batch, heads, groups, queries, keys, width = rows.sizes.T
     model = roofline.attention_seconds if name == "attention" else roofline.attention_backward_seconds
@@ -123,12 +125,20 @@ def _learned_attention(roofline: Roofline, sheet: KernelSheet, name: str, precis
     return _learned(ATTENTION_AXES, rows, np.stack([batch * heads, keys, width], axis=1), modelled)
 
 
-def _learned(axes: tuple[Axis, Axis, Axis], rows: Rows, sizes: FloatArray, modelled: FloatArray) -> Correction:
-    """Learn from times that are the device's, and from bounds where the model is above them."""
+def _learned_memory(roofline: Roofline, sheet: KernelSheet) -> LineCorrection | None:
+    rows = sheet.rows("elementwise").known
+    if not rows.seconds.size:
+        return None
+    residuals = np.log(rows.seconds / roofline.memory_seconds(rows.sizes[:, 0]))
+    return LineCorrection.learned(MEMORY_AXIS, rows.sizes[:, 0], residuals) if np.isfinite(residuals).all() else None
+
+
+def _learned(axes: tuple[Axis, Axis, Axis], rows: Rows, sizes: FloatArray, modelled: FloatArray) -> Correction | None:
+    """Learn from times that are the device's, and from bounds where the model is above them; None from nothing."""
     residuals = np.log(rows.seconds / modelled)
     told = np.isfinite(residuals) & (~rows.bound | (residuals < 0))
-    return Correction.learned(axes, sizes[told], residuals[told])
+    return Correction.learned(axes, sizes[told], residuals[told]) if told.any() else None
 
 
-def _like(learned: Mapping[str, Correction], precision: str) -> Correction | None:
+def _like(learned: Mapping[str, Correction | None], precision: str) -> Correction | None:
     return learned.get(precision) or learned.get(LIKE.get(precision, precision))

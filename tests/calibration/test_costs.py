@@ -1,0 +1,46 @@
+"""Costs from a calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.calibration import collective_table, kernel_table
+from flagcore.errors import RunError
+from flagcore.physics.curve import Curve
+from tests.calibration.test_store import MADE, X1
+
+
+def test_kernels_are_priced_as_they_were_measured() -> None:
+    side = np.array([64.0])
+    table = kernel_table(MADE, X1, Curve())
+    assert table.gemm_seconds(side, side, side, "bf16") == pytest.approx(3e-6, rel=0.05)
+
+
+def test_collectives_become_curves_by_kind_and_ranks() -> None:
+    rows = tuple(
+        {"collective": kind, "ranks": ranks, "bytes": size, "us": size / 64}
+        for kind in ("all_reduce", "send")
+        for ranks in (2, 4)
+        for size in (4096, 1024)
+    )
+    table = collective_table(replace(MADE, rows=rows))
+    assert table is not None
+    assert {(curve.kind, curve.ranks) for curve in table.curves} == {
+        (kind, ranks) for kind in ("all_reduce", "send") for ranks in (2, 4)
+    }
+    assert all(curve.payload_bytes == (1024.0, 4096.0) for curve in table.curves)
+    assert table.curves[0].seconds == pytest.approx((16e-6, 64e-6))
+
+
+def test_one_device_has_no_collectives() -> None:
+    assert collective_table(replace(MADE, rows=MADE.rows[:1])) is None
+
+
+@pytest.mark.parametrize("row", [{"kernel": "gemm"}, {"kernel": "x", "us": 1}, {"collective": "send", "ranks": "two"}])
+def test_a_bad_row_is_told(row: dict[str, object]) -> None:
+    broken = replace(MADE, rows=(row,))
+    with pytest.raises(RunError, match="bad row"):
+        kernel_table(broken, X1, Curve()) if "kernel" in row else collective_table(broken)

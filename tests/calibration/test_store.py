@@ -1,0 +1,120 @@
+"""Calibrations as files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flagcore.calibration import Calibration, Calibrations
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.errors import RunError
+
+ROWS = (
+    {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "spread": 0.1, "repeats": 9},
+    {"collective": "send", "ranks": 2, "bytes": 1024, "us": 50.0, "spread": 0.1, "repeats": 9},
+)
+MADE = Calibration(
+    chip="X1",
+    aliases=("ACME X1",),
+    driver="1.2",
+    torch="2.10.0+acme",
+    devices=8,
+    date="2026-11-20T10:00:00+00:00",
+    how="by hand",
+    rows=ROWS,
+)
+RATE = Fact(value=1e12, source=Source(kind="datasheet", detail="made up"))
+X1 = Chip(name="X1", vendor="acme", aliases=("acme x1", "X1 of ACME"), memory_bandwidth_bytes_per_second=RATE)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Calibrations:
+    return Calibrations(tmp_path / "data" / "calibrations")
+
+
+def test_what_is_kept_is_found_again_as_it_was(kept: Calibrations) -> None:
+    path = kept.keep(MADE)
+    assert kept.find(X1) == (path, MADE)
+    assert [file.name for file in kept.folder.iterdir()] == [path.name]
+
+
+def test_a_file_can_be_read_by_people_a_line_a_row(kept: Calibrations) -> None:
+    text = kept.keep(MADE).read_text()
+    assert sum(line.strip().startswith('{"') for line in text.splitlines()) == len(ROWS)
+    assert json.loads(text)["driver"] == "1.2"
+
+
+def test_nothing_is_found_where_nothing_was_kept(kept: Calibrations) -> None:
+    assert kept.all() == ()
+    assert kept.find(X1) is None
+    assert kept.forget("X1") == ()
+
+
+def test_a_new_calibration_takes_the_place_of_the_old_one_of_the_same_things(kept: Calibrations) -> None:
+    kept.keep(MADE)
+    newer = replace(MADE, date="2026-11-21T10:00:00+00:00")
+    kept.keep(newer)
+    assert [calibration for _, calibration in kept.all()] == [newer]
+
+
+def test_the_calibration_of_the_installed_torch_goes_before_a_newer_one(kept: Calibrations) -> None:
+    newer = replace(MADE, torch="2.11.0+acme", date="2026-11-21T10:00:00+00:00")
+    for each in (MADE, newer):
+        kept.keep(each)
+    for torch, expected in (("2.10.0+acme", MADE), ("2.11.0+acme", newer), ("2.9.0", newer), (None, newer)):
+        found = kept.find(X1, torch)
+        assert found is not None
+        assert found[1] == expected
+
+
+def test_two_processors_of_one_chips_name_are_told_apart(kept: Calibrations) -> None:
+    cpu = replace(MADE, chip="cpu", aliases=("Brand 9",))
+    kept.keep(cpu)
+    kept.keep(replace(cpu, aliases=("Brand 7",)))
+    assert len(kept.all()) == 2
+    found = kept.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))
+    assert found is not None
+    assert found[1] == cpu
+    assert kept.find(Chip(name="cpu", vendor="cpu", aliases=("Brand 8",))) is None
+
+
+def test_forgetting_deletes_all_of_a_chip_and_nothing_else(kept: Calibrations) -> None:
+    mine = {kept.keep(MADE), kept.keep(replace(MADE, torch="2.11.0"))}
+    other = kept.keep(replace(MADE, chip="X2"))
+    assert set(kept.forget("x1")) == mine
+    assert [path for path, _ in kept.all()] == [other]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"schema": 1}', json.dumps({"schema": 2, "rows": []}), '{"schema": 1, "rows": [3]}']
+)
+def test_a_file_that_is_no_calibration_is_told_with_the_way_out(kept: Calibrations, text: str) -> None:
+    kept.keep(MADE).write_text(text)
+    with pytest.raises(RunError, match=r"flag calibrate.*or delete the file"):
+        kept.find(X1)
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="set FLAGCORE_HOME"):
+        Calibrations(tmp_path / "file").keep(MADE)
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"FLAGCORE_HOME": "/a", "XDG_DATA_HOME": "/b"}, "/a/calibrations"),
+        ({"FLAGCORE_HOME": "", "XDG_DATA_HOME": "/b"}, "/b/flagcore/calibrations"),
+        ({"FLAGCORE_HOME": "", "XDG_DATA_HOME": "not/absolute"}, "/home/me/.local/share/flagcore/calibrations"),
+        ({"FLAGCORE_HOME": "", "XDG_DATA_HOME": ""}, "/home/me/.local/share/flagcore/calibrations"),
+    ],
+)
+def test_calibrations_are_where_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], folder: str
+) -> None:
+    for name, value in {"HOME": "/home/me", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert str(Calibrations.of_user().folder) == folder

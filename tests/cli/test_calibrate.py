@@ -1,0 +1,95 @@
+"""`flag calibrate`: measured for real on the cores of this machine, in a few seconds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flagcore.api import calibrating
+from tests.cli.conftest import Project, Ran
+
+Flag = Callable[..., Ran]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "calibrations"
+
+
+def step_time(flag: Flag, spec: str) -> tuple[float, str]:
+    ran = flag("estimate", spec, "--top", "1", "--json")
+    assert ran.code == 0, ran.err
+    return float(json.loads(ran.out)[0]["step_time_s"]["value"]), ran.err
+
+
+def test_what_is_measured_is_kept_listed_used_and_forgotten(flag: Flag, home: Path, project: Project) -> None:
+    spec = project.spec(train={"command": None})
+    before, said = step_time(flag, spec)
+    assert "calibration" not in said
+
+    ran = flag("calibrate", "--seconds", "5", "--json")
+    assert ran.code == 0, ran.err
+    (file,) = home.iterdir()
+    assert f"Kept in {file}" in ran.err
+    rows = json.loads(ran.out)
+    assert rows == json.loads(file.read_text())["rows"]
+    kinds = {row.get("kernel") or row["collective"] for row in rows}
+    assert {"gemm", "attention", "attention_backward", "copy", "elementwise", "launch"} <= kinds
+    assert "host_copy" not in kinds
+    assert all(row["us"] > 0 and row["repeats"] >= 3 for row in rows)
+    (kept,) = json.loads(flag("calibrate", "--list", "--json").out)
+    assert (kept["chip"], kept["file"], kept["kernels"] + kept["collectives"]) == ("cpu", str(file), len(rows))
+    assert ("all_reduce" in kinds) == (kept["devices"] > 1)
+
+    after, said = step_time(flag, spec)
+    assert after != before
+    assert said.count("cpu is predicted from its calibration of ") == 1
+    assert step_time(flag, spec)[0] == after  # the file decides, nothing else
+
+    assert flag("calibrate", "--forget", "cpu").err == f"deleted {file}\n"
+    assert step_time(flag, spec)[0] == before
+
+
+def test_a_measurement_that_breaks_is_told_in_one_line_and_keeps_nothing(
+    flag: Flag, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrating, "PROGRAM", "flagcore.no_such_program")
+    ran = flag("calibrate", "--seconds", "5")
+    assert ran.code == 2
+    (line,) = [line for line in ran.err.splitlines() if line.startswith("flag: the measurement")]
+    assert "ended with status 1" in line
+    assert "No module named flagcore.no_such_program" in line
+    assert not home.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_leaves_nothing_running_and_keeps_nothing(home: Path, project: Project) -> None:
+    process = project.start("calibrate", "--seconds", "60")
+    deadline = time.monotonic() + 60
+    while len(project.processes()) < 3 and time.monotonic() < deadline:  # flag, the guard, the program
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "nothing was kept" in err
+    assert project.all_gone()
+    assert not home.exists()
+
+
+def test_a_calibration_that_cannot_be_read_is_told_by_who_wants_it(flag: Flag, home: Path, project: Project) -> None:
+    home.mkdir(parents=True)
+    (home / "cpu.json").write_text("{")
+    ran = flag("estimate", project.spec(train={"command": None}))
+    assert ran.code == 2
+    assert "cpu.json is no calibration that can be read" in ran.err
+
+
+def test_listing_and_forgetting_do_not_go_together(flag: Flag, home: Path) -> None:
+    assert flag("calibrate", "--list", "--forget", "cpu").code == 2
