@@ -84,12 +84,14 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "cp_comm_type": (Literal["p2p", "all_gather", "a2a", "a2a+p2p"], "How context-parallel devices exchange."),
     "cuda_graph_impl": (Literal["none", "local", "transformer_engine"], "Who records kernels as graphs; null: none."),
     "cuda_graph_scope": (_some(_Recorded), "Parts that are recorded as graphs; null: whole layers."),
+    "trainable": (Literal["all", "adapters"], "What is trained: all weights, or low-rank adapters beside them."),
     "attention_dropout": (Fraction, "Share of attention's probabilities that is dropped; null: 0."),
     "hidden_dropout": (Fraction, "Share of each block's outputs that is dropped; null: 0."),
     "cross_entropy_loss_fusion": (bool, "Whether the loss is one fused kernel."),
 }
 """Every setting with its type and meaning. The names are Megatron-core's, but for those that it does not have:
-`pipeline_schedule`, `moe_recompute_level`, `recompute_num_layers_per_stage`, `offload_stages`, `moe_expert_imbalance`.
+`pipeline_schedule`, `moe_recompute_level`, `recompute_num_layers_per_stage`, `offload_stages`, `moe_expert_imbalance`
+and `trainable`.
 """
 
 LISTS = (

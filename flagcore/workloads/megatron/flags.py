@@ -31,10 +31,15 @@ SPELT_OTHERWISE: Mapping[str, str] = {
 }
 """Flags that are not their setting's name with hyphens."""
 
-ONLY_PREDICTED = ("recompute_num_layers_per_stage", "offload_stages")
-"""Settings that Megatron-core 0.16 does not know."""
-
-_NO_FLAG = ("pipeline_schedule", "moe_expert_imbalance", "moe_recompute_level")
+_NO_FLAG = (
+    "pipeline_schedule",
+    "moe_expert_imbalance",
+    "moe_recompute_level",
+    "recompute_num_layers_per_stage",
+    "offload_stages",
+    "trainable",
+)
+"""Settings that are not Megatron-core's."""
 _OFF = {
     "overlap_p2p_comm": "--no-overlap-p2p-communication",
     "accumulate_allreduce_grads_in_fp32": "--grad-reduce-in-bf16",
@@ -111,7 +116,7 @@ def _setting_flags(train: TrainSpec) -> list[str]:
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
     for key, value in settings.items():
-        if key in has or key in _NO_FLAG or key in ONLY_PREDICTED:
+        if key in has or key in _NO_FLAG:
             continue
         flag = spelt.get(key, "--" + key.replace("_", "-"))
         if value is True:

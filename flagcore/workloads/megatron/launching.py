@@ -15,7 +15,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec, TrainSpec
 from flagcore.errors import LaunchError, NoDevice, SpecError
 from flagcore.spec.settings import LISTS
-from flagcore.workloads.megatron.flags import ONLY_PREDICTED, environment, expand, flags
+from flagcore.workloads.megatron.flags import environment, expand, flags
 from flagcore.workloads.megatron.options import DEFAULTS, TRIAL, schedule
 
 PROGRAM = "flagcore.workloads.megatron.trial"
@@ -57,7 +57,7 @@ def ready(spec: Spec, modules: Mapping[str, str]) -> None:
 def _settings_run(train: TrainSpec) -> None:
     """Raise SpecError for a setting that what runs the trials cannot run."""
     for key, value in train.settings.items():
-        if key in ONLY_PREDICTED or (key == "pipeline_schedule" and schedule(value) is not None):
+        if _only_predicted(key, value):
             problem = "is predicted by `flag estimate`, but no trial can run it: megatron-core 0.16 does not know it"
             raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="leave it out")
         if train.command is None and not _trial_runs(train, key, value):
@@ -65,11 +65,19 @@ def _settings_run(train: TrainSpec) -> None:
             raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix=fix)
 
 
+def _only_predicted(key: str, value: SettingValue) -> bool:
+    """Return whether Megatron-core 0.16 has no such setting, or not with this value."""
+    if key == "pipeline_schedule":
+        return schedule(value) is not None
+    return key in ("recompute_num_layers_per_stage", "offload_stages") or (key, value) == ("trainable", "adapters")
+
+
 def _trial_runs(train: TrainSpec, key: str, value: SettingValue) -> bool:
     """Return whether the trial program takes a setting, or does without being told what it says."""
     does: dict[str, tuple[SettingValue, ...]] = {
         "pipeline_schedule": (value,),
         "moe_expert_imbalance": (value,),
+        "trainable": ("all",),
         "overlap_p2p_comm": (True,),
         "accumulate_allreduce_grads_in_fp32": (train.precision == "bf16",),
         **{name: (default,) for name, default in DEFAULTS[TRIAL].items()},

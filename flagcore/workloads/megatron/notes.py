@@ -72,6 +72,7 @@ PHRASES: tuple[tuple[str, Mapping[str, SettingValue]], ...] = (
         r"\boptimizer (cpu )?offload",
         {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True},
     ),
+    (r"\b(lora|peft)\b", {"trainable": "adapters"}),
     (r"\bexp_avg (fp32|bf16|fp16|fp8)\b", {"exp_avg_dtype": "{1}", "exp_avg_sq_dtype": "{1}"}),
     (
         r"\bno overlap\b(?![- _]*(grad|param|p2p|tp|ep))",

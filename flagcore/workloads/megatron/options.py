@@ -80,6 +80,7 @@ def options(task: Task) -> Options:
         else frozenset(),
         offload_stages=numbers(given.get("offload_stages")),
         fsdp=on("use_megatron_fsdp"),
+        adapters=given.get("trainable") == "adapters",
         overlap_grad_reduce=on("overlap_grad_reduce"),
         overlap_param_gather=on("overlap_param_gather"),
         tp_comm_overlap=on("tp_comm_overlap"),

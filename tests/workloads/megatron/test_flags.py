@@ -147,6 +147,8 @@ def test_level_of_recompute_of_experts_is_passed_on_as_modules() -> None:
         ({"pipeline_schedule": "zb-h1"}, False, False),
         ({"recompute_num_layers_per_stage": "1,2"}, False, False),
         ({"offload_stages": "0"}, False, False),
+        ({"trainable": "all"}, True, True),
+        ({"trainable": "adapters"}, False, False),
     ],
 )
 def test_setting_that_no_trial_can_run_is_refused_before_any(settings: Any, trial: bool, command: bool) -> None:

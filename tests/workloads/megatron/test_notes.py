@@ -66,6 +66,7 @@ SAYS: dict[str, dict[str, Any]] = {
         "recompute_modules": "mlp,moe_act",
         "tp_comm_overlap": True,
     },
+    "LoRA": {"trainable": "adapters"},
     "interleaved 1F1B": {"pipeline_schedule": "interleaved"},
     "schedule=V-Half": {"pipeline_schedule": "V-Half"},
     "ZB-2p": {"pipeline_schedule": "zb-2p"},

@@ -74,6 +74,8 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"offload_modules": {"core_attn"}, "offload_stages": (0, 2)},
     ),
     "flex": ({"moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex", "deduplicated_dispatch": True}),
+    "adapters": ({"trainable": "adapters"}, {"adapters": True}),
+    "dropout": ({"hidden_dropout": 0.1}, {"dropout": True}),
     "imbalance": ({"moe_expert_imbalance": 2.0}, {"expert_imbalance": 2.0}),
     "imbalance up to a capacity": (
         {"moe_expert_imbalance": 2.0, "moe_expert_capacity_factor": 1.5},
