@@ -68,7 +68,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Candidates that mean the same: `canonical(columns)` gives the columns that the engine would really use.
+    """Candidates that mean the same: `canonical(columns)` gives, of `knobs`, what the engine would really use.
 
     It is applied as soon as all of `knobs` have values; rows that become equal are counted as merged.
     """
@@ -140,9 +140,14 @@ def decode(
     rows: IntArray, codes: Sequence[IntArray], knobs: Sequence[str], wanted: Collection[str] | None = None
 ) -> dict[str, IntArray]:
     """Turn mixed-radix row numbers (the first knob varies fastest) into one column a knob, or a wanted knob."""
-    columns, stride = {}, 1
+    columns, left, skipped = {}, rows, 1
     for knob, values in zip(knobs, codes, strict=True):
-        if wanted is None or knob in wanted:
-            columns[knob] = values[rows // stride % values.size] if values.size > 1 else np.full_like(rows, values[0])
-        stride *= values.size
+        size = int(values.size)
+        if wanted is not None and knob not in wanted:
+            skipped *= size
+            continue
+        left, skipped = left // skipped if skipped > 1 else left, 1
+        above = left // size  # NumPy divides by a number many times faster than it takes the rest
+        columns[knob] = values.take(left - above * size)
+        left = above
     return columns
