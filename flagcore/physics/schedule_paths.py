@@ -25,7 +25,9 @@ class StageTimes:
 
     `forward`, `backward_input` (gradient of the activations, recomputation included) and `backward_weight`
     (gradient of the weights) have shape (stages, candidates) and are for the whole stage: all its virtual stages
-    together. A schedule that does not defer the gradient of the weights runs both backwards as one.
+    together, taken as equal. A schedule that does not defer the gradient of the weights runs both backwards as one.
+    A stage is what lies on one device: in the V family and DualPipeV the first one has embedding and head. For
+    DualPipe it is a stage of the model, which two devices hold.
 
     `send` (candidates,) is one message over one boundary, `blocking` the share of it (0 to 1) during which its
     sender computes nothing; the rest only makes the receiver wait.
@@ -54,12 +56,12 @@ class StageTimes:
     @property
     def latency(self) -> FloatArray:
         """Seconds that a message takes beside what its sender waits."""
-        return self.send * (1.0 - np.asarray(self.blocking))
+        return self.send * (1.0 - np.asarray(self.blocking, dtype=np.float64))
 
     @property
     def sending(self) -> FloatArray:
         """Seconds that a message takes of its sender."""
-        return self.send * np.asarray(self.blocking)
+        return self.send * np.asarray(self.blocking, dtype=np.float64)
 
 
 def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
@@ -91,8 +93,9 @@ def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
     """Return the time of interleaved 1F1B in megatron-core's order, in groups of p micro-batches.
 
-    A path may also lap: after the last stage comes the next virtual stage of the first one, p passes later. Exact
-    for even stages; see the module's tests for uneven ones. With v = 1 it is 1F1B.
+    A path may also lap: after the last stage comes the next virtual stage of the first one, p passes later. With m
+    a multiple of p exact for even stages, within 3.5% for uneven ones; a head that is all in the last virtual stage
+    costs 0.5% more. With v = 1 it is 1F1B.
     """
     plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) or len(times.forward) == 1 else m
     if len(times.forward) == 1:
@@ -123,6 +126,11 @@ def deferred_weights(
     Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. With
     `barrier` from the first start to the last end of all stages; without it the longest of one stage's own spans,
     the time between two steps that no synchronisation parts.
+
+    From m = 2p on, against simulated orders: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1% for even stages and those of
+    a usual pipeline's ends, 3% where all differ. ZB-2p against a plan by its authors' rules: within 2.5% for even
+    stages, 7.5% (mean 0.3%) for uneven ends, 10.5% (mean 0.6%) where all differ; always below. At m = p ZB-H2 is 10%
+    too fast at worst.
     """
     forward, backward = _with_sends(times, 1.0, fused=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)
