@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -84,45 +85,40 @@ class Predictions:
 
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of some rows."""
-        return Predictions(
-            step_time_s=self.step_time_s[rows],
-            low_s=self.low_s[rows],
-            high_s=self.high_s[rows],
-            time_s={name: part[rows] for name, part in self.time_s.items()},
-            static_bytes=self.static_bytes[rows],
-            activation_bytes=self.activation_bytes[rows],
-            peak_allocated_bytes=self.peak_allocated_bytes[rows],
-            reserved_bytes=self.reserved_bytes[rows],
-            device_used_bytes=self.device_used_bytes[rows],
-            worst_stage=self.worst_stage[rows],
-            capacity_bytes=self.capacity_bytes,
-            model_flops=self.model_flops,
-        )
+        figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in _FIGURES}
+        return replace(self, **figures, time_s={name: part[rows] for name, part in self.time_s.items()})
 
-    @staticmethod
-    def join(parts: list[Predictions]) -> Predictions:
-        """Put the predictions of consecutive chunks together."""
-        first = parts[0]
-        if len(parts) == 1:
+    @classmethod
+    def join(cls, parts: Iterable[Predictions], rows: int | None = None) -> Predictions:
+        """Put the predictions of consecutive chunks together.
+
+        With `rows`, how many they have in all, chunks may be made as they are asked for: one is held at a time.
+        """
+        if rows is None:
+            parts = list(parts)
+            rows = sum(part.step_time_s.size for part in parts)
+        rest = iter(parts)
+        first = next(rest)
+        if first.step_time_s.size == rows:
             return first
+        joined, start = first._empty(rows), 0
+        for part in chain((first,), rest):
+            piece = slice(start, start + part.step_time_s.size)
+            for name in _FIGURES:
+                getattr(joined, name)[piece] = getattr(part, name)
+            for name, seconds in joined.time_s.items():
+                seconds[piece] = part.time_s[name]
+            start = piece.stop
+        return joined
 
-        def glued(name: str) -> FloatArray:
-            return np.concatenate([getattr(part, name) for part in parts])
+    def _empty(self, rows: int) -> Predictions:
+        """Return predictions of `rows` candidates like these, not filled in yet."""
+        figures: dict[str, Any] = {name: np.empty(rows, dtype=getattr(self, name).dtype) for name in _FIGURES}
+        return replace(self, **figures, time_s={name: np.empty(rows) for name in self.time_s})
 
-        return Predictions(
-            step_time_s=glued("step_time_s"),
-            low_s=glued("low_s"),
-            high_s=glued("high_s"),
-            time_s={key: np.concatenate([part.time_s[key] for part in parts]) for key in first.time_s},
-            static_bytes=glued("static_bytes"),
-            activation_bytes=glued("activation_bytes"),
-            peak_allocated_bytes=glued("peak_allocated_bytes"),
-            reserved_bytes=glued("reserved_bytes"),
-            device_used_bytes=glued("device_used_bytes"),
-            worst_stage=np.concatenate([part.worst_stage for part in parts]),
-            capacity_bytes=first.capacity_bytes,
-            model_flops=first.model_flops,
-        )
+
+_FIGURES = tuple(each.name for each in fields(Predictions) if each.type in ("FloatArray", "IntArray"))
+"""The fields that are arrays with one element a candidate, `time_s` apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,7 +170,7 @@ class _Crossing:
         """Return what `merge` adds to row numbers; a value that the axis lacks leaves its row as it is."""
         columns = merge.canonical(self._columns(rows, merge.knobs))
         if not set(merge.knobs).issuperset(columns):
-            raise ValueError(f"merge {merge.name} gives {', '.join(columns)}, but its knobs are {', '.join(merge.knobs)}")
+            raise ValueError(f"merge {merge.name} gives {', '.join(columns)}, not only {', '.join(merge.knobs)}")
         result, listed = np.zeros_like(rows), np.ones(rows.shape, dtype=np.bool_)
         stride = 1
         for axis, codes in zip(self.axes, self.codes, strict=False):

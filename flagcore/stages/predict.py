@@ -30,8 +30,8 @@ FULL_SHARE = 0.9
 
 def predict(task: Task, workload: Workload, space: Space, costs: Costs) -> Predictions:
     """Return the predictions of all candidates, in the order of the space's rows."""
-    chunks = [workload.predict(task, space.columns(rows), costs) for rows in space.chunks(CHUNK)]
-    return Predictions.join(chunks or [workload.predict(task, space.columns(), costs)])
+    pieces = space.chunks(CHUNK) if len(space) else [slice(0, 0)]
+    return Predictions.join((workload.predict(task, space.columns(rows), costs) for rows in pieces), len(space))
 
 
 def limit(prediction: Prediction) -> str:

@@ -15,6 +15,9 @@ from flagcore.domain.space import BoolArray, Columns, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError
 
+CHUNK = 1 << 16
+"""Candidates of which a rule is asked at once."""
+
 AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
 PREDICTED_SLOWER = "predicted_slower_than_a_measured_one"
@@ -53,15 +56,22 @@ def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[Pruni
     for rule in rules:
         rows = pruned.open_rows
         try:
-            mask = np.asarray(rule.prunes(space.columns(rows), predictions.take(rows)))
-            if mask.dtype != np.bool_ or mask.shape != rows.shape:
-                raise TypeError(f"answered {mask.dtype} of shape {mask.shape}, not a truth value a row ({rows.size})")
-            pruned = _remove(pruned, rule.name, rows, mask)
+            pieces = [rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK)]
+            masks = [_asked(rule, space.columns(piece), predictions.take(piece)) for piece in pieces]
+            pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
         except Exception as error:  # a plugin's rule costs only itself
             said = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
             told = f"pruning rule {rule.name} is left out: {said}"
             pruned = replace(pruned, broken_rules=(*pruned.broken_rules, told))
     return pruned
+
+
+def _asked(rule: PruningRule, columns: Columns, predictions: Predictions) -> BoolArray:
+    """Return what a rule says of some rows. Raises TypeError for anything but a truth value a row."""
+    mask, shape = np.asarray(rule.prunes(columns, predictions)), predictions.step_time_s.shape
+    if mask.dtype != np.bool_ or mask.shape != shape:
+        raise TypeError(f"answered {mask.dtype} of shape {mask.shape}, not a truth value a row ({shape[0]})")
+    return mask
 
 
 def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: Workload, trial: Trial) -> Pruned:

@@ -1,11 +1,18 @@
-"""What limits a candidate."""
+"""A space predicted in pieces, and what limits a candidate."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from flagcore.domain.prediction import Prediction
-from flagcore.stages.predict import LIMITS, limit
+from flagcore.stages import predict as predict_module
+from flagcore.stages.build import build
+from flagcore.stages.predict import LIMITS, limit, predict
+from flagcore.workloads.megatron.adapter import WORKLOAD
+from tests import small
 
 
 def prediction(used: float = 1.0, capacity: float | None = 100.0, **time_s: float) -> Prediction:
@@ -39,3 +46,16 @@ def test_memory_limits_where_no_part_does_and_the_device_is_nearly_full() -> Non
     assert limit(prediction(used=91.0, compute_s=5.0, optimizer_s=1.0)) == "optimizer"
     assert limit(prediction(used=89.0, compute_s=5.0)) == "compute"
     assert limit(prediction(used=91.0, capacity=None, compute_s=5.0)) == "compute"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_a_space_in_pieces_is_predicted_as_at_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = small.task(space={"micro_batch_size": (1, 2)})
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    at_once = WORKLOAD.predict(task, space.columns(), small.costs(task))
+    monkeypatch.setattr(predict_module, "CHUNK", chunk)
+    in_pieces = predict(task, WORKLOAD, space, small.costs(task))
+    for field in dataclasses.fields(at_once):
+        one, other = getattr(at_once, field.name), getattr(in_pieces, field.name)
+        assert one.keys() == other.keys() if isinstance(one, dict) else np.array_equal(one, other), field.name
+    assert all(np.array_equal(seconds, in_pieces.time_s[name]) for name, seconds in at_once.time_s.items())

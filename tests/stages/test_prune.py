@@ -14,6 +14,7 @@ from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, Space
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.stages import prune as prune_module
 from flagcore.stages.build import build
 from flagcore.stages.learn import learn
 from flagcore.stages.predict import predict
@@ -82,6 +83,14 @@ def test_a_plugins_rule_is_counted_under_its_name() -> None:
     small_batches = SPACE.columns()["micro_batch_size"] < 4
     assert rows_of(found, "no_small_batches") == np.flatnonzero(small_batches).tolist()
     assert found.reason(int(np.flatnonzero(small_batches)[0])) == "no_small_batches"
+
+
+def test_a_rule_is_asked_in_pieces_and_says_the_same_of_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = pruned(rules=[Rule()])
+    monkeypatch.setattr(prune_module, "CHUNK", 5)
+    in_pieces = pruned(rules=[Rule()])
+    assert len(SPACE) > 5
+    assert in_pieces.rule.tolist() == at_once.rule.tolist()
 
 
 @pytest.mark.parametrize("answer", [ValueError("no kernel table"), "text", np.ones(3, dtype=bool), int, True, [0, 1]])
