@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from flagcore.contracts import MemoryModel, Telemetry
+from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
@@ -15,6 +15,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
+from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_cpu import discover
 from flagcore_cpu.machine import Processor, this_machine
 from flagcore_cpu.memory import CpuMemory
@@ -48,6 +49,12 @@ def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
     if not _mine(group.chip):
         return None
     return CpuMemory(group.memory_bytes or _share(group))
+
+
+@hookimpl
+def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
+    """Return the curve of a core: one unit that works on small pieces."""
+    return kernel_costs("flagcore_cpu", chip) if _mine(chip) else None
 
 
 @hookimpl

@@ -23,6 +23,10 @@ class CpuMemory:
         """Return the share, in bytes."""
         return self.capacity
 
+    def workspace_bytes(self) -> float:
+        """Return nothing: what the library takes is among what a rank has before its first tensor."""
+        return 0.0
+
     def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
         """Return `allocated`."""
         return allocated
