@@ -23,6 +23,9 @@ class MemoryModel(Protocol):
     def capacity_bytes(self) -> float | None:
         """Return what a trial may use of one device, or None if nobody knows."""
 
+    def workspace_bytes(self) -> float:
+        """Return what a thread's workspace of the library of matrix products takes of the allocator."""
+
     def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
         """Return what the allocator holds when tensors take `allocated` at their peak."""
 

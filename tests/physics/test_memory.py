@@ -113,9 +113,10 @@ def test_static_bytes_follow_precision_and_sharding() -> None:
     count = parameters(LLAMA, layout(), 0)
     split = layout(data=[8, 8, 8], context=[1, 2, 1], sharded_optimizer=[0, 1, 1])
     static = memory.training_memory(train(), split).static
-    np.testing.assert_allclose(static, [18 * count, (6 + 12 / 16) * count, (6 + 12 / 8) * count])
+    angles = 4 * 4096 * 128
+    np.testing.assert_allclose(static, np.multiply([18, 6 + 12 / 16, 6 + 12 / 8], count) + angles)
     full = memory.training_memory(train(precision="fp32"), split).static
-    np.testing.assert_allclose(full, [16 * count, (8 + 8 / 16) * count, (8 + 8 / 8) * count])
+    np.testing.assert_allclose(full, np.multiply([16, 8 + 8 / 16, 8 + 8 / 8], count) + angles)
 
 
 def test_experts_are_sharded_over_their_own_group() -> None:
@@ -138,9 +139,10 @@ def test_uneven_stages_are_followed_to_the_worst_one() -> None:
 
 def test_measured_peak_of_one_rank_is_met() -> None:
     """One of 16 ranks without any split on an accelerator: 113.0 GiB static, 138.1 GiB at the optimizer step."""
-    found = memory.training_memory(train(sequence=2048, fused_activation=True), layout(data=16, micro_batch=2))
-    assert found.static[0] / 2**30 == pytest.approx(113.03, rel=0.002)
-    assert found.peak[0] / 2**30 == pytest.approx(138.13, rel=0.002)
+    work = train(sequence=2048, fused_activation=True)
+    found = memory.training_memory(work, layout(data=16, micro_batch=2), workspace_bytes=2**25)
+    assert found.static[0] / 2**30 == pytest.approx(113.025, rel=1e-4)
+    assert found.peak[0] / 2**30 == pytest.approx(138.127, rel=1e-4)
 
 
 @pytest.mark.parametrize("model", [LLAMA, MOE], ids=lambda model: model.name)
@@ -172,9 +174,9 @@ def test_wider_tensor_parallel_never_needs_more(model: Model) -> None:
 def test_scores_are_kept_only_without_a_fused_attention_core() -> None:
     split = layout(selective=[0, 1])
     flash, plain = (memory.training_memory(train(flash=flash), split).activation for flash in (True, False))
-    scores = 5 * 32 * 4096**2 * 32
-    assert plain[0] - flash[0] == pytest.approx(scores, rel=0.01)
-    assert plain[1] == pytest.approx(flash[1])
+    scores = 32 * 4096**2
+    assert plain[0] - flash[0] == pytest.approx(32 * 2 * scores, rel=0.05)
+    assert plain[1] - flash[1] < 10 * scores
 
 
 def test_plain_memory_tells_allocated_reserved_and_used_apart() -> None:

@@ -176,7 +176,7 @@ def one_level(**changes: Any) -> Topology:
         ("kernel_costs", object(), "no method gemm_seconds, attention_seconds, attention_backward_seconds"),
         ("kernel_costs", Wrong, "answered the class Wrong"),
         ("kernel_costs", Wrong(), "could not convert string to float"),
-        ("memory_model", Wrong(), "no method reserved_bytes, device_used_bytes"),
+        ("memory_model", Wrong(), "no method workspace_bytes, reserved_bytes, device_used_bytes"),
         ("collective_costs", Wrong(), "must give two numbers"),
         ("collective_costs", Greedy(), "compute_taken is above 1"),
         ("topology", Topology(levels=()), "must grow and end at all 8"),

@@ -2,7 +2,8 @@
 
 A row stands above a candidate if it is not below it on any ordered axis and equal on every other knob.
 The orders hold whatever the model is: a larger micro batch keeps more activations, a gradient buffer or
-optimizer that is not sharded takes more, recompute trades time for memory.
+optimizer that is not sharded takes more, recompute trades time for memory. Sequence parallelism shards what layers
+keep, but brings a buffer of its own: where layers are recomputed in full that may be more than it saves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ MEMORY_ORDER: Mapping[str, int] = {"micro_batch_size": 1, "sequence_parallel": -
 def needs_at_least(columns: Columns, candidate: Candidate) -> BoolArray:
     """Return which rows need at least as much memory as `candidate` with the same model and cluster."""
     other = candidate_columns(candidate.as_dict())
-    return _above(columns, other, MEMORY_ORDER) & _recomputes_at_most(columns, other)
+    same = (columns["sequence_parallel"] == other["sequence_parallel"]) | ((_level(columns) < 2) & (_level(other) < 2))
+    result: BoolArray = _above(columns, other, MEMORY_ORDER) & _recomputes_at_most(columns, other) & same
+    return result
 
 
 def takes_at_least(columns: Columns, candidate: Candidate) -> BoolArray:

@@ -9,9 +9,7 @@ from flagcore.domain.prediction import Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray
 from flagcore.domain.spec import Task
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.memory import _stage_memory as stage_memory
-from flagcore.physics.memory import stage_activations, stage_parameters, training_memory
-from flagcore.physics.pipeline import stage
+from flagcore.physics.memory import component_table, rank_memory, stage_of_rank, training_memory
 from flagcore.physics.step_time import rank_time, step_time
 from flagcore.physics.transformer import model_flops
 from flagcore.workloads.megatron.flags import implementation_of_command
@@ -36,27 +34,30 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
 
 
 def components(task: Task, columns: Columns, costs: Costs) -> dict[str, dict[str, FloatArray]]:
-    """Return the weights that a rank of the worst stage holds, and the bytes it keeps for backward, by component.
-
-    What backward needs besides what it kept is in no component.
-    """
+    """Return the weights that a rank of the worst stage holds, and the bytes of its worst moment, by component."""
     train, layout = training(task), layout_of(task, columns)
-    worst = stage(train.model, layout, training_memory(train, layout).worst_stage.astype(np.float64))
-    parameters, activations = stage_parameters(train, layout, worst), stage_activations(train, layout, worst)
-    none = np.zeros_like(layout.data)
+    workspace = costs.memory.workspace_bytes()
+    worst = training_memory(train, layout, workspace).worst_stage.astype(np.float64)
+    table = component_table(train, layout, worst, workspace)
     return {
-        name: {"params": parameters.get(name, none) + none, "activation_bytes": activations.get(name, none) + none}
-        for name in dict.fromkeys((*parameters, *activations))
+        name: {
+            "params": row.params,
+            "weight_bytes": row.weights,
+            "gradient_bytes": row.gradients,
+            "main_parameter_bytes": row.main_parameters,
+            "optimizer_bytes": row.optimizer,
+            "activation_bytes": row.activation,
+        }
+        for name, row in table.items()
     }
 
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
     train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
-    index = np.floor(rank / (task.cluster.devices / layout.pipeline))
-    held = stage_memory(train, layout, stage(train.model, layout, index))
+    held = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
     reserved = costs.memory.reserved_bytes(held.peak)
-    times = [float(time[0]) for time in rank_time(train, layout, costs, index)]
+    times = [float(time[0]) for time in rank_time(train, layout, costs, stage_of_rank(layout, rank))]
     compute, optimizer = (time if np.isfinite(time) else None for time in times)
     return RankPrediction(
         rank=rank,
@@ -87,6 +88,7 @@ def training(task: Task) -> Training:
         flash=train.attention == "flash",
         fused_activation=kind != "trial",
         transformer_engine=kind == "transformer_engine",
+        repeated_keys=kind == "trial",
         options=options(task),
     )
 
@@ -130,7 +132,8 @@ def layout_of(task: Task, columns: Columns) -> Layout:
 
 
 def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
-    memory, time_s = training_memory(train, layout), step_time(train, layout, costs)
+    memory = training_memory(train, layout, costs.memory.workspace_bytes())
+    time_s = step_time(train, layout, costs)
     total = sum(time_s.values(), np.zeros(()))
     reserved = costs.memory.reserved_bytes(memory.peak)
     return Predictions(

@@ -14,8 +14,16 @@ CONTEXT_BYTES = 0.82 * 2**30
 COLLECTIVE_BYTES = 392e6
 """NCCL's buffers at 4 and 8 ranks, 342 MB at 2: ai-dynamo/aiconfigurator systems/*.yaml @095f58a5."""
 
+WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 32 * 2**20, 2 * 2**22 + 8 * 2**14
+"""What torch 2.11 allocates for cuBLAS, a handle and stream: on Hopper and Blackwell, and elsewhere (`CUDABlas.cpp`)."""
+
+SMALL_WORKSPACE = ("A100", "A800", "L20", "L40S", "RTX")
+"""How the names of chips begin that are neither."""
+
 
 def memory_of(group: NodeGroup) -> PlainMemory:
     """Return the memory model of one device of `group`."""
     collective = COLLECTIVE_BYTES if group.devices > 1 else 0
-    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective)
+    small = group.chip.name.upper().startswith(SMALL_WORKSPACE)
+    workspace = SMALL_WORKSPACE_BYTES if small else WORKSPACE_BYTES
+    return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective, workspace=workspace)

@@ -1,0 +1,105 @@
+"""Tensors of the engine besides states and activations: buffers that stay, what a step leaves behind, and what the
+optimizer's step adds.
+
+Counted in megatron-core 0.16 (`parallel_state.py`, `schedules.py`, `token_dispatcher.py`), torch 2.11's AdamW and
+transformer-engine 2.10 (`get_dummy_wgrad`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+from flagcore.physics.layout import Layout, Training
+from flagcore.physics.modules import Sizes
+from flagcore.physics.pipeline import Stage
+from flagcore.physics.transformer import attended, padded_vocab, widths
+
+STEP_BYTES = 4.0
+"""Bytes that torch's AdamW adds in its step for each parameter of a group: the root of the second moment in fp32, of
+all weights of the group at once. Groups are weights without and with decay, of experts and of the rest."""
+
+
+def workspaces(train: Training) -> float:
+    """Return how many workspaces of the library of matrix products a rank has.
+
+    torch has one for each thread that calls it, that of forward and that of backward; transformer-engine one more,
+    and four for grouped products.
+    """
+    if not train.transformer_engine:
+        return 2.0
+    return 3.0 + 4.0 * (train.model.num_moe_experts is not None and train.options.grouped_gemm)
+
+
+def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> FloatArray:
+    """Return the bytes of buffers that stay.
+
+    Angles of the rotary embedding in fp32, for each virtual stage or each layer of latent attention; the buffer into
+    which megatron-core's own linear layers gather their input under sequence parallelism, as wide as the widest; and
+    transformer-engine's stand-ins for gradients that its kernels add to the buffers themselves.
+    """
+    model = train.model
+    latent = model.multi_latent_attention
+    angles = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if latent else model.kv_channels)
+    own = angles * (stage.layers if latent else layout.virtual)
+    if train.transformer_engine:
+        return own + sizes.gathered * stage.last + _stand_ins(train, layout, stage)
+    return own + sizes.gathered * (1.0 + (stage.mtp > 0))
+
+
+def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False) -> FloatArray:
+    """Return the bytes that a step leaves to the next, which frees them before its own peak.
+
+    The last input of each virtual stage and its gradient. Each layer with experts remembers its routing, and through
+    its graph, where the layer or its experts were recomputed, their input and the gradient of it. `at_most` does not
+    count how many layers are recomputed: all or none.
+    """
+    model, inputs = train.model, layout.virtual - (stage.index == 0)
+    routing = np.zeros(())
+    if model.num_moe_experts is not None:
+        block = np.clip(layout.block * layout.virtual - stage.dense, 0.0, stage.moe)
+        every = (layout.uniform > 0) | ((layout.block > 0) & at_most)
+        inputs = inputs + np.where(every, stage.moe, block)
+        if "moe" in train.options.recompute_modules:
+            inputs = inputs + stage.moe * layout.selective
+        routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * stage.moe
+    left: FloatArray = 2.0 * sizes.hidden * inputs + routing
+    return left
+
+
+def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: FloatArray) -> FloatArray:
+    """Return what the optimizer's step adds, from the weights that ranks replicate and those of the experts.
+
+    Transformer-engine's Adam works in place. 16-bit gradient buffers are copied into fp32 first.
+    """
+    options, own, theirs = train.options, dense / layout.shards(), experts / layout.expert_shards()
+    here = 1.0 - options.optimizer_offload_fraction
+    copies = 0.0
+    if train.precision != "fp32" and options.grad_bytes < 4 and not options.precision_aware_optimizer:
+        copies = 4.0
+    if train.transformer_engine:
+        return copies * (own + theirs)
+    largest = np.where(layout.expert > 1, np.maximum(own, theirs), own + theirs)
+    total: FloatArray = here * STEP_BYTES * largest + copies * (own + theirs)
+    return total
+
+
+def _stand_ins(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return one 16-bit tensor for each shape of weight on the stage, which all weights of that shape share."""
+    model, tensor, h = train.model, layout.tensor, train.model.hidden_size
+    up = 2.0 if model.gated_linear_unit else 1.0
+    query, key, value = widths(model)
+    weights = h * attended(model) / tensor
+    if model.multi_latent_attention:
+        q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+        weights = weights + h * (q_rank + kv_rank + rope) + ((q_rank or h) * query + kv_rank * heads) / tensor
+    else:
+        weights = weights + h * (query + key + value) / tensor
+    weights = weights + (1.0 + up) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
+    if model.num_moe_experts is not None:
+        expert = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+        shared = (model.moe_shared_expert_intermediate_size or 0) / tensor
+        weights = weights + (1.0 + up) * h * (expert + shared * (shared != expert)) * (stage.moe > 0)
+    weights = weights + stage.last * padded_vocab(model, tensor) / tensor * h
+    return 2.0 * (weights + 2.0 * h * h / tensor * (stage.mtp > 0))
