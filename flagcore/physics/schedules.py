@@ -158,7 +158,7 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p from the forwards before a stage's first backward (`warm`)
     and the W after its last B (`kept`).
 
-    ZB-H1 and ZB-1p keep p micro-batches; ZB-H2 2p - 1 with F = B = W in mind. ZB-2p is planned for the median stage:
+    ZB-H1 and ZB-1p keep p micro-batches; ZB-H2 2p - 1 with F = B = W in mind. ZB-2p is planned for the middle stage:
     forwards until the first backward comes back, W until the other stages are done, both as far as 2p allow; where
     the plan of ZB-1p is better, that one.
     """
@@ -169,9 +169,7 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     small = schedule_paths.deferred_weights(times, m, p - r, r + 1.0, barrier=barrier)
     if schedule != "zb-2p":
         return small
-    f, b, w = (
-        np.partition(x, p // 2, axis=0)[p // 2] for x in (times.forward, times.backward_input, times.backward_weight)
-    )
+    f, b, w = (x[p // 2] for x in (times.forward, times.backward_input, times.backward_weight))
     turn = f + b + 2.0 * times.send
     warm = np.minimum(2.0 * p - r, 1.0 + (p - 1.0 - r) * turn / np.maximum(f, 1e-30))
     kept = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
