@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,6 +43,8 @@ def calibrate(
     told in a line what is going to be measured. Returns the result and its file. Raises NoDevice if nothing can be
     measured, RunError if the measurement fails or cannot be kept, Interrupted.
     """
+    if find_spec("torch") is None:
+        raise NoDevice("measuring needs torch, not installed here; pip install 'flagcore[megatron]'")
     with loaded_plugins(without) as loaded:
         chip, support, here, engine = _target(loaded)
         count = min(devices or len(here), len(here))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ MOVED = {"copy": (2, 0), "cast": (1, 1), "mul": (3, 0), "sigmoid": (2, 0), "accu
 """Tensors of the 16-bit format (or of fp32 where there is none) and of fp32 that an element-wise kernel reads and
 writes. A cast fills an fp32 tensor, an accumulation adds to one."""
 LAUNCHES = 200
+NOISE = (1 << 16) + 1
 ROUNDS = 2
 
 LEAST_CALLS = 6
@@ -47,29 +49,30 @@ class Item:
 def measured(bench: Bench, items: list[Item], seconds: float, quantile: float = QUIET) -> Iterator[Row]:
     """Time the items within `seconds`; what would take too long is left out.
 
-    Each is timed in two rounds, so that a disturbance of some seconds does not decide; the shorter time counts. Small
-    and large ones take turns, so that time that is too short leaves gaps, not an end.
+    Each is timed in two rounds, so that a disturbance of some seconds does not decide; the shorter time counts. Few are
+    taken from all sizes first, then more, so that time that is too short leaves gaps and not an end.
     """
     items = sorted(items, key=lambda item: item.work)
+    order = [place for first in (0, 4, 2, 6, 1, 5, 3, 7) for place in range(first, len(items), 8)]
     found: dict[int, Timing] = {}
     for _ in range(ROUNDS):
-        start, rate = bench.clock(), 0.0
-        for done, place in enumerate(_turns(len(items))):
-            item, left = items[place], seconds / ROUNDS - bench.agree(bench.clock() - start)
-            if left <= 0 or (rate and LEAST_CALLS * item.work / rate > left):
+        start = bench.clock()
+        for done, place in enumerate(order):
+            left = seconds / ROUNDS - bench.agree(bench.clock() - start)
+            if left <= 0 or LEAST_CALLS * _expected(items, found, place) > left:
                 continue
-            timing = bench.time(item.make(), 0.7 * left / (len(items) - done), quantile)
-            rate = max(rate, item.work / timing.seconds)
+            timing = bench.time(items[place].make(), 0.7 * left / (len(items) - done), quantile)
             if place not in found or timing.seconds < found[place].seconds:
                 found[place] = timing
     return (items[place].row | record(timing) for place, timing in sorted(found.items()))
 
 
-def _turns(count: int) -> list[int]:
-    """Return 0 up to `count` in an order in which each few are spread over all: 0 4 2 6 1 5 3 7 for 8."""
-    bits = max(count - 1, 1).bit_length()
-    spread = (int(f"{place:0{bits}b}"[::-1], 2) for place in range(1 << bits))
-    return [place for place in spread if place < count]
+def _expected(items: list[Item], found: dict[int, Timing], place: int) -> float:
+    """Return the seconds of an item from the nearest that was timed: in proportion to the work, if it is more."""
+    if not found:
+        return 0.0
+    nearest = min(found, key=lambda other: abs(other - place))
+    return found[nearest].seconds * max(1.0, items[place].work / items[nearest].work)
 
 
 def record(timing: Timing) -> Row:
@@ -82,7 +85,7 @@ def works(bench: Bench, make: Callable[[], Callable[[], object]]) -> bool:
     try:
         make()()
         bench.synchronize()
-    except (RuntimeError, NotImplementedError, AttributeError, AssertionError):
+    except (RuntimeError, NotImplementedError, AttributeError, KeyError, AssertionError):
         return False
     return True
 
@@ -95,7 +98,8 @@ def gemms(bench: Bench, job: Job, precision: str) -> list[Item]:
     for side in SIDES:
         for n, k in ((side, side), (4 * side, side), (side, 4 * side)):
             for m in ROWS:
-                if 4.0 * (m * n + m * k + n * k) < job.memory_bytes / 4 and k <= SIDES[-1]:
+                fits = 4.0 * (m * n + m * k + n * k) < job.memory_bytes / 4 and k <= SIDES[-1]
+                if fits and (precision != "fp8" or m >= 16.0):  # torch's 8-bit product wants multiples of 16
                     row = {"kernel": "gemm", "precision": precision, "m": int(m), "n": int(n), "k": int(k)}
                     make = _bound(product, bench.device, m, n, k, precision)
                     items.append(Item(row, m * n * k + 20.0 * (m * n + m * k + n * k), make))
@@ -106,11 +110,21 @@ def product(device: torch.device, m: float, n: float, k: float, precision: str) 
     """Return a call of C[m,n] = A[m,k] B[k,n], laid out as in the forward pass of a linear layer."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     if precision == "fp8":
-        left, right = (torch.randn(int(rows), int(k), device=device).to(torch.float8_e4m3fn) for rows in (m, n))
+        left, right = (noise(device, "fp32", int(rows), int(k)).to(torch.float8_e4m3fn) for rows in (m, n))
         one = torch.ones((), device=device)
         return lambda: torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    left, right = (torch.randn(int(rows), int(k), device=device, dtype=DTYPES[precision]) for rows in (m, n))
+    left, right = (noise(device, precision, int(rows), int(k)) for rows in (m, n))
     return lambda: torch.matmul(left, right.t())
+
+
+def noise(device: torch.device, precision: str, *shape: int) -> torch.Tensor:
+    """Return normal noise, as activations are: a chip's power, and so its clock, depends on the data.
+
+    A stretch of it is repeated, because drawing all would take longer than what is to be timed.
+    """
+    count = math.prod(shape)
+    stretch = torch.randn(NOISE, device=device, dtype=DTYPES[precision])
+    return stretch.repeat(-(-count // NOISE))[:count].view(shape)
 
 
 def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> list[Item]:
@@ -121,7 +135,8 @@ def attentions(bench: Bench, job: Job, precision: str, *, backward: bool) -> lis
     items = []
     for batch, heads, groups, width in HEADS:
         for length in LENGTHS:
-            if 64.0 * batch * heads * length * width < job.memory_bytes / 4:
+            unfused = 8.0 * batch * heads * length**2  # what it takes where torch has no fused kernel
+            if max(64.0 * batch * heads * length * width, unfused) < job.memory_bytes / 2:
                 shape = (int(batch), int(heads), int(groups), int(length), int(width))
                 sizes = dict(zip(("batch", "heads", "groups", "queries", "head_dim"), shape, strict=True))
                 row = {"kernel": name, "precision": precision, **sizes, "keys": int(length)}
@@ -137,8 +152,7 @@ def attention(
     batch, heads, groups, length, width = shape
 
     def tensor(count: int) -> torch.Tensor:
-        made = torch.randn(batch, count, length, width, device=device, dtype=DTYPES[precision])
-        return made.requires_grad_(backward)
+        return noise(device, precision, batch, count, length, width).requires_grad_(backward)
 
     query, key, value = tensor(heads), tensor(groups), tensor(groups)
 
@@ -167,12 +181,13 @@ def memory(bench: Bench, job: Job, precision: str) -> list[Item]:
 
 def moving(device: torch.device, name: str, count: int, precision: str) -> Callable[[], object]:
     """Return a call of a kernel of `MOVED` over `count` elements."""
-    one, other = (torch.randn(count, device=device, dtype=DTYPES[precision]) for _ in range(2))
+    one, other = (noise(device, precision, count) for _ in range(2))
+    result = torch.empty_like(one)
     wide = torch.zeros(count if name in ("cast", "accumulate") else 1, device=device)
     calls: dict[str, Callable[[], object]] = {
         "copy": lambda: one.copy_(other),
         "cast": lambda: wide.copy_(one),
-        "mul": lambda: one.mul_(other),
+        "mul": lambda: torch.mul(one, other, out=result),
         "sigmoid": lambda: torch.sigmoid(one, out=other),
         "accumulate": lambda: wide.add_(one),
     }
