@@ -118,7 +118,7 @@ def _show(record: dict[str, Any], title: str, form: str) -> None:
 
 
 def _settings_text(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items() if value is not False)
+    return ", ".join(f"{key}={value}" for key, value in settings.items() if value not in (False, 0))
 
 
 def _is_pipe(file: str) -> bool:

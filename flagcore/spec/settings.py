@@ -50,7 +50,7 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "recompute_modules": (_some(_Recomputed), "What selective recompute computes again; null: core_attn."),
     "moe_recompute_level": (
         Literal["light", "medium", "full"],
-        "What selective recompute computes again of experts: activations, the shared experts too, or all.",
+        "What selective recompute computes again of experts: the small steps, more of their products, or all.",
     ),
     "recompute_num_layers_per_stage": (_Stages, "Layers that each pipeline stage recomputes in full, from the first."),
     "grad_reduce_in_bf16": (bool, "Whether gradients are kept and exchanged in bf16 where they would be in fp32."),

@@ -69,6 +69,8 @@ def _only_predicted(key: str, value: SettingValue) -> bool:
     """Return whether Megatron-core 0.16 has no such setting, or not with this value."""
     if key == "pipeline_schedule":
         return schedule(value) is not None
+    if key == "moe_recompute_level":
+        return value != "full"
     return key in ("recompute_num_layers_per_stage", "offload_stages") or (key, value) == ("trainable", "adapters")
 
 

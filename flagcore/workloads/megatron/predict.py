@@ -42,9 +42,9 @@ def components(task: Task, columns: Columns, costs: Costs) -> dict[str, dict[str
     return {
         name: {
             "params": row.params,
-            "weight_bytes": row.weights,
-            "gradient_bytes": row.gradients,
-            "main_parameter_bytes": row.main_parameters,
+            "weights_bytes": row.weights,
+            "gradients_bytes": row.gradients,
+            "main_params_bytes": row.main_parameters,
             "optimizer_bytes": row.optimizer,
             "activation_bytes": row.activation,
         }

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from flagcore.domain.spec import SettingValue
 
 EXPERT_LEVELS: Mapping[str, frozenset[str]] = {
-    "light": frozenset({"moe_act"}),
-    "medium": frozenset({"moe_act", "shared_experts"}),
+    "light": frozenset({"moe_act", "router"}),
+    "medium": frozenset({"moe_act", "router", "moe_fc1", "shared_experts"}),
     "full": frozenset({"moe"}),
 }
-"""What recompute of experts by level drops, in Megatron-core's names of modules. The levels: the small
-steps between the products, these and the shared experts, and the whole MoE layer."""
+"""What recompute of experts by level drops: the small steps between the products; these, the experts' first product and
+the shared experts; the whole MoE layer. `router` and `moe_fc1` are no modules of Megatron-core."""
 
 
 def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:

@@ -127,8 +127,9 @@ def test_settings_are_flags_once() -> None:
 
 
 def test_level_of_recompute_of_experts_is_passed_on_as_modules() -> None:
-    train = small.task(settings={"moe_recompute_level": "medium"}, command=("run",)).spec.train
-    assert flags({}, train, None)[4:] == ["--recompute-modules", "moe_act", "shared_experts"]
+    settings = {"moe_recompute_level": "full", "recompute_modules": "layernorm"}
+    train = small.task(settings=settings, command=("run",)).spec.train
+    assert flags({}, train, None)[4:] == ["--recompute-modules", "layernorm", "moe"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,8 @@ def test_level_of_recompute_of_experts_is_passed_on_as_modules() -> None:
         ({"moe_token_dispatcher_type": "alltoall"}, True, True),
         ({"moe_token_dispatcher_type": "flex"}, False, True),
         ({"recompute_modules": "layernorm"}, True, True),
-        ({"moe_recompute_level": "light"}, False, True),
+        ({"moe_recompute_level": "full"}, False, True),
+        ({"moe_recompute_level": "light"}, False, False),
         ({"accumulate_allreduce_grads_in_fp32": True}, True, True),
         ({"grad_reduce_in_bf16": True}, False, True),
         ({"overlap_p2p_comm": False}, False, True),

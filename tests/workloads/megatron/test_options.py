@@ -48,7 +48,7 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "modules": ({"recompute_modules": "layernorm,mlp"}, {"recompute_modules": {"layernorm", "mlp"}}),
     "level": (
         {"moe_recompute_level": "medium", "moe_grouped_gemm": True},
-        {"recompute_modules": {"moe_act", "shared_experts"}, "grouped_gemm": True},
+        {"recompute_modules": {"moe_act", "router", "moe_fc1", "shared_experts"}, "grouped_gemm": True},
     ),
     "level beside modules": (
         {"moe_recompute_level": "full", "recompute_modules": "layernorm"},

@@ -92,7 +92,7 @@ def test_parts_of_the_time_add_up_to_the_step(model: Model) -> None:
 def test_time_lies_above_the_peak_rate_and_within_reason() -> None:
     found = predict(task(), MANY, costs())
     share = found.model_flops / (found.step_time_s * 8 * 900e12)
-    assert (share > 0.05).all()
+    assert (share > 0.03).all()
     assert (share < 0.82).all()
 
 
@@ -107,9 +107,11 @@ def test_each_layout_pays_for_its_own_traffic_only() -> None:
 
 
 def test_interleaving_shrinks_the_bubble_and_recompute_costs_compute() -> None:
-    knobs = {"pipeline_model_parallel_size": [4, 4], "num_layers_per_virtual_pipeline_stage": [0, 2]}
-    bubble = predict(task(), columns(**knobs), costs()).time_s["pp_bubble_s"]
-    assert bubble[1] == pytest.approx(bubble[0] / 2)
+    knobs = {"pipeline_model_parallel_size": [4, 4, 4], "num_layers_per_virtual_pipeline_stage": [0, 2, 1]}
+    time = predict(task(), columns(**knobs), costs()).time_s
+    plain, two, four = time["pp_bubble_s"] + time["pp_comm_s"]
+    assert two < plain / 2
+    assert four == pytest.approx(two / 2, rel=0.05)
     full = columns(use_recompute=[0, 1], recompute_granularity=[2, 2], recompute_method=[1, 1])
     compute = predict(task(), full, costs()).time_s["compute_s"]
     assert 1.2 < compute[1] / compute[0] < 1.4
@@ -159,6 +161,6 @@ def test_components_are_those_of_the_worst_stage() -> None:
     assert table["experts"]["params"] == 4 * 4 * 3 * 2048 * 1408
     assert table["router"]["params"] == 4 * 2048 * 8
     assert "output_head" not in table
-    states = ("weight_bytes", "gradient_bytes", "main_parameter_bytes", "optimizer_bytes")
+    states = ("weights_bytes", "gradients_bytes", "main_params_bytes", "optimizer_bytes")
     assert sum(part[name] for part in table.values() for name in states) == pytest.approx(row.static_bytes, rel=1e-12)
     assert sum(part["activation_bytes"] for part in table.values()) == pytest.approx(row.activation_bytes, rel=1e-12)
