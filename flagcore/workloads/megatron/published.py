@@ -10,6 +10,10 @@
 - `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as when models still were
   trained with dropout; else none.
 - All other settings: Megatron-LM's defaults.
+- Notes that name the pipeline's schedule are those of papers on schedules (arXiv 2104.04473, 2401.10241): their
+  Megatron-LM had no fused attention and waited for each message, whatever the record says. Their printed memory
+  (34 + 5 a s / h bytes a value of a layer's input) says so too.
+- A model's name that says LoRA: adapters are trained.
 - Layers that do not divide over the stages: see `stages.published_split`.
 
 What the record says comes first, then what its notes say, then these.
@@ -17,6 +21,7 @@ What the record says comes first, then what its notes say, then these.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -43,7 +48,11 @@ def published(
 
     Raises SpecError for a layout of stages that is none.
     """
-    train, values, noted = task.spec.train, dict(values), read_notes(notes)
+    train, values, noted = task.spec.train, dict(values), read_notes(f"{notes}; {_trains(task.spec.model.name)}")
+    if "pipeline_schedule" in noted:
+        train = replace(train, attention="unfused")
+        noted = {"overlap_p2p_comm": False} | noted
+        task = replace(task, spec=replace(task.spec, train=train))
     kind = train.implementation or IMPLEMENTATION
     settings = {**noted, **train.settings}
     settings = _defaults(task, kind, settings, values) | settings
@@ -57,6 +66,12 @@ def published(
         settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL) or 1))
     spec = replace(task.spec, train=replace(train, implementation=kind, settings=settings))
     return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
+
+
+def _trains(name: str) -> str:
+    """Return what a model's name says of the weights that are trained: runs of adapters are told by it alone."""
+    found = re.search(r"\b(lora|peft)\b", name, re.IGNORECASE)
+    return found[0] if found else ""
 
 
 def _defaults(
