@@ -8,7 +8,7 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup tune test lint bench clean
+.PHONY: setup tune test lint bench bench-estimate accuracy clean
 
 setup: $(VENV)/.done
 
@@ -30,9 +30,15 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest $(TESTS)
 
-bench: setup
+bench: bench-estimate
 	$(BIN)/python benchmarks/between_trials.py
-	$(BIN)/python benchmarks/build_space.py
+
+bench-estimate: setup
+	$(BIN)/python benchmarks/estimate.py --build build
+
+# DATA is a folder of job records with what was measured; writes docs/accuracy.md and its plots.
+accuracy: setup
+	$(BIN)/python benchmarks/accuracy.py $(DATA)
 
 clean:
 	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,227 @@
+"""How fast spaces are answered on one core: built, predicted (memory and time), pruned and ranked.
+
+Two spaces of about a million candidates, dense and of experts, with every knob on auto; `flag estimate` on one of ten
+million combinations; and for scale a public estimator, llm-analysis, on the dense model. Each runs in a process of its
+own, so that its peak memory is its own. Seconds are of processor time, but for `wall_s`. Talk goes to stderr; the last
+line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROUNDS = 3
+"""The fastest of so many rounds counts: what else runs on the machine can only make a round slower."""
+ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")}
+PEER = "llm-analysis==0.2.2"
+CHIPS = ("H200", "cpu")
+"""The first of these that a plugin knows is planned for: one with measured tables of kernels and collectives."""
+
+DENSE = {
+    "name": "gpt3-175b",
+    "num_layers": 96,
+    "hidden_size": 12288,
+    "ffn_hidden_size": 49152,
+    "num_attention_heads": 96,
+    "vocab_size": 51200,
+    "gated_linear_unit": False,
+}
+EXPERTS = {
+    "name": "qwen3-30b-a3b",
+    "num_layers": 48,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 6144,
+    "num_attention_heads": 32,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "vocab_size": 151936,
+    "qk_layernorm": True,
+    "num_moe_experts": 128,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 768,
+}
+SMALL = {"num_layers": 12, "hidden_size": 768, "ffn_hidden_size": 3072}
+POWERS = [1, 2, 4, 8]
+TEN_MILLION = {
+    "tensor_model_parallel_size": POWERS,
+    "context_parallel_size": [1, 2, 4],
+    "micro_batch_size": POWERS,
+    "recompute_num_layers": [1, 2],
+}
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Print one JSON object with the figures of all parts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, help="run one part, in this process")
+    parser.add_argument("--tiny", action="store_true", help="small spaces, to see whether it runs")
+    parser.add_argument("--build", type=Path, default=Path("build"), help="where llm-analysis is installed")
+    given = parser.parse_args()
+    if given.part:
+        print(json.dumps(PARTS[given.part](given.tiny) | {"peak_mib": _peak_mib()}))
+        return
+    figures: Figures = {"machine": f"{_processor()}, {os.cpu_count()} cores", "python": platform.python_version()}
+    parts = {part: _child([sys.executable, __file__, "--part", part, *["--tiny"] * given.tiny]) for part in PARTS}
+    figures |= {f"{part}_candidates_per_second": parts[part]["candidates_per_second"] for part in ("dense", "moe")}
+    peer = _peer(given.build / "llm-analysis")
+    ratio = None if peer is None else round(figures["dense_candidates_per_second"] / peer, 1)
+    figures |= {"llm_analysis_candidates_per_second": peer, "dense_over_llm_analysis": ratio}
+    print(json.dumps(figures | parts))
+
+
+def space_of(model: Mapping[str, Any], nodes: int, batch: int, space: Mapping[str, Any] | None = None) -> Figures:
+    """Return a spec as data, for nodes of eight devices of the best-known chip there is."""
+    return {
+        "model": dict(model),
+        "cluster": {"chip": _chip(), "nodes": nodes, "devices_per_node": 8, "memory_per_device": "141GiB"},
+        "train": {"engine": "megatron", "seq_length": 4096, "global_batch_size": batch, "precision": "bf16"},
+        "auto_tuner": {"space": dict(space or {})},
+    }
+
+
+def dense(tiny: bool) -> Figures:
+    """Return the figures of a dense model of 96 layers on 768 devices."""
+    return _stages(space_of(DENSE | SMALL, 1, 16) if tiny else space_of(DENSE, 96, 1536))
+
+
+def moe(tiny: bool) -> Figures:
+    """Return the figures of 48 layers of 128 experts on 384 devices."""
+    return _stages(space_of(EXPERTS | SMALL, 1, 16) if tiny else space_of(EXPERTS, 48, 1536))
+
+
+def ten_million(tiny: bool) -> Figures:
+    """Return how long `flag estimate` takes from spec to answer."""
+    from flagcore import api
+
+    data = space_of(DENSE | SMALL, 1, 16, TEN_MILLION) if tiny else space_of(DENSE, 96, 1536, TEN_MILLION)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder, "spec.json")
+        spec.write_text(json.dumps(data))
+        start = time.perf_counter()
+        counts, seconds = _timed(lambda: api.estimate(spec).counts, 1)
+        wall_s = time.perf_counter() - start
+    figures = {"combinations": counts.combinations, "candidates": counts.candidates}
+    return {**figures, "seconds": round(seconds, 2), "wall_s": round(wall_s, 2)}
+
+
+PARTS: Mapping[str, Callable[[bool], Figures]] = {"dense": dense, "moe": moe, "ten_million": ten_million}
+
+
+def _stages(data: Figures) -> Figures:
+    """Return the seconds of each stage, asked as `flag estimate` and `flag tune` ask them."""
+    from flagcore import plugins
+    from flagcore.api.telling import loaded_plugins
+    from flagcore.domain.knowledge import Lessons
+    from flagcore.spec import parse_spec
+    from flagcore.stages.build import build, refusals
+    from flagcore.stages.discover import discover
+    from flagcore.stages.predict import predict
+    from flagcore.stages.prune import prune
+    from flagcore.stages.rank import rank
+    from flagcore.strategies.by_prediction import STRATEGY
+
+    spec = parse_spec(data, file="benchmark", base=Path())
+    workload = plugins.workload(spec.train.engine)
+    with loaded_plugins(()) as loaded:
+        found = discover(spec, loaded)
+        task, axes = found.task, workload.axes(found.task)
+        legality = (*workload.rules(task), *refusals(axes, found.support))
+        pruning = (*workload.pruning_rules(task), *found.pruning_rules)
+        nothing = Lessons(by_candidate={}, repeats=(), baseline=None, best=None)
+        space, build_s = _timed(lambda: build(axes, legality, workload.merges(task)), 1)
+        predictions, predict_s = _timed(lambda: predict(task, workload, space, found.costs), ROUNDS)
+        pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
+        _, rank_s = _timed(lambda: rank(STRATEGY, space, predictions, pruned, nothing), 1)
+    return {
+        "chip": task.cluster.groups[0].chip.name,
+        "combinations": space.combinations,
+        "candidates": len(space),
+        "fit": int(pruned.open_rows.size),
+        "build_s": round(build_s, 2),
+        "predict_s": round(predict_s, 2),
+        "prune_s": round(prune_s, 2),
+        "rank_s": round(rank_s, 2),
+        "candidates_per_second": round(len(space) / predict_s),
+    }
+
+
+def _timed(work: Callable[[], Any], rounds: int) -> tuple[Any, float]:
+    """Return what `work` gives, and the seconds of the fastest round."""
+    seconds, result = [], None
+    for _ in range(rounds):
+        result = None  # so that two results are never held
+        start = time.process_time()
+        result = work()
+        seconds.append(time.process_time() - start)
+    return result, min(seconds)
+
+
+def _peer(folder: Path) -> float | None:
+    """Return candidates a second of llm-analysis in an environment of its own, or None with the reason on stderr."""
+    python, job = folder / "bin" / "python", {"model": DENSE, "devices": 768, "batch": 1536, "rounds": ROUNDS}
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    try:
+        if not (folder / "done").exists():
+            for command in (
+                [sys.executable, "-m", "venv", "--clear", str(folder)],
+                [*pip, "fire"],
+                [*pip, "--no-deps", PEER],  # what it needs transformers for, a hub of models, is not asked
+            ):
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+            (folder / "done").touch()
+        return float(_child([str(python), str(HERE / "peer.py"), json.dumps(job)])["candidates_per_second"])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
+        said = (getattr(error, "stderr", None) or "").strip().splitlines()[-1:]
+        print(f"{PEER} is not measured: {' '.join([str(error), *said])}", file=sys.stderr)
+        return None
+
+
+def _child(command: list[str]) -> Figures:
+    """Run a command on one core, with its talk on stderr, and return the JSON object of its last line."""
+    print("running", *command[1:4], file=sys.stderr)
+    pin = _one_core if hasattr(os, "sched_setaffinity") else None
+    environment = os.environ | ONE_THREAD
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment, preexec_fn=pin)
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def _one_core() -> None:
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def _chip() -> str:
+    from flagcore import api
+
+    known = {chip for plugin in api.plugin_table() for chip in plugin["chips"]}
+    return next((chip for chip in CHIPS if chip in known), "cpu")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _peak_mib() -> int:
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+if __name__ == "__main__":
+    main()
