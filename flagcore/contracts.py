@@ -170,8 +170,8 @@ class Workload(Protocol):
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return memory and time for whole columns. Extra knobs of job records may be among them."""
 
-    def components(self, task: Task, columns: Columns, costs: Costs) -> Components:
-        """Return parameters and activation bytes by component for the worst stage of each row."""
+    def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
+        """Return parameters and bytes by component for one pipeline stage of each row."""
 
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
         """Return the figures of one global rank of the candidate in `columns`, which have one row."""

@@ -127,7 +127,8 @@ def _before_trials(problem: Problem) -> Counts:
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
     """Return candidates with their predictions and, by component, what their worst stages hold."""
     task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
-    components = workload.components(task, columns, problem.platform.costs)
+    stages = problem.predictions.worst_stage[rows]
+    components = workload.components(task, columns, stages, problem.platform.costs)
     return [
         {
             "candidate": space.candidate(int(row)).as_dict(),

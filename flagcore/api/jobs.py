@@ -171,7 +171,7 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
     task = rows[0].task
     columns = canonical(columns, workload.merges(task))
     predictions = workload.predict(task, columns, platform.costs)
-    components = workload.components(task, columns, platform.costs)
+    components = workload.components(task, columns, predictions.worst_stage, platform.costs)
     answers: dict[int, Answer] = {}
     for number, row in enumerate(rows):
         figures = replace(predictions.row(number), components=of_row(components, number))

@@ -63,9 +63,9 @@ class Megatron:
         """Return memory and time for whole columns."""
         return predict.predict(task, columns, costs)
 
-    def components(self, task: Task, columns: Columns, costs: Costs) -> Components:
-        """Return parameters and activation bytes by component for the worst stage of each row."""
-        return predict.components(task, columns, costs)
+    def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
+        """Return parameters and bytes by component for one stage of each row."""
+        return predict.components(task, columns, stages, costs)
 
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
         """Return the figures of one rank of one candidate."""

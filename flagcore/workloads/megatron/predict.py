@@ -6,7 +6,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Predictions, RankPrediction
-from flagcore.domain.space import Columns, FloatArray
+from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory import component_table, rank_memory, stage_of_rank, training_memory
@@ -33,12 +33,10 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     return Predictions.join([_predict(train, layout.rows(block), costs) for block in blocks])
 
 
-def components(task: Task, columns: Columns, costs: Costs) -> dict[str, dict[str, FloatArray]]:
-    """Return the weights that a rank of the worst stage holds, and the bytes of its worst moment, by component."""
+def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
+    """Return the weights that a rank of each row's stage holds, and the bytes of its worst moment, by component."""
     train, layout = training(task), layout_of(task, columns)
-    workspace = costs.memory.workspace_bytes()
-    worst = training_memory(train, layout, workspace).worst_stage.astype(np.float64)
-    table = component_table(train, layout, worst, workspace)
+    table = component_table(train, layout, stages.astype(np.float64), costs.memory.workspace_bytes())
     return {
         name: {
             "params": row.params,

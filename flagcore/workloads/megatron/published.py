@@ -51,7 +51,7 @@ def published(
     train, values, noted = task.spec.train, dict(values), read_notes(f"{notes}; {_trains(task.spec.model.name)}")
     if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")
-        noted = {"overlap_p2p_comm": False} | noted
+        noted = {"overlap_p2p_comm": False, **noted}
         task = replace(task, spec=replace(task.spec, train=train))
     kind = train.implementation or IMPLEMENTATION
     settings = {**noted, **train.settings}

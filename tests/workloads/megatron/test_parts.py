@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
@@ -29,7 +30,7 @@ TIED = dataclasses.replace(small.DENSE, untie_embeddings_and_output_weights=Fals
 @pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, LATENT, TIED])
 def test_parts_add_up_to_what_one_device_would_hold(model: Model) -> None:
     task = small.task(model, devices=1)
-    held = WORKLOAD.components(task, candidate_columns({}), small.costs(task))
+    held = WORKLOAD.components(task, candidate_columns({}), np.zeros(1, dtype=np.int64), small.costs(task))
     parts = WORKLOAD.parts(task)
     assert sum(part.params * part.layers for part in parts) == sum(float(each["params"][0]) for each in held.values())
 

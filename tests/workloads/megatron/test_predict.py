@@ -155,8 +155,9 @@ def test_expert_tensor_parallel_is_the_tensor_parallel_size_unless_given() -> No
 
 def test_components_are_those_of_the_worst_stage() -> None:
     values = {"pipeline_model_parallel_size": 4, "data_parallel_size": 2, "expert_model_parallel_size": 2}
-    table = of_row(components(task(EXPERTS), candidate_columns(values), costs()), 0)
-    row = predict(task(EXPERTS), columns(**{knob: [value] for knob, value in values.items()}), costs()).row(0)
+    found = predict(task(EXPERTS), columns(**{knob: [value] for knob, value in values.items()}), costs())
+    table = of_row(components(task(EXPERTS), candidate_columns(values), found.worst_stage, costs()), 0)
+    row = found.row(0)
     assert row.worst_stage == 0
     assert table["experts"]["params"] == 4 * 4 * 3 * 2048 * 1408
     assert table["router"]["params"] == 4 * 2048 * 8
