@@ -233,6 +233,19 @@ def test_published_run_overlaps_tensor_parallelism_only_where_all_of_a_tuned_run
     assert not published(tuned, model=small.DENSE, attention="unfused").tp_comm_overlap
 
 
+def test_published_run_of_a_model_named_after_adapters_trains_these() -> None:
+    assert published({}, model=dataclasses.replace(small.DENSE, name="some 70B LoRA")).adapters
+    assert not published({}, model=dataclasses.replace(small.DENSE, name="flora-7b")).adapters
+
+
+def test_notes_on_schedules_tell_of_unfused_attention_and_of_waiting_for_messages() -> None:
+    task, _, _ = WORKLOAD.published(small.task(), {}, "schedule=ZB-H1")
+    assert not training(task).flash
+    assert not options(task).overlap_p2p_comm
+    task, _, _ = WORKLOAD.published(small.task(), {"pipeline_schedule": "zb-h1"}, "")
+    assert training(task).flash
+
+
 def test_record_counts_before_its_notes_and_these_before_defaults() -> None:
     notes = "DeepEP; cross-entropy fusion"
     told = published({}, notes, settings={"moe_token_dispatcher_type": "allgather"})
