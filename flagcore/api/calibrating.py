@@ -17,6 +17,7 @@ from typing import Any
 from flagcore import __version__, plugins
 from flagcore.api.telling import loaded_plugins
 from flagcore.calibration import Calibration, Calibrations
+from flagcore.contracts import Running
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
@@ -152,15 +153,16 @@ def _job(
 
 def _run(launch: Launch) -> None:
     """Run the program to its end. Raises RunError with its last words if it fails, Interrupted."""
-    running = plugins.launcher("local").start(launch)
+    running: Running | None = None
     ended: Exit | None = None
     try:
+        running = plugins.launcher("local").start(launch)
         while ended is None:
             ended = running.wait(60.0)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; nothing was kept") from None
     finally:
-        if ended is None:
+        if running is not None and ended is None:
             running.stop()
     if ended.code == 0:
         return

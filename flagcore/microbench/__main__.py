@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flagcore.workloads.megatron.trial import failures, ranks
 def main(arguments: list[str]) -> int:
     """Measure what the job named on the command line asks for, and return the exit code."""
     job = load(Path(arguments[0]))
+    warnings.filterwarnings("ignore")  # torch renames its collectives; the old names work in all versions
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
     if job.shared:
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -30,7 +30,7 @@ class Timing:
 
 
 class Bench:
-    """Times calls on one device. All processes must ask for the same timings in the same order."""
+    """Times calls on one device. All processes must ask for the same timings, in the same order and time."""
 
     def __init__(self, kind: str, number: int, several: bool) -> None:
         self.cpu, self._several = kind == "cpu", several

@@ -37,7 +37,7 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
     bench = Bench(job.kind, number, job.devices > 1)
     if job.devices > 1:
         _meet(job, number, listener)
-    scale = job.seconds - (time.perf_counter() - start) - 1.0
+    scale = job.seconds - bench.agree(time.perf_counter() - start) - 1.0
     if job.devices == 1:
         scale /= 1.0 - SHARES["collectives"]
     rows = _kernels(bench, job, scale)

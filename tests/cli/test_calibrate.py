@@ -23,16 +23,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home" / "calibrations"
 
 
-def step_time(flag: Flag, spec: str) -> tuple[float, str]:
+def step_time(flag: Flag, spec: str) -> float:
     ran = flag("estimate", spec, "--top", "1", "--json")
     assert ran.code == 0, ran.err
-    return float(json.loads(ran.out)[0]["step_time_s"]["value"]), ran.err
+    return float(json.loads(ran.out)[0]["step_time_s"]["value"])
 
 
-def test_what_is_measured_is_kept_listed_used_and_forgotten(flag: Flag, home: Path, project: Project) -> None:
+def test_what_is_measured_is_kept_listed_used_and_forgotten(
+    flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = project.spec(train={"command": None})
-    before, said = step_time(flag, spec)
-    assert "calibration" not in said
+    before = step_time(flag, spec)
+    assert "calibration" not in caplog.text
 
     ran = flag("calibrate", "--seconds", "5", "--json")
     assert ran.code == 0, ran.err
@@ -48,13 +50,13 @@ def test_what_is_measured_is_kept_listed_used_and_forgotten(flag: Flag, home: Pa
     assert (kept["chip"], kept["file"], kept["kernels"] + kept["collectives"]) == ("cpu", str(file), len(rows))
     assert ("all_reduce" in kinds) == (kept["devices"] > 1)
 
-    after, said = step_time(flag, spec)
+    after = step_time(flag, spec)
     assert after != before
-    assert said.count("cpu is predicted from its calibration of ") == 1
-    assert step_time(flag, spec)[0] == after  # the file decides, nothing else
+    assert caplog.text.count("cpu is predicted from its calibration of ") == 1
+    assert step_time(flag, spec) == after  # the file decides, nothing else
 
     assert flag("calibrate", "--forget", "cpu").err == f"deleted {file}\n"
-    assert step_time(flag, spec)[0] == before
+    assert step_time(flag, spec) == before
 
 
 def test_a_measurement_that_breaks_is_told_in_one_line_and_keeps_nothing(
@@ -78,7 +80,7 @@ def test_ctrl_c_leaves_nothing_running_and_keeps_nothing(home: Path, project: Pr
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "nothing was kept" in err
+    assert err.splitlines()[-1].startswith("flag: interrupted")
     assert project.all_gone()
     assert not home.exists()
 
