@@ -113,11 +113,15 @@ class PruningRule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What predictions are made of: the plugins' answers, or the core's roofline where they have none."""
+    """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
+
+    `guessed` says that nobody measured the chip's kernels, or fitted a curve to them.
+    """
 
     memory: MemoryModel
     kernels: KernelCosts
     collectives: CollectiveCosts
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

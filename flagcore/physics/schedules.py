@@ -101,17 +101,23 @@ def in_flight(
     _known(schedule)
     behind = pipeline - 1.0 - index
     one: FloatArray = np.ones_like(behind)
-    most = {
-        "gpipe": microbatches * one,
-        "interleaved": np.where(virtual > 1, (2.0 * behind + (virtual - 1.0) * pipeline + 1.0) / virtual, behind + 1.0),
-        "zb-h2": 2.0 * behind + 1.0,
-        "zb-2p": 2.0 * behind + 1.0,
-        "zb-v": pipeline * one,
-        "v-half": (pipeline + 2.0) // 2.0 * one,
-        "v-min": (pipeline + 4.0) // 3.0 * one,
-        "dualpipe": pipeline + one,
-        "dualpipev": pipeline + 0.5 * one,
-    }.get(schedule, behind + 1.0)
+    most = behind + 1.0
+    if schedule == "gpipe":
+        most = microbatches * one
+    elif schedule == "interleaved":
+        most = np.where(virtual > 1, (2.0 * behind + (virtual - 1.0) * pipeline + 1.0) / virtual, most)
+    elif schedule in ("zb-h2", "zb-2p"):
+        most = 2.0 * behind + 1.0
+    elif schedule == "zb-v":
+        most = pipeline * one
+    elif schedule == "v-half":
+        most = (pipeline + 2.0) // 2.0 * one
+    elif schedule == "v-min":
+        most = (pipeline + 4.0) // 3.0 * one
+    elif schedule == "dualpipe":
+        most = pipeline + one
+    elif schedule == "dualpipev":
+        most = pipeline + 0.5 * one
     held: FloatArray = np.minimum(np.where(pipeline > 1, most, 1.0), microbatches)
     return held
 

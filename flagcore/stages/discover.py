@@ -45,11 +45,13 @@ def discover(spec: Spec, plugins: Plugins) -> Platform:
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
     """Return the plugins' cost models for `cluster`, and the core's own where they have none."""
     group = cluster.groups[0]
+    known = plugins.kernel_costs(group.chip, engine)
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
-        kernels=plugins.kernel_costs(group.chip, engine) or Roofline(chip=group.chip),
+        kernels=known or Roofline(chip=group.chip),
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
+        guessed=known is None,
     )
 
 

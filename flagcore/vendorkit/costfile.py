@@ -24,6 +24,9 @@ from flagcore.physics.kernel_table import KernelTable
 from flagcore.physics.roofline import Roofline
 from flagcore.vendorkit.parts import Part, read_parts
 
+BUSY_SIDE = 1024.0
+"""Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -31,12 +34,14 @@ class Reading:
 
     `event` is part of every time. At or below `host` the host was slower than the device, and the time is only a
     bound. `slowed` gives (after, by): a kernel much longer than `after` was measured at a clock that was lower by
-    `by`, because a long run of it alone heats the chip more than training does.
+    `by`, because a long run of it alone heats the chip more than training does. `in_training` is the share of its
+    time that a kernel takes within a training step, where its shortest side keeps the chip busy with arithmetic.
     """
 
     event: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
     slowed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    in_training: Mapping[str, float] = field(default_factory=dict)
 
     def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
         """Return a measured kernel with the device's own time."""
@@ -46,6 +51,8 @@ class Reading:
         if name in self.slowed:
             after, by = self.slowed[name]
             seconds /= 1.0 + by / (1.0 + (after / seconds) ** 4)
+        if name in self.in_training:
+            seconds *= self.in_training[name] ** min(min(sizes) / BUSY_SIDE, 1.0)
         return Kernel(name=name, precision=precision, sizes=sizes, seconds=seconds, bound=bound)
 
 
@@ -99,11 +106,12 @@ def read_provenance(text: str, file: str) -> Reading:
     parts.optional("schema", int, 1)
     parts.optional("notes", str, "")
     event = float(parts.optional("event_us", (int, float), 0.0)) * 1e-6
-    host, slowed = parts.part("host_us"), parts.part("slowed")
+    host, slowed, training = parts.part("host_us"), parts.part("slowed"), parts.part("in_training")
     reading = Reading(
         event=event,
         host={name: _positive(host, name) * 1e-6 for name in list(host.content)} if host else {},
         slowed=dict(_slowed(slowed)) if slowed else {},
+        in_training={name: _positive(training, name) for name in list(training.content)} if training else {},
     )
     parts.finish()
     return reading

@@ -1,0 +1,233 @@
+"""Fit the few curve parameters of a chip family to published runs, and say what each source costs when it is left out.
+
+    python benchmarks/fit_curves.py FOLDER [--write]
+
+FOLDER holds `train_jobs.jsonl` (job records with a `measured` part). Each source weighs the same, whatever its length.
+Parameters stay near their starting values unless the runs say otherwise, and no run is fitted by itself. With
+`--write` the curves go into the plugins' `costs/<chip>/curve.yaml`, and the errors into `benchmarks/fitted.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy.optimize import least_squares
+
+from flagcore import plugins
+from flagcore.api.telling import loaded_plugins
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.space import BoolArray, Columns, FloatArray
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.physics.curve import Curve
+from flagcore.physics.layout import Layout, Training
+from flagcore.physics.roofline import Roofline
+from flagcore.physics.step_time import step_time
+from flagcore.spec import read_job
+from flagcore.stages.discover import costs
+from flagcore.workloads.megatron.predict import layout_of, training
+
+PLUGINS = Path(__file__).parent.parent / "plugins"
+BACKWARD = 0.8
+"""Attention backward over forward, as shares of the peak: the runs do not tell them apart, kernels alone give this."""
+
+SPREAD = 0.25
+"""How far, in logarithms, a parameter may be from where it starts at the price of one typical error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Chips of one design: which share a curve, where its parameters start, which of them are fitted.
+
+    `fixed` are facts of the design. A parameter with a dot is one of `gemm_shares`: `gemm_shares.fp8`.
+    """
+
+    chips: tuple[str, ...]
+    package: str
+    fixed: Mapping[str, float]
+    start: Mapping[str, float]
+
+
+FAMILIES = {
+    "ampere": Family(
+        chips=("A100-80GB", "A100-40GB", "A100-80GB-PCIe", "A100-40GB-PCIe", "A800-80GB"),
+        package="nvidia/flagcore_nvidia",
+        fixed={"units": 108.0, "memory_share": 0.85, "attention_share": 0.55},
+        start={"gemm_share": 0.8, "elementwise_share": 0.8, "tile_overhead": 143.0, "launch_seconds": 11e-6},
+    ),
+    "hopper": Family(
+        chips=("H100-SXM", "H100-PCIe", "H800"),
+        package="nvidia/flagcore_nvidia",
+        fixed={"units": 132.0, "memory_share": 0.91, "host_bytes_per_second": 55e9},
+        start={"gemm_share": 0.7, "gemm_shares.fp8": 0.7, "elementwise_share": 0.8, "attention_share": 0.5},
+    ),
+    "blackwell": Family(
+        chips=("B200", "GB200", "B300", "GB300"),
+        package="nvidia/flagcore_nvidia",
+        fixed={"units": 148.0, "memory_share": 0.85},
+        start={
+            "gemm_share": 0.55,
+            "gemm_shares.fp8": 0.7,
+            "gemm_shares.mxfp8": 0.7,
+            "gemm_shares.nvfp4": 0.7,
+            "elementwise_share": 0.6,
+            "attention_share": 0.4,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Measured runs of one family; those with the same model on the same cluster are predicted together."""
+
+    groups: tuple[tuple[Training, Layout, NodeGroup, Costs, tuple[int, ...]], ...]
+    measured: FloatArray
+    sources: tuple[str, ...]
+
+    def predicted(self, curve: Curve) -> FloatArray:
+        """Return the seconds of a step, a run."""
+        seconds = np.full(len(self.measured), np.nan)
+        for train, layout, group, made, rows in self.groups:
+            with_curve = replace(made, kernels=Roofline(chip=group.chip, curve=curve))
+            seconds[list(rows)] = sum(step_time(train, layout, with_curve).values())
+        return seconds
+
+
+def main() -> None:
+    """Fit every family, print the figures, and write them if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the plugins' curves and benchmarks/fitted.json")
+    options = parser.parse_args()
+    records = [json.loads(line) for line in (options.folder / "train_jobs.jsonl").read_text("utf-8").splitlines()]
+    told: dict[str, Any] = {}
+    for name, family in FAMILIES.items():
+        runs = _runs(records, family)
+        parameters, told[name] = _family(family, runs)
+        print(json.dumps({name: {"parameters": parameters, **told[name]}}, indent=1))
+        if options.write:
+            _write(family, parameters, told[name])
+    if options.write:
+        path = Path(__file__).with_name("fitted.json")
+        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def _family(family: Family, runs: Runs) -> tuple[dict[str, float], dict[str, Any]]:
+    everything = np.ones(len(runs.measured), dtype=bool)
+    parameters = _fit(family, runs, everything)
+    fitted = np.abs(runs.predicted(_curve(family, parameters)) / runs.measured - 1.0)
+    sources = np.array(runs.sources)
+    told: dict[str, Any] = {}
+    outside = []
+    for source in dict.fromkeys(runs.sources):
+        inside = sources == source
+        without = parameters if inside.all() else _fit(family, runs, ~inside)
+        ratio = runs.measured[inside] / runs.predicted(_curve(family, without))[inside]
+        outside.append(ratio)
+        told[source] = {
+            "runs": int(inside.sum()),
+            "fitted_mape": round(float(fitted[inside].mean()), 4),
+            "left_out_mape": None if inside.all() else round(float(np.abs(1.0 / ratio - 1.0).mean()), 4),
+            "left_out_measured_over_predicted": [round(float(np.quantile(ratio, at)), 3) for at in (0.1, 0.5, 0.9)],
+        }
+    return parameters, {"sources": told}
+
+
+def _fit(family: Family, runs: Runs, used: BoolArray) -> dict[str, float]:
+    """Return the parameters that fit the runs in `used`: least squares of logarithms, softened for outliers."""
+    sources = np.array(runs.sources)
+    weight = np.zeros(len(sources))
+    for source in dict.fromkeys(sources[used]):
+        weight[used & (sources == source)] = 1.0 / np.sqrt((used & (sources == source)).sum())
+    names = list(family.start)
+
+    def errors(shifts: Sequence[float]) -> FloatArray:
+        curve = _curve(family, _shifted(family, names, shifts))
+        error = np.log(runs.predicted(curve)[used] / runs.measured[used])
+        return np.concatenate([10.0 * weight[used] * error, np.asarray(shifts) / SPREAD])
+
+    found = least_squares(errors, np.zeros(len(names)), diff_step=0.02, loss="soft_l1", max_nfev=12)
+    return {name: float(f"{value:.3g}") for name, value in _shifted(family, names, found.x).items()}
+
+
+def _shifted(family: Family, names: Iterable[str], shifts: Iterable[float]) -> dict[str, float]:
+    return {name: family.start[name] * float(np.exp(shift)) for name, shift in zip(names, shifts, strict=True)}
+
+
+def _curve(family: Family, parameters: Mapping[str, float]) -> Curve:
+    return Curve(**_arguments(family, parameters))
+
+
+def _arguments(family: Family, parameters: Mapping[str, float]) -> dict[str, Any]:
+    values: dict[str, Any] = {**family.fixed, **{key: value for key, value in parameters.items() if "." not in key}}
+    shares = {key.partition(".")[2]: value for key, value in parameters.items() if "." in key}
+    values["attention_backward_share"] = round(BACKWARD * values["attention_share"], 3)
+    return {**values, "gemm_shares": shares} if shares else values
+
+
+def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
+    workload = plugins.workload("megatron")
+    measured, sources = [], []
+    grouped: dict[str, list[tuple[Training, Layout, Task, int]]] = defaultdict(list)
+    with loaded_plugins(()) as loaded:
+        known = [chip for name in family.chips if (chip := loaded.find_chip(name))]
+        names = {alias.casefold() for chip in known for alias in chip.aliases}
+        for record in records:
+            seconds = record["measured"].get("step_time_s")
+            if seconds and record["cluster"]["chip"].casefold() in names:
+                task, columns = _posed(record, workload, loaded.find_chip)
+                train = replace(training(task), global_batch=0)
+                grouped[repr((train, task.cluster))].append((train, layout_of(task, columns), task, len(measured)))
+                measured.append(seconds)
+                sources.append(record["source"])
+        groups = tuple(
+            (
+                rows[0][0],
+                _together([row[1] for row in rows]),
+                rows[0][2].cluster.groups[0],
+                costs(rows[0][2].cluster, loaded, "megatron"),
+                tuple(row[3] for row in rows),
+            )
+            for rows in grouped.values()
+        )
+    return Runs(groups, np.array(measured), tuple(sources))
+
+
+def _together(layouts: Sequence[Layout]) -> Layout:
+    return Layout(
+        **{part.name: np.concatenate([getattr(each, part.name) for each in layouts]) for part in fields(Layout)}
+    )
+
+
+def _posed(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
+    job = read_job(record)
+    devices = min(job.devices_per_node, job.devices)
+    group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
+    spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), train=job.train)
+    task, values, _ = workload.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
+    return task, workload.columns(task, values)
+
+
+def _write(family: Family, parameters: Mapping[str, float], told: Mapping[str, Any]) -> None:
+    """Write the curve of every chip of the family: the first one's fitted, the others' the same by design."""
+    runs = sum(source["runs"] for source in told["sources"].values())
+    for chip in family.chips:
+        path = PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"
+        source = {"kind": "estimated", "method": f"{method}: {', '.join(told['sources'])}"}
+        content = {"curve": _arguments(family, parameters), "source": source}
+        path.write_text(yaml.safe_dump(content, sort_keys=False, width=110), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
