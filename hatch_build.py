@@ -41,6 +41,7 @@ DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.6",
+    "scipy>=1.11",
     "types-psutil",
     "types-PyYAML",
 ]

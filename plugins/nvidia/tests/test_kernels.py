@@ -43,7 +43,7 @@ def test_the_h200_table_repeats_what_was_measured_and_keeps_bounds(kind: str) ->
     rows, costs = SHEET.rows(kind, "bf16"), costs_of("H200")
     assert errors(costs, kind, rows.known).mean() < 0.015
     bounds = rows.where(rows.bound)
-    assert (getattr(costs, f"{kind}_seconds")(*bounds.sizes.T, "bf16") < 1.07 * bounds.seconds).all()
+    assert (getattr(costs, f"{kind}_seconds")(*bounds.sizes.T, "bf16") < 1.12 * bounds.seconds).all()
 
 
 @pytest.mark.parametrize(("kind", "mean"), [("gemm", 0.05), ("attention", 0.02), ("attention_backward", 0.025)])
