@@ -41,7 +41,9 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     model = train.model
     latent = model.multi_latent_attention
     angles = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if latent else model.kv_channels)
-    own = angles * (stage.layers if latent else layout.virtual)
+    own = angles * (stage.layers + stage.mtp if latent else layout.virtual)
+    if train.options.dropout:  # an engine of the time before: positions are learned, nothing stands in
+        return sizes.gathered * np.ones(())
     if train.transformer_engine:
         return own + sizes.gathered * stage.last + _stand_ins(train, layout, stage)
     return own + sizes.gathered * (1.0 + (stage.mtp > 0))
@@ -59,10 +61,11 @@ def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at
     if model.num_moe_experts is not None:
         block = np.clip(layout.block * layout.virtual - stage.dense, 0.0, stage.moe)
         every = (layout.uniform > 0) | ((layout.block > 0) & at_most)
-        inputs = inputs + np.where(every, stage.moe, block)
+        again = np.where(every, stage.moe, block)
+        inputs = inputs + again - 0.5 * ((again > 0) & (stage.index > 0) & (stage.dense == 0))  # the stage's own input
         if "moe" in train.options.recompute_modules:
             inputs = inputs + stage.moe * layout.selective
-        routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * stage.moe
+        routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
     left: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return left
 

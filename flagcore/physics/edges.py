@@ -41,14 +41,14 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 def depths(train: Training, layout: Layout, sizes: Sizes, kept: FloatArray, above: FloatArray) -> list[Module]:
     """Return multi-token prediction: for each depth one more layer, which keeps `kept` and needs `above`, and a loss.
 
-    Besides, a depth keeps an embedding, two norms' inputs and their outputs side by side, its output before and
-    after a norm, and a copy of that beside the others' outputs. Full recompute keeps the two inputs alone of the layer.
+    Besides, a depth keeps an embedding of all tokens, two norms' inputs and their outputs side by side, its output
+    before and after a norm, and a copy of that beside the others' outputs. Full recompute keeps inputs alone.
     """
     number = train.model.mtp_num_layers
     if not number:
         return []
     full = (layout.uniform > 0) | (layout.block > 0)
-    one = kept + 6.0 * sizes.hidden + 12.0 * sizes.rows
+    one = kept + 6.0 * sizes.hidden + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
     spared = 4.0 * sizes.hidden
     logits = _logits(train, layout, sizes)
     work = np.where(full, one - spared + above + sizes.hidden, above)

@@ -19,8 +19,8 @@ class Training:
     `flash` tells an attention kernel that keeps no scores from one that does. `fused_activation` says that
     the FFN's activation function is one kernel. `transformer_engine` says that its layers replace megatron-core's
     own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
-    attention are whole on each tensor-parallel rank. `repeated_keys` says that attention copies keys and values for each
-    query head that shares them. `options` are the engine's further settings.
+    attention are whole on each tensor-parallel rank. `repeated_keys` says that attention copies keys and values for
+    each query head that shares them. `options` are the engine's further settings.
     """
 
     model: Model

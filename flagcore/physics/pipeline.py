@@ -15,10 +15,11 @@ from flagcore.physics.options import DEFAULTS, Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of each candidate. `first` and `last` are 1.0 where it has the embedding, and the loss with its head;
-    `dense`, `moe` and `mtp` count its layers of each kind, `chunk` the layers of one virtual stage. `in_flight` is the
-    micro-batches whose activations are held at the worst moment, `deferred` those of which only the gradients
-    of weights remain to be computed, `copies` how often a device holds the weights of its layers.
+    """One stage of each candidate. `first` and `last` are 1.0 where it has the embedding, and the loss with its head,
+    `final_norm` where it has the norm behind all layers; `dense`, `moe` and `mtp` count its layers of each kind,
+    `chunk` those of one virtual stage. `in_flight` is the micro-batches whose activations are held at the worst moment,
+    `deferred` those of which only the gradients of weights remain to be computed, `copies` how often a device holds
+    the weights of its layers.
     """
 
     index: FloatArray
@@ -28,6 +29,7 @@ class Stage:
     moe: FloatArray
     chunk: FloatArray
     in_flight: FloatArray
+    final_norm: FloatArray = field(default_factory=lambda: np.zeros(()))
     mtp: FloatArray = field(default_factory=lambda: np.zeros(()))
     deferred: FloatArray = field(default_factory=lambda: np.zeros(()))
     copies: float = 1.0
@@ -40,10 +42,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """What a stage holds: 1.0 where it has embedding and loss, layers, those of them without experts, depths of MTP."""
+    """What a stage holds: 1.0 where it has embedding, loss and final norm; layers, those of them without experts, and
+    depths of multi-token prediction.
+    """
 
     first: FloatArray
     last: FloatArray
+    final_norm: FloatArray
     layers: FloatArray
     dense: FloatArray
     mtp: FloatArray
@@ -75,17 +80,16 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     """
     split = _even(model, layout, index, options)
     if options.stage_layout:
-        given, fits = (
-            _given(model, layout, index, options),
-            layout.pipeline * layout.virtual == len(options.stage_layout),
-        )
-        names = ("first", "last", "layers", "dense", "mtp")
+        given = _given(model, layout, index, options)
+        fits = layout.pipeline * layout.virtual == len(options.stage_layout)
+        names = _Split.__slots__
         split = _Split(*(np.where(fits, getattr(given, name), getattr(split, name)) for name in names))
     known = schedules.SCHEDULES.get(options.schedule or "")
     return Stage(
         index=index,
         first=split.first,
         last=split.last,
+        final_norm=split.final_norm,
         dense=split.dense,
         moe=split.layers - split.dense,
         mtp=split.mtp,
@@ -136,7 +140,12 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
         last = first
     if options.schedule == "dualpipe":
         first = last = np.maximum(first, last)
-    return _Split(first, last, layers, dense, last * model.mtp_num_layers)
+    norm = last
+    if (
+        model.mtp_num_layers and options.account_for_loss
+    ):  # it follows the last layer, which need not be where the loss is
+        norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
+    return _Split(first, last, norm, layers, dense, last * model.mtp_num_layers)
 
 
 FOLDED = ("zb-v", "v-half", "v-min", "dualpipev")
@@ -150,13 +159,16 @@ def _given(model: Model, layout: Layout, index: FloatArray, options: Options) ->
     leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
     if model.num_moe_experts is None:
         leading = table[:, 2]
-    columns = np.column_stack((table, leading))
-    total = np.zeros((len(index), 5))
+    norm = table[:, 1]
+    if model.mtp_num_layers:
+        norm = (np.arange(len(table)) == np.flatnonzero(table[:, 2]).max(initial=0)).astype(np.float64)
+    columns = np.column_stack((table[:, :2], norm, table[:, 2], leading, table[:, 3]))
+    total = np.zeros((len(index), columns.shape[1]))
     for chunk in range(int(layout.virtual.max(initial=1.0))):
         place = (chunk * layout.pipeline + index).astype(np.int64)
         there = (chunk < layout.virtual) & (place < len(columns))
         total += columns[np.minimum(place, len(columns) - 1)] * there[:, None]
-    return _Split(total[:, 0], total[:, 1], total[:, 2], total[:, 4], total[:, 3])
+    return _Split(*total.T)
 
 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:

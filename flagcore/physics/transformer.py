@@ -68,18 +68,28 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
     return parts
 
 
-def edge_parameters(train: Training, layout: Layout, *, first: FloatArray, last: FloatArray, mtp: FloatArray | float = 0.0) -> Parts:
-    """Return embedding, final norm and output head of a stage; `first` and `last` are 1 where the stage is that one.
+def edge_parameters(
+    train: Training,
+    layout: Layout,
+    *,
+    first: FloatArray,
+    last: FloatArray,
+    norm: FloatArray | None = None,
+    mtp: FloatArray | float = 0.0,
+) -> Parts:
+    """Return embedding, final norm and output head of a stage; `first` and `last` are 1 where the stage is that one,
+    `norm` and `mtp` where it has the final norm (None: the last stage) and multi-token prediction.
 
     With more than one stage a tied head is a second copy of the embedding on the last stage, and so is the
-    embedding of multi-token prediction. Source: megatron-core 0.16 `gpt_model.py`.
+    embedding of multi-token prediction. Source: megatron-core 0.16 `gpt_model.py`, `transformer_block.py`.
     """
     model = train.model
     table = padded_vocab(model, layout.tensor) * model.hidden_size / layout.tensor
     alone = first * last
     head = last if model.untie_embeddings_and_output_weights else last - alone
     copies = np.maximum(first, mtp)
-    return {"embedding": table * copies, "output_head": table * head, "norms": model.hidden_size * last}
+    norms = model.hidden_size * (last if norm is None else norm)
+    return {"embedding": table * copies, "output_head": table * head, "norms": norms}
 
 
 def mtp_parameters(train: Training, layout: Layout) -> Parts:
@@ -94,7 +104,9 @@ def mtp_parameters(train: Training, layout: Layout) -> Parts:
 def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
     """Return the weights of one stage that a rank holds, by component."""
     model = train.model
-    parts = edge_parameters(train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64))
+    parts = edge_parameters(
+        train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
+    )
     add_parts(parts, layer_parameters(train, layout, moe=False), stage.dense * stage.copies)
     if model.num_moe_experts is not None:
         add_parts(parts, layer_parameters(train, layout, moe=True), stage.moe * stage.copies)

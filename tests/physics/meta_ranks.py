@@ -1,0 +1,463 @@
+"""One rank of a larger world, built and trained by megatron-core without a device: its parameters and its memory.
+
+Tensors are on torch's meta device, the other ranks are torch's fake process group, and an allocator that rounds to
+512 bytes counts what lives. Kernels that torch would pick on an accelerator, and not on the meta device, are replaced
+by functions that allocate what those kernels do: fused attention and RMS norm, and compiled SwiGLU.
+
+Run as a program: `python meta_ranks.py`, with a list of jobs as JSON on stdin; prints a list of their figures.
+The environment must disable torch's compiler: TORCHDYNAMO_DISABLE=1.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.optim.optimizer as optimizers
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import layers as parallel_layers
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flagcore.workloads.megatron.trial import layers
+
+META = torch.device("meta")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Allocator(TorchDispatchMode):
+    """Counts the storages that live, as torch's caching allocator does: in blocks of 512 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._blocks: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(answer):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                self._meet(tensor.untyped_storage())
+        return answer
+
+    def forget(self) -> None:
+        """Start anew: what lives already is another job's."""
+        gc.collect()
+        self._blocks.clear()
+        self.live = self.peak = 0
+
+    def resize(self, storage: Any) -> None:
+        if storage._cdata in self._blocks:
+            self._set(storage._cdata, storage.nbytes())
+
+    def _meet(self, storage: Any) -> None:
+        if storage._cdata not in self._blocks:
+            self._blocks[storage._cdata] = 0
+            self._set(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._free, storage._cdata)
+
+    def _set(self, key: int, size: int) -> None:
+        block = -(-size // 512) * 512
+        self.live += block - self._blocks[key]
+        self._blocks[key] = block
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int) -> None:
+        self.live -= self._blocks.pop(key, 0)
+
+
+ALLOCATOR = Allocator()
+
+
+class FlashAttention(torch.autograd.Function):
+    """Keeps its inputs, its output and one fp32 number a row; backward adds an fp32 sum of the queries' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+        batch, heads, length, _ = query.shape
+        output = _like(query, value.shape[-1])
+        ctx.save_for_backward(query, key, value, output, torch.empty(batch, heads, length, device=META))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        gradients = tuple(_like(tensor, tensor.shape[-1]) for tensor in (query, key, value))
+        total = [torch.empty(query.shape, device=META)]
+        if key.shape[1] < query.shape[1]:
+            total += [_like(query, query.shape[-1]) for _ in range(2)]
+        return gradients
+
+
+class CoreAttention(torch.nn.Module):
+    """Causal attention as torch's fused kernel does it, keys and values repeated for each query head or not."""
+
+    repeats = False
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        sharing = query.size(2) // key.size(2)
+        if self.repeats and sharing > 1:
+            key, value = (tensor.repeat_interleave(sharing, dim=2) for tensor in (key, value))
+        output = FlashAttention.apply(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
+        return output.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
+
+
+class FusedRms(torch.autograd.Function):
+    """Keeps its input and one fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, weight: Any) -> Any:
+        ctx.save_for_backward(tensor, weight, torch.empty(tensor.numel() // tensor.shape[-1], device=META))
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        tensor, weight, _ = ctx.saved_tensors
+        return tuple(torch.empty(each.shape, dtype=each.dtype, device=META) for each in (tensor, weight))
+
+
+class Norm(layers.Norm):
+    """The trial program's norm."""
+
+    def forward(self, tensor: Any) -> Any:
+        return FusedRms.apply(tensor, self.weight)
+
+
+class Selected(torch.autograd.Function):
+    """The values under a mask, of which there are as many as choices of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, mask: Any, count: int) -> Any:
+        ctx.save_for_backward(mask)
+        ctx.shape = tensor.shape
+        return torch.empty(count, dtype=tensor.dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return torch.zeros(ctx.shape, dtype=gradient.dtype, device=META), None, None
+
+
+class Done:
+    """A collective that took no time, and the manager of several."""
+
+    def __call__(self, *_: Any, **__: Any) -> Done:
+        return self
+
+    def __enter__(self) -> Done:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def wait(self) -> bool:
+        return True
+
+
+def _like(tensor: Any, width: int) -> Any:
+    """Memory of [batch, length, heads, width], seen as [batch, heads, length, width]."""
+    batch, heads, length, _ = tensor.shape
+    return torch.empty((batch, length, heads, width), dtype=tensor.dtype, device=META).transpose(1, 2)
+
+
+def _half(tensor: Any, *_: Any) -> Any:
+    return torch.empty((*tensor.shape[:-1], tensor.shape[-1] // 2), dtype=tensor.dtype, device=META)
+
+
+def _same(tensor: Any) -> Any:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+
+
+def stand_in() -> None:
+    """Make "cuda" mean the meta device, collectives mean nothing, and answers of the device mean one."""
+
+    def on_meta(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+                kwargs["device"] = META
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in ("tensor", "zeros", "empty", "ones", "arange"):
+        setattr(torch, name, on_meta(getattr(torch, name)))
+    torch.cuda.current_device = lambda: META
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    words = {"float32": "FloatTensor", "float16": "HalfTensor", "bfloat16": "BFloat16Tensor"}
+    plain = torch.Tensor.type
+    torch.Tensor.type = lambda tensor, *args, **named: (
+        plain(tensor, *args, **named) if args or named else f"torch.cuda.{words[str(tensor.dtype).split('.')[1]]}"
+    )
+    for name, answer in (("item", 1.0), ("__float__", 1.0), ("__bool__", False)):
+        setattr(torch.Tensor, name, _answering(getattr(torch.Tensor, name), answer))
+    resize = torch.UntypedStorage.resize_
+    torch.UntypedStorage.resize_ = lambda storage, size: (resize(storage, size), ALLOCATOR.resize(storage))[0]
+    # On an accelerator torch's AdamW works on lists of tensors.
+    optimizers._get_foreach_kernels_supported_devices = lambda: ["cuda", "meta"]
+    make = torch.optim.AdamW.__init__
+    torch.optim.AdamW.__init__ = lambda self, *args, **named: make(self, *args, **{**named, "foreach": True})
+
+    done = Done()
+    dist.P2POp = dist.batch_isend_irecv = None
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
+        setattr(dist, name, done)
+    for name in ("all_gather", "isend", "irecv", "barrier", "reduce_scatter"):
+        setattr(dist, name, done)
+    dist.P2POp, dist.batch_isend_irecv = done, lambda operations: [done for _ in operations]
+    for module in (buffers, mappings, parallel_layers):
+        for name in ("dist_all_gather_func", "dist_reduce_scatter_func", "_coalescing_manager"):
+            if hasattr(module, name):
+                setattr(module, name, done)
+
+    fused_bias_swiglu.swiglu = fused_bias_swiglu.weighted_swiglu = _half
+    fused_bias_swiglu.swiglu_back = lambda gradient, tensor: _same(tensor)
+    fused_bias_swiglu.weighted_swiglu_back = lambda gradient, tensor, weights: (_same(tensor), _same(weights))
+    random = tensor_parallel.random
+    random._get_cuda_rng_state = lambda *_, **__: torch.empty(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *_, **__: None
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher.preprocess = _even(MoEAlltoAllTokenDispatcher.preprocess)
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda dispatcher, point, tokens=None: tokens
+    layers.Norm, layers.CoreAttention = Norm, CoreAttention
+    layers.fill_gaps_without_transformer_engine()
+
+
+def _answering(method: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    return lambda tensor, *args: answer if tensor.is_meta else method(tensor, *args)
+
+
+def _even(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """Deal tokens out to the experts evenly."""
+
+    def evenly(dispatcher: Any, routing: Any) -> Any:
+        preprocess(dispatcher, routing)
+        count, ranks = dispatcher.num_out_tokens, dispatcher.ep_size
+        experts, width = dispatcher.num_local_experts, dispatcher.tp_size
+        if ranks * width > 1:
+            dispatcher.input_splits = dispatcher.output_splits = [count // ranks] * ranks
+            dispatcher.output_splits_tp = torch.tensor([count] * width)
+        each = torch.full((width * ranks, experts), count // (ranks * experts))
+        if experts > 1:
+            dispatcher.num_global_tokens_per_local_expert = each
+        return each.sum(0)
+
+    return evenly
+
+
+def configuration(job: dict[str, Any]) -> Any:
+    """Return Megatron's configuration of a job."""
+    model, candidate, dtype = job["model"], job["candidate"], DTYPES[job["precision"]]
+    tensor, virtual = (
+        candidate.get("tensor_model_parallel_size", 1),
+        candidate.get("virtual_pipeline_model_parallel_size"),
+    )
+    gated = model.get("gated_linear_unit", True)
+    values: dict[str, Any] = {
+        **{name: model[name] for name in model if name in MODEL_FIELDS},
+        **{name: candidate[name] for name in candidate if name in LAYOUT_FIELDS},
+        **job.get("config", {}),
+        "normalization": "RMSNorm",
+        "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        "gated_linear_unit": gated,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "bias_activation_fusion": gated and not job.get("plain_activation", False),
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "expert_tensor_parallel_size": candidate.get("expert_tensor_parallel_size") or tensor,
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
+        "batch_p2p_sync": False,
+        "deallocate_pipeline_outputs": True,
+    }
+    kind = TransformerConfig
+    if model.get("num_moe_experts"):
+        dense = model.get("moe_first_dense_layers", 0)
+        values |= {
+            "moe_layer_freq": [0] * dense + [1] * (model["num_layers"] - dense),
+            "moe_router_pre_softmax": model["moe_router_topk"] == 1,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+        experts, choices = model["num_moe_experts"], model["moe_router_topk"]
+        torch.Tensor.masked_select = lambda tensor, mask: Selected.apply(
+            tensor, mask, mask.numel() // experts * choices
+        )
+    if model.get("multi_latent_attention"):
+        kind = MLATransformerConfig
+        values |= {"rope_type": "rope", "q_lora_rank": model.get("q_lora_rank")}
+    return kind(**values)
+
+
+MODEL_FIELDS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("qk_layernorm", "add_qkv_bias", "mtp_num_layers", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank"),
+    *("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+)
+LAYOUT_FIELDS = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "recompute_granularity"),
+    *("recompute_method", "recompute_num_layers", "recompute_modules", "num_layers_in_first_pipeline_stage"),
+    *("num_layers_in_last_pipeline_stage",),
+)
+
+
+def join(job: dict[str, Any]) -> None:
+    """Become rank `rank` of `world` ranks."""
+    candidate = job["candidate"]
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=job["rank"], world_size=job["world"], store=FakeStore())
+    parallel_state.initialize_model_parallel(
+        candidate.get("tensor_model_parallel_size", 1),
+        candidate.get("pipeline_model_parallel_size", 1),
+        candidate.get("virtual_pipeline_model_parallel_size"),
+        context_parallel_size=candidate.get("context_parallel_size", 1),
+        expert_model_parallel_size=candidate.get("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=candidate.get("expert_tensor_parallel_size"),
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    MTPLossLoggingHelper.tracker = {}
+
+
+def build(job: dict[str, Any], config: Any) -> list[Any]:
+    """Build the model chunks of the rank."""
+    model, tensor = job["model"], config.tensor_model_parallel_size
+    multiple = 128 * tensor
+    chunks = []
+    for stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        number = stage if config.virtual_pipeline_model_parallel_size else None
+        chunk = GPTModel(
+            config,
+            layers.block_spec(config, number),
+            vocab_size=-(-model["vocab_size"] // multiple) * multiple,
+            max_sequence_length=job["seq_length"],
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
+            share_embeddings_and_output_weights=not model.get("untie_embeddings_and_output_weights", True),
+            position_embedding_type="rope",
+            mtp_block_spec=layers.mtp_spec(config, number),
+            vp_stage=number,
+        ).to(META)
+        chunks.append(Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk)
+    return chunks
+
+
+def parameters(job: dict[str, Any]) -> int:
+    """Return how many parameters a rank holds."""
+    join(job)
+    chunks = build(job, configuration(job))
+    return sum(weight.numel() for chunk in chunks for weight in chunk.parameters())
+
+
+def train(job: dict[str, Any]) -> dict[str, int]:
+    """Return what two steps take on a rank: between steps, and the peaks of their phases, in bytes."""
+    join(job)
+    CoreAttention.repeats = job.get("repeated_keys", False)
+    with ALLOCATOR:
+        return _train(job)
+
+
+def _train(job: dict[str, Any]) -> dict[str, int]:
+    ALLOCATOR.forget()
+    config, candidate = configuration(job), job["candidate"]
+    chunks = build(job, config)
+    sharded = bool(candidate.get("use_distributed_optimizer"))
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=config.bf16),
+            chunk,
+            disable_bucketing=place > 0,
+        )
+        for place, chunk in enumerate(chunks)
+    ]
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        clip_grad=1.0,
+        bf16=config.bf16,
+        fp16=config.fp16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=sharded,
+    )
+    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=False)
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    copies = parallel_state.get_data_parallel_world_size()
+    count = job["global_batch_size"] // (candidate["micro_batch_size"] * copies)
+    figures = {"parameters": sum(weight.numel() for chunk in wrapped for weight in chunk.parameters())}
+    for _ in range(2):
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        ALLOCATOR.peak = ALLOCATOR.live
+        batches = [_batches(job, config, count) for _ in wrapped]
+        get_forward_backward_func()(
+            forward_step_func=_forward,
+            data_iterator=batches if len(wrapped) > 1 else batches[0],
+            model=wrapped if len(wrapped) > 1 else wrapped[0],
+            num_microbatches=count,
+            seq_length=job["seq_length"],
+            micro_batch_size=candidate["micro_batch_size"],
+            forward_only=False,
+        )
+        figures["forward_backward"] = ALLOCATOR.peak
+        ALLOCATOR.peak = ALLOCATOR.live
+        optimizer.step()
+        figures["optimizer"], figures["static"] = ALLOCATOR.peak, ALLOCATOR.live
+    return figures
+
+
+def _batches(job: dict[str, Any], config: Any, count: int) -> Iterator[tuple[Any, ...]]:
+    shape = (job["candidate"]["micro_batch_size"], job["seq_length"] // config.context_parallel_size)
+    for _ in range(count):
+        yield tuple(torch.empty(shape, dtype=torch.int64, device=META) for _ in range(3))
+
+
+def _forward(batches: Iterator[tuple[Any, ...]], model: Any) -> tuple[Any, Callable[..., Any]]:
+    tokens, labels, positions = next(batches)
+    return model(tokens, positions, None, labels=labels), _loss
+
+
+def _loss(losses: Any) -> tuple[Any, dict[str, Any]]:
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+if __name__ == "__main__":
+    stand_in()
+    jobs = json.load(sys.stdin)
+    json.dump([train(job) if job.get("train") else parameters(job) for job in jobs], sys.stdout)
