@@ -193,8 +193,9 @@ def _child(command: list[str]) -> Figures:
     """Run a command on one core, with its talk on stderr, and return the JSON object of its last line."""
     print("running", *command[1:4], file=sys.stderr)
     pin = _one_core if hasattr(os, "sched_setaffinity") else None
-    environment = os.environ | ONE_THREAD
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment, preexec_fn=pin)
+    with tempfile.TemporaryDirectory() as nothing_calibrated:
+        environment = os.environ | ONE_THREAD | {"FLAGCORE_HOME": nothing_calibrated}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment, preexec_fn=pin)
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
     return figures
 

@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.scores import errors, kendall, ranking
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,3 +30,79 @@ def test_the_last_line_of_bench_estimate_is_its_figures_even_where_the_peer_cann
     assert figures["ten_million"]["candidates"] > 0
     assert figures["ten_million"]["peak_mib"] > 0
     assert figures["llm_analysis_candidates_per_second"] is None
+
+
+JOB: dict[str, Any] = {
+    "kind": "train",
+    "source": "Made up",
+    "model": {
+        "name": "tiny",
+        "num_layers": 4,
+        "hidden_size": 512,
+        "ffn_hidden_size": 2048,
+        "num_attention_heads": 8,
+        "vocab_size": 32000,
+    },
+    "cluster": {"chip": "cpu", "devices": 4, "devices_per_node": 4},
+    "train": {"seq_length": 512, "global_batch_size": 16, "precision": "bf16", "attention": "flash"},
+}
+
+
+def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -> dict[str, Any]:
+    candidate = {"tensor_model_parallel_size": tensor, "data_parallel_size": 4 // tensor, "micro_batch_size": 1}
+    return {**JOB, "id": name, "candidate": candidate, "measured": measured, **changes}
+
+
+def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -> None:
+    data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
+    data.mkdir()
+    strange = {"chip": "chip that nobody knows", "devices": 4, "devices_per_node": 4}
+    train = [
+        record("one", 1, {"step_time_s": 1.0, "peak_gib": 2.0}),
+        record("two", 2, {"step_time_s": 3.0}),
+        record("three", 4, {"step_time_s": 5.0}),
+        record("strange", 4, {"step_time_s": 7.0}, cluster=strange),
+        record("rate", 2, {"model_tflops_per_gpu": 0.05}),
+    ]
+    (data / "train_jobs.jsonl").write_text("\n".join(map(json.dumps, train)))
+    rank = record("rank", 2, {"static_gib": 1.0, "fwd_bwd_s": 2.0}, rank=0)
+    (data / "rank_jobs.jsonl").write_text(json.dumps(rank))
+    told = {"runs": 3, "fitted_mape": 0.1, "left_out_mape": 0.25, "left_out_measured_over_predicted": [0.9, 1.0, 1.1]}
+    fitted.write_text(json.dumps({"family": {"sources": {"Made up": told}}}))
+    run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))
+    page = (docs / "accuracy.md").read_text()
+    assert "| Made up | 4 | 3 |" in page
+    assert "| Made up (from model flops) | 1 | 1 |" in page
+    assert "| Made up, dense: static memory | 1 | 1 |" in page
+    assert "| strange | Made up | no installed plugin knows the chip" in page
+    assert "| Made up | 3 | 10.0% | 25.0% | 0.90 to 1.10 |" in page
+    assert {name for name in ("one", "two", "three") if f"| {name} | tiny, 4 x cpu |" in page} == {
+        "one",
+        "two",
+        "three",
+    }
+    assert [file.name for file in docs.glob("accuracy/*")] == ["made-up.svg"]
+    once = page, (docs / "accuracy" / "made-up.svg").read_text()
+    run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))
+    assert once == ((docs / "accuracy.md").read_text(), (docs / "accuracy" / "made-up.svg").read_text())
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    found = errors([(1.0, 2.0), (3.0, 2.0), (None, 5.0), (2.0, 2.0)])
+    assert found is not None
+    assert (found.answered, found.median, found.p90, found.worst) == (3, 0.5, 0.5, 0.5)
+    assert found.mape == pytest.approx(1 / 3)
+    assert found.bias == pytest.approx((0.5 * 1.5) ** (1 / 3) - 1)
+    assert errors([(None, 1.0)]) is None
+
+
+def test_order_is_told_by_tau_and_the_loss_of_the_first_pick_by_regret() -> None:
+    assert kendall([1, 2, 3], [4, 5, 6]) == 1.0
+    assert kendall([1, 2, 3], [6, 5, 4]) == -1.0
+    assert kendall([1, 1, 1], [4, 5, 6]) == 0.0
+    found = ranking({"reverse": [(3.0, 1.0), (2.0, 2.0), (None, 1.5)], "two only": [(1.0, 1.0), (2.0, 2.0)]})
+    assert found is not None
+    assert (found.groups, found.regret) == (1, 1.0)
+    equal = ranking({"equal": [(1.0, 1.0), (1.0, 2.0), (2.0, 9.0)]})
+    assert equal is not None
+    assert equal.regret == 0.5

@@ -1,0 +1,209 @@
+"""What flagcore predicts of runs that somebody measured: writes the page of accuracy and its figures.
+
+    python benchmarks/accuracy.py FOLDER [--docs docs]
+
+FOLDER holds job records with a `measured` part, `train_jobs.jsonl` and `rank_jobs.jsonl`; either may be missing. Each
+record is predicted by `flagcore.api.estimate_jobs`, none is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accuracy_page as page
+from scatter import scatter
+from scores import Pair, errors, ranking
+
+from flagcore import api
+
+RANK_FIGURES = {
+    "static_gib": ("static memory", "static_gib"),
+    "peak_allocated_gib": ("peak memory", "peak_allocated_gib"),
+    "reserved_gib": ("reserved by the allocator", "reserved_gib"),
+    "device_used_gib": ("device in use", "device_used_gib"),
+    "compute_time_s": ("compute time", "fwd_bwd_s"),
+    "optimizer_time_s": ("optimizer time", "optimizer_s"),
+}
+"""A rank's predicted figure -> what the page calls it, and the key of the measured one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured figure of one job and its prediction, with the predicted interval where there is one."""
+
+    job: Mapping[str, Any]
+    measured: float
+    predicted: float | None
+    interval: tuple[float, float] | None = None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measurement is in the predicted interval, None without one."""
+        return None if self.interval is None else self.interval[0] <= self.measured <= self.interval[1]
+
+
+def main() -> None:
+    """Write `accuracy.md` and `accuracy/*.svg` into the folder of the docs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--docs", type=Path, default=Path(__file__).parent.parent / "docs")
+    parser.add_argument("--fitted", type=Path, default=Path(__file__).with_name("fitted.json"))
+    given = parser.parse_args()
+    train, ranks = (_read(given.folder / f"{kind}_jobs.jsonl") for kind in ("train", "rank"))
+    with tempfile.TemporaryDirectory() as nothing_calibrated:
+        os.environ["FLAGCORE_HOME"] = nothing_calibrated
+        answers, rank_answers = [*api.estimate_jobs(train)], [*api.estimate_jobs(ranks)]
+    steps, peaks = _steps(train, answers), _peaks(train, answers)
+    of_memory = {f"{source}, memory": rows for source, rows in peaks.items()}
+    pictures = given.docs / "accuracy"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for old in pictures.glob("*.svg"):
+        old.unlink()
+    drawn = {
+        **{source: _drawn(pictures, source, "seconds", rows) for source, rows in steps.items()},
+        **{source: _drawn(pictures, source, "GiB", rows) for source, rows in of_memory.items()},
+    }
+    fitted = json.loads(given.fitted.read_text(encoding="utf-8")) if given.fitted.exists() else {}
+    text = page.text(
+        steps=[_summary(source, rows, _groups(rows)) for source, rows in steps.items()],
+        peaks=[_summary(source, rows, {}) for source, rows in peaks.items()],
+        ranks=_ranks(ranks, rank_answers),
+        verdicts=_verdicts((*train, *ranks), (*answers, *rank_answers)),
+        refused=_refused((*train, *ranks), (*answers, *rank_answers)),
+        worst={source: _worst(rows) for source, rows in (*steps.items(), *of_memory.items())},
+        pictures={source: f"accuracy/{name}" for source, name in drawn.items() if name},
+        fitted=fitted,
+    )
+    (given.docs / "accuracy.md").write_text(text, encoding="utf-8")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [record for record in records if record.get("measured")]
+
+
+def _steps(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> dict[str, list[Row]]:
+    """Return step times by source. A rate of flops becomes a time, and its runs are a source apart."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for job, answer in zip(jobs, answers, strict=True):
+        step, measured = answer.get("step_time_s"), job["measured"]
+        source, seconds = job["source"], measured.get("step_time_s")
+        if seconds is None and step and "model_tflops_per_gpu" in measured:
+            rate = answer["model_tflops_per_device"] / measured["model_tflops_per_gpu"]
+            source, seconds = f"{source} (from model flops)", step["value"] * rate
+        elif seconds is None and "hardware_tflops_per_gpu" in measured:
+            flops = hardware_flops(job) / job["cluster"]["devices"]
+            source, seconds = f"{source} (from hardware flops)", flops / measured["hardware_tflops_per_gpu"] / 1e12
+        if seconds:
+            value, interval = (step["value"], (step["low"], step["high"])) if step else (None, None)
+            found[source].append(Row(job=job, measured=seconds, predicted=value, interval=interval))
+    return dict(sorted(found.items()))
+
+
+def hardware_flops(job: Mapping[str, Any]) -> float:
+    """Return the flops of a step, every layer's forward pass twice: Narayanan et al. 2021 (arXiv 2104.04473), eq. 3."""
+    model, train = job["model"], job["train"]
+    layers, h, s = model["num_layers"], model["hidden_size"], train["seq_length"]
+    tokens = train["global_batch_size"] * s
+    return float(96 * tokens * layers * h**2 * (1 + s / (6 * h) + model["vocab_size"] / (16 * layers * h)))
+
+
+def _peaks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for job, answer in zip(jobs, answers, strict=True):
+        if measured := job["measured"].get("peak_gib"):
+            predicted = answer.get("memory", {}).get("peak_allocated_gib")
+            found[job["source"]].append(Row(job=job, measured=measured, predicted=predicted))
+    return dict(sorted(found.items()))
+
+
+def _ranks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[page.Summary]:
+    """Return the figures of single ranks, by source and kind of model."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for kind in ("dense", "MoE"):
+        for figure, (name, key) in RANK_FIGURES.items():
+            for job, answer in zip(jobs, answers, strict=True):
+                if bool(job["model"].get("num_moe_experts")) == (kind == "MoE") and (
+                    measured := job["measured"].get(key)
+                ):
+                    row = Row(job=job, measured=measured, predicted=answer.get("rank", {}).get(figure))
+                    found[f"{job['source']}, {kind}: {name}"].append(row)
+    return [_summary(name, rows, {}) for name, rows in found.items()]
+
+
+def _groups(rows: Iterable[Row]) -> dict[object, list[Pair]]:
+    """Return the runs that differ in their candidate alone, together."""
+    groups: dict[object, list[Pair]] = defaultdict(list)
+    for row in rows:
+        cluster, model, train = row.job["cluster"], row.job["model"], row.job["train"]
+        shape = model.get("name"), model["hidden_size"], model["num_layers"]
+        work = train["global_batch_size"], train["seq_length"], train["precision"]
+        groups[cluster["chip"], cluster["devices"], shape, work].append((row.predicted, row.measured))
+    return groups
+
+
+def _summary(source: str, rows: Sequence[Row], groups: Mapping[object, Sequence[Pair]]) -> page.Summary:
+    inside = [row.inside for row in rows if row.inside is not None]
+    return page.Summary(
+        source=source,
+        runs=len(rows),
+        errors=errors((row.predicted, row.measured) for row in rows),
+        inside=sum(inside) / len(inside) if inside else None,
+        ranking=ranking(groups),
+    )
+
+
+def _worst(rows: Iterable[Row]) -> list[page.Bad]:
+    answered = [(row, row.predicted) for row in rows if row.predicted]
+    answered.sort(key=lambda pair: (-abs(pair[1] / pair[0].measured - 1.0), pair[0].job["id"]))
+    return [page.Bad(job=row.job, predicted=value, measured=row.measured) for row, value in answered[: page.WORST]]
+
+
+def _verdicts(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[page.Verdict]:
+    """Return by source how many verdicts on what fits there are, and the jobs of which they are wrong.
+
+    Where nothing but memory was published the run may never have been.
+    """
+    told: Counter[str] = Counter()
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for job, answer in zip(jobs, answers, strict=True):
+        fits = None if set(job["measured"]) == {"peak_gib"} else answer.get("memory", {}).get("fits")
+        told[job["source"]] += fits is not None
+        if fits is not None and fits == bool(job["measured"].get("oom")):
+            wrong[job["source"]].append(job["id"])
+    return [
+        page.Verdict(source=source, told=number, wrong=wrong[source])
+        for source, number in sorted(told.items())
+        if number
+    ]
+
+
+def _refused(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return id, source and reason of what has no prediction."""
+    pairs = zip(jobs, answers, strict=True)
+    return [(job["id"], job["source"], answer["reason"]) for job, answer in pairs if answer["status"] != "ok"]
+
+
+def _drawn(folder: Path, source: str, unit: str, rows: Iterable[Row]) -> str:
+    """Draw a source and return the file's name, empty if fewer than three runs were predicted."""
+    points = [(row.measured, row.predicted, row.inside is not False) for row in rows if row.predicted]
+    name = f"{re.sub(r'[^a-z0-9]+', '-', source.casefold()).strip('-')}.svg"
+    if len(points) < 3:
+        return ""
+    (folder / name).write_text(scatter(source, unit, points), encoding="utf-8")
+    return name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The text of the page of accuracy."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scores import Errors, Ranking
+
+WORST = 10
+"""Rows a source that are shown, those that are off most."""
+ABREAST = 3
+"""Figures beside each other."""
+SHORT = {
+    "data_parallel_size": "DP",
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "virtual_pipeline_model_parallel_size": "VPP",
+    "context_parallel_size": "CP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+    "micro_batch_size": "MBS",
+    "recompute_granularity": "recompute",
+    "pipeline_schedule": "schedule",
+}
+
+HEAD = """# Accuracy
+
+What flagcore says of runs that others published or that were measured for it, by source, bad rows included. This page
+and its figures are written by `make accuracy` (`benchmarks/accuracy.py`) from job records with a `measured` part; each
+is predicted by `flag estimate --jobs`, and none is left out. How the figures come about is on [Physics](physics.md).
+
+- **error** of a run: predicted / measured - 1. **MAPE** is the mean of its absolute values; median, p90 (90th
+  percentile) and worst are of the same. **Bias** is the geometric mean of predicted / measured, less one.
+- **inside**: the share of measurements in the predicted 80% interval; 70 to 90% is right.
+- **tau**: Kendall's tau-b over jobs that differ in their candidate alone (three or more), mean of the groups.
+  **Regret**: what the candidate predicted best takes longer than the best measured one, mean and worst of the groups.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How the runs of one source are predicted."""
+
+    source: str
+    runs: int
+    errors: Errors | None
+    inside: float | None
+    ranking: Ranking | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """A run that is off."""
+
+    job: Mapping[str, Any]
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Of how many jobs of a source it was told whether they fit, and of which it was told wrong."""
+
+    source: str
+    told: int
+    wrong: Sequence[str]
+
+
+def text(
+    *,
+    steps: Sequence[Summary],
+    peaks: Sequence[Summary],
+    ranks: Sequence[Summary],
+    verdicts: Sequence[Verdict],
+    refused: Sequence[tuple[str, str, str]],
+    worst: Mapping[str, Sequence[Bad]],
+    pictures: Mapping[str, str],
+    fitted: Mapping[str, Any],
+) -> str:
+    """Return the page. Sections of which nothing is known are left out."""
+    of_memory = [source for source in pictures if source.endswith(", memory")]
+    of_time = [source for source in pictures if source not in of_memory]
+    sections = [
+        HEAD,
+        _section("Step time", [*_steps(steps), *_gallery(pictures, of_time)]) if steps else "",
+        _section("Fitted and left out", _fitted(fitted)) if fitted else "",
+        _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, of_memory)]) if peaks else "",
+        _section("Single ranks", [RANKS, *_plain(ranks)]) if ranks else "",
+        _section("Verdicts on what fits", _verdicts(verdicts)) if verdicts else "",
+        _section("Not answered", _refused(refused)),
+        _section("The worst of each source", _worst(worst)),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+PEAK = """The largest memory that tensors take on any rank, as the source prints it, against `peak_allocated_gib`.
+"""
+RANKS = """One rank of a larger world with nothing to talk to, so that compute and memory stand alone.
+"""
+FITTED = """A run's error above counts the same whether parameters were fitted to its source or not. Those of a family's
+curve (the shares of the peak rates in `costs/<chip>/curve.yaml` of its plugin) are fitted to the sources below,
+together, each source with the same weight, by `benchmarks/fit_curves.py`. **Fitted** is the MAPE with those parameters,
+**left out** that of a fit that never saw the source: what to expect of runs that nobody has seen. The last column says
+between which shares of the left-out prediction 80% of the measurements lie.
+"""
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    return "\n".join([f"## {title}\n", *lines])
+
+
+def _steps(steps: Sequence[Summary]) -> list[str]:
+    head = ["source", "runs", "answered", "MAPE", "median", "p90", "worst", "bias", "inside", "groups", "tau", "regret"]
+    rows = [[*_errors(each), _percent(each.inside), *_ranking(each.ranking)] for each in steps]
+    timed = [each for each in steps if not each.source.endswith("flops)")]
+    found, ranked = [each.errors for each in timed if each.errors], [each.ranking for each in timed if each.ranking]
+    mean = ["**mean over sources that print a time**", str(sum(each.runs for each in timed))]
+    mean += [str(sum(each.answered for each in found)), _percent(_mean([each.mape for each in found]))]
+    mean += [_percent(_mean([each.median for each in found])), "", "", "", ""]
+    mean += [str(sum(each.groups for each in ranked)), _two(_mean([each.tau for each in ranked]))]
+    mean.append(_percent(_mean([each.regret for each in ranked])))
+    return [*_table(head, [*rows, mean]), *([CONVERTED] if len(timed) < len(steps) else [])]
+
+
+CONVERTED = """Sources that print a rate and no time are converted. *From model flops*: Megatron-LM's count of a step's
+flops without recompute, the one that `flag estimate` uses. *From hardware flops*: the count of Narayanan et al. 2021
+(arXiv 2104.04473, equation 3), with recompute.
+"""
+
+
+def _plain(summaries: Sequence[Summary]) -> list[str]:
+    head = ["source", "runs", "answered", "MAPE", "median", "p90", "worst", "bias"]
+    return _table(head, [_errors(each) for each in summaries])
+
+
+def _errors(each: Summary) -> list[str]:
+    found = each.errors
+    if found is None:
+        return [each.source, str(each.runs), "0", "", "", "", "", ""]
+    figures = (found.mape, found.median, found.p90, found.worst)
+    return [each.source, str(each.runs), str(found.answered), *map(_percent, figures), f"{found.bias:+.1%}"]
+
+
+def _ranking(found: Ranking | None) -> list[str]:
+    if found is None:
+        return ["", "", ""]
+    return [str(found.groups), _two(found.tau), f"{found.regret:.1%} (worst {found.worst_regret:.1%})"]
+
+
+def _fitted(fitted: Mapping[str, Any]) -> list[str]:
+    lines = [FITTED]
+    for family, told in fitted.items():
+        head = ["source", "runs", "fitted", "left out", "measured / predicted, 10% to 90%"]
+        rows = []
+        for source, each in told["sources"].items():
+            spread = each.get("left_out_measured_over_predicted")
+            between = f"{spread[0]:.2f} to {spread[-1]:.2f}" if spread else ""
+            errors = [_percent(each["fitted_mape"]), _percent(each.get("left_out_mape")) or "the only one"]
+            rows.append([source, str(each.get("runs", "")), *errors, between])
+        lines += [f"**{family}**\n", *_table(head, rows)]
+        if given := told.get("parameters"):
+            lines.append(", ".join(f"`{name}` {value:g}" for name, value in given.items()) + "\n")
+    return lines
+
+
+def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
+    rows = [[each.source, str(each.told), str(len(each.wrong)), ", ".join(each.wrong[:WORST])] for each in verdicts]
+    head = ["source", "told", "wrong", "jobs told wrong (ten at most)"]
+    return ["A run that ended fits, one that ran out of memory does not.\n", *_table(head, rows)]
+
+
+def _refused(refused: Sequence[tuple[str, str, str]]) -> list[str]:
+    if not refused:
+        return ["Every job has a prediction.\n"]
+    return _table(["job", "source", "why"], [list(each) for each in refused])
+
+
+def _worst(worst: Mapping[str, Sequence[Bad]]) -> list[str]:
+    lines = []
+    for source, rows in worst.items():
+        cells = [
+            [
+                bad.job["id"],
+                f"{bad.job['model'].get('name', '')}, {bad.job['cluster']['devices']} x {bad.job['cluster']['chip']}",
+                _candidate(bad.job["candidate"]),
+                f"{bad.predicted:.4g}",
+                f"{bad.measured:.4g}",
+                f"{bad.predicted / bad.measured - 1:+.1%}",
+            ]
+            for bad in rows
+        ]
+        if cells:
+            lines += [f"**{source}**\n", *_table(["job", "what", "candidate", "predicted", "measured", "error"], cells)]
+    return lines
+
+
+def _candidate(values: Mapping[str, Any]) -> str:
+    """Return the knobs that are not at one, short."""
+    shown = ((name, SHORT[name], value) for name, value in values.items() if name in SHORT)
+    return ", ".join(f"{short} {value}" for _, short, value in shown if value not in (None, 1))
+
+
+def _gallery(pictures: Mapping[str, str], sources: Sequence[str]) -> list[str]:
+    """Return figures side by side, each under its source."""
+    lines: list[str] = []
+    for start in range(0, len(sources), ABREAST):
+        row = [*sources[start : start + ABREAST]]
+        cells = [f"![{source}: predicted against measured]({pictures[source]})" for source in row]
+        lines += _table(row, [cells])
+    return lines
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table in Markdown with an empty line behind it."""
+    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head), *body, ""]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _two(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,71 @@
+"""A small figure of predicted against measured on logarithmic axes, as SVG text that depends on its points alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+SIZE, MARGIN = 300, 44
+TICKS = (1, 2, 5)
+NEAR = 1.25
+"""Dashed lines are drawn where the prediction is off by this factor."""
+
+Point = tuple[float, float, bool]
+"""Measured, predicted, and whether the measurement is inside the predicted interval (True where there is none)."""
+
+
+def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
+    """Return a figure: blue is inside the predicted interval, orange outside."""
+    values = [value for measured, predicted, _ in points for value in (measured, predicted)]
+    low, high = math.log(min(values) / 1.3), math.log(max(values) * 1.3)
+
+    def x(value: float) -> float:
+        return round(MARGIN + (math.log(value) - low) / (high - low) * (SIZE - MARGIN - 8), 1)
+
+    def y(value: float) -> float:
+        return round(SIZE - x(value), 1)
+
+    def line(factor: float, style: str) -> str:
+        start, end = math.exp(low) * max(1.0, 1.0 / factor), math.exp(high) / max(1.0, factor)
+        return f'<path d="M{x(start)} {y(start * factor)}L{x(end)} {y(end * factor)}" stroke="#888" {style}/>'
+
+    def dots(inside: bool, colour: str) -> str:
+        path = "".join(f"M{x(measured)} {y(predicted)}h0" for measured, predicted, kept in points if kept is inside)
+        return f'<path d="{path}" stroke="{colour}" stroke-width="4" stroke-linecap="round" opacity=".6"/>'
+
+    says = f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {NEAR} times off"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" width="{SIZE}" height="{SIZE}"',
+        ' font-family="sans-serif" font-size="10">',
+        f"<title>{escape(title)}</title><desc>{escape(says)}</desc>",
+        f'<rect width="{SIZE}" height="{SIZE}" fill="#fff"/>',
+        f'<path d="M{MARGIN} 8V{SIZE - MARGIN}H{SIZE - 8}" stroke="#333" fill="none"/>',
+        *(_tick(value, x(value), y(value)) for value in _ticks(low, high)),
+        line(1.0, ""),
+        line(NEAR, 'stroke-dasharray="3"'),
+        line(1.0 / NEAR, 'stroke-dasharray="3"'),
+        dots(True, "#1f77b4"),
+        dots(False, "#d95f02"),
+        f'<text x="{SIZE / 2}" y="{SIZE - 8}" text-anchor="middle">measured {escape(unit)}</text>',
+        f'<text transform="translate(11 {SIZE / 2}) rotate(-90)" text-anchor="middle">predicted {escape(unit)}</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round values on the axis: 1, 2 and 5 of each power of ten, or the powers alone where these are many."""
+    powers = range(math.floor(low / math.log(10)), math.ceil(high / math.log(10)) + 1)
+    kept = TICKS if len(powers) < 5 else (1,)
+    values = [lead * 10.0**power for power in powers for lead in kept]
+    return [value for value in values if low < math.log(value) < high]
+
+
+def _tick(value: float, x: float, y: float) -> str:
+    bottom = SIZE - MARGIN
+    return (
+        f'<path d="M{x} {bottom}v4M{MARGIN} {y}h-4" stroke="#333"/>'
+        f'<text x="{x}" y="{bottom + 14}" text-anchor="middle">{value:g}</text>'
+        f'<text x="{MARGIN - 6}" y="{y + 3}" text-anchor="end">{value:g}</text>'
+    )
