@@ -115,6 +115,13 @@ class Kinds:
         return self.offloaded[0].where(here, self.dense), self.offloaded[1].where(here, self.moe)
 
 
+def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the bytes that a stage sends to the host for each micro-batch, and fetches back."""
+    kinds = Kinds.of(train, layout)
+    dense, moe = kinds.on(train, stage)
+    return stage.dense * (kinds.dense.kept - dense.kept) + stage.moe * (kinds.moe.kept - moe.kept)
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """A stage at its worst moment of forward and backward.

@@ -26,6 +26,11 @@ STEP_LAUNCHES, EXPERT_STEP_LAUNCHES = 95.0, 380.0
 the optimizer's time on 25 ranks of megatron-core 0.16.1 on one accelerator, torch's fused AdamW."""
 
 
+HOST_ADAM_BYTES, HOST_BYTES_PER_SECOND = 28.0, 25e9
+"""Adam on the host: bytes moved a parameter (fp32 weight, gradient and two moments read, three written), and what one
+rank's share of the processors moves a second. The rate is an estimate: 200 GB/s of a socket over 8 ranks."""
+
+
 def optimizer_time(
     train: Training, layout: Layout, costs: Costs, found: Stage, held: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
@@ -41,11 +46,17 @@ def optimizer_time(
     local = found.moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
     owned = held[0] / shards + held[1] / expert_shards
     sharded = layout.sharded_optimizer > 0
-    moved = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1]) * owned + HELD_BYTES * (held[0] + held[1])
+    here = (1.0 - train.options.optimizer_offload_fraction) * owned
+    moved = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1]) * here + HELD_BYTES * (held[0] + held[1])
+    away = train.options.optimizer_offload_fraction * owned
+    travels = np.zeros_like(away)
+    if train.options.optimizer_offload_fraction:
+        travels = costs.kernels.host_copy_seconds((train.options.main_grad_bytes + train.value_bytes) * away)
+        travels = travels + HOST_ADAM_BYTES * away / HOST_BYTES_PER_SECOND
     launches = np.where(sharded, SHARDED_LAUNCHES, OWNED_LAUNCHES) * (tensors / shards + local / expert_shards)
     launches = launches + STEP_LAUNCHES + EXPERT_STEP_LAUNCHES * (model.num_moe_experts is not None)
     graphed = 0.0 if train.options.cuda_graph == "iteration" else 1.0
-    return costs.kernels.memory_seconds(moved) + launches * costs.kernels.launch_seconds() * graphed
+    return costs.kernels.memory_seconds(moved) + travels + launches * costs.kernels.launch_seconds() * graphed
 
 
 def gradient_time(
@@ -56,12 +67,13 @@ def gradient_time(
     `held` are the parameters that all ranks replicate, and those of experts, which have their own group. Gradients are
     all-reduced, or reduce-scattered and the weights gathered (arXiv 1910.02054, section 7). What overlaps hides
     behind the backward pass (gradients) or forward pass (weights) of one micro-batch, and slows the kernels there down
-    by the share of compute that it takes.
+    by the share of compute that it takes. Fully sharded weights are gathered twice, and gradients scattered, for each
+    micro-batch (arXiv 1910.02054, section 7.2.2), behind its kernels.
     """
     options = train.options
     if options.adapters:
         return np.zeros_like(held[0])
-    reduced, gathered, taken = (np.zeros_like(held[0]) for _ in range(3))
+    reduced, gathered, scattered_all, taken = (np.zeros_like(held[0]) for _ in range(4))
     groups = [(held[0], layout.data * layout.context, layout.tensor)]
     if train.model.num_moe_experts is not None:
         groups.append((held[1], layout.expert_replicas(), layout.expert * layout.expert_tensor))
@@ -70,9 +82,12 @@ def gradient_time(
         whole = costs.collectives.seconds("all_reduce", options.grad_bytes * params, *where)
         scattered = costs.collectives.seconds("reduce_scatter", options.grad_bytes * params, *where)
         reduced = reduced + np.where(layout.sharded_optimizer > 0, scattered, whole)
+        scattered_all = scattered_all + scattered
         weights = costs.collectives.seconds("all_gather", _gathered_bytes(train) * params, *where)
-        gathered = gathered + weights * layout.sharded_optimizer
+        gathered = gathered + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
         taken = np.maximum(taken, costs.collectives.compute_taken(*where))
+    if options.fsdp:
+        return layout.microbatches * _behind(2.0 * gathered + scattered_all, stage.busy, taken)
     if options.overlap_grad_reduce:
         reduced = _behind(reduced, stage.backward.total + stage.weight, taken)
     if options.overlap_param_gather:

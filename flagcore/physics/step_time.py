@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics.keeping import offloaded_bytes
 from flagcore.physics.layer_time import embedding_time, head_time, layer_time
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory import split_parameters, stage_parameters
@@ -59,7 +60,7 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
     Kernels and collectives are those of the slowest stage. What the pipeline takes beside them is told apart into
     messages that this stage waits for, and bubble.
     """
-    found, parts = stages(train.model, layout), _parts(train, layout, costs)
+    found, parts = stages(train.model, layout, train.options), _parts(train, layout, costs)
     held = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
     times = [_stage_time(train, layout, costs, parts, *each) for each in zip(found, held, strict=True)]
     worst = np.argmax(np.stack([time.busy for time in times]), axis=0)
@@ -91,7 +92,7 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
     Nothing is waited for: neither other ranks nor collectives.
     """
     alone = replace(costs, collectives=_Silence())
-    found, parts = stage(train.model, layout, index), _parts(train, layout, alone)
+    found, parts = stage(train.model, layout, index, train.options), _parts(train, layout, alone)
     dense, experts = split_parameters(stage_parameters(train, layout, found))
     time = _stage_time(train, layout, alone, parts, found, (dense, experts))
     compute = time.forward.compute + time.backward.compute + time.weight
@@ -121,18 +122,17 @@ def _stage_time(
     A layer that is recomputed whole repeats its forward pass, collectives included, before its backward pass;
     selective recompute repeats the named modules of the others.
     """
-    again = _recomputed(layout, found)
+    again = _recomputed(train, layout, found)
     kept = layout.selective * (1.0 - again)
 
     def layers(block: Block) -> Block:
         backward = block.backward + block.forward * again + block.repeated * kept
         return Block(block.forward, backward, block.weight, block.repeated)
 
-    depths = found.last * train.model.mtp_num_layers
-    routed = found.moe + (depths if train.model.num_moe_experts is not None else 0.0)
-    plain = found.dense + (depths if train.model.num_moe_experts is None else 0.0)
+    experts = train.model.num_moe_experts is not None
+    routed, plain = found.moe + found.mtp * experts, found.dense + found.mtp * (not experts)
     total = layers(parts.dense) * plain + parts.embedding * found.first + parts.head * found.last
-    if train.model.num_moe_experts is not None:
+    if experts:
         total = total + layers(parts.moe) * routed
     accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
     weight = total.weight + costs.kernels.memory_seconds(accumulation * (held[0] + held[1]))
@@ -141,6 +141,8 @@ def _stage_time(
     host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
     forward = _launched(total.forward, total.forward, host)
     backward = _launched(total.backward, total.backward + quiet(weight), host)
+    forward = forward + quiet(_offloading(train, layout, costs, found, forward.total))
+    backward = backward + quiet(_offloading(train, layout, costs, found, backward.total + weight))
     return StageTime(forward, backward, weight)
 
 
@@ -157,10 +159,21 @@ def _launched(seconds: Seconds, device: Seconds, host: float) -> Seconds:
     return seconds + quiet(busy * ((1.0 + ratio**LAG) ** (1.0 / LAG) - 1.0))
 
 
-def _recomputed(layout: Layout, found: Stage) -> FloatArray:
+def _recomputed(train: Training, layout: Layout, found: Stage) -> FloatArray:
     """Return the share of a stage's layers whose forward pass runs twice."""
+    if train.options.recompute_stage_layers:
+        table = np.array(train.options.recompute_stage_layers, dtype=np.float64)
+        layers = table[np.minimum(found.index, len(table) - 1).astype(np.int64)]
+        return np.minimum(layers / np.maximum(found.layers, 1.0), 1.0)
     block = np.minimum(layout.block / np.maximum(found.chunk, 1.0), 1.0)
     return np.where(layout.uniform > 0, 1.0, block)
+
+
+def _offloading(train: Training, layout: Layout, costs: Costs, found: Stage, window: FloatArray) -> FloatArray:
+    """Return what a pass of one micro-batch waits for while activations travel to or from the host behind its kernels."""
+    if not train.options.offload_modules:
+        return np.zeros_like(window)
+    return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, found)) - window, 0.0)
 
 
 def _chosen(worst: IntArray, times: list[Seconds]) -> Seconds:

@@ -229,3 +229,25 @@ def test_a_rank_by_itself_waits_for_nobody() -> None:
 def test_a_rate_that_nobody_knows_gives_no_time() -> None:
     bare = replace(costs(), kernels=Roofline(chip=Chip(name="bare", vendor="test")))
     assert np.isnan(total(made=bare))
+
+
+def test_offloaded_activations_cost_nothing_behind_kernels_and_a_lot_over_a_slow_link() -> None:
+    away = with_options(offload_modules=frozenset({"core_attn", "attn_proj"}))
+    quick, slow = costs(Curve(host_bytes_per_second=500e9)), costs(Curve(host_bytes_per_second=1e9))
+    assert total(away, quick) == pytest.approx(total(TRAIN, quick))
+    assert total(away, slow) > 1.5 * total(TRAIN, slow)
+
+
+def test_an_optimizer_on_the_host_is_slower() -> None:
+    assert parts(with_options(optimizer_offload_fraction=1.0))["optimizer_s"] > 2 * parts()["optimizer_s"]
+
+
+def test_a_stage_that_recomputes_more_layers_than_the_others_sets_the_pace() -> None:
+    one = with_options(recompute_stage_layers=(8, 0, 0, 0))
+    assert total(pipeline=4.0) < total(one, pipeline=4.0) < total(uniform=1.0, pipeline=4.0)
+
+
+def test_fully_sharded_weights_travel_for_each_micro_batch() -> None:
+    sharded = with_options(fsdp=True)
+    few, many = (parts(sharded, data=64.0, microbatches=count)["dp_comm_exposed_s"] for count in (4.0, 16.0))
+    assert many == pytest.approx(4 * few)
