@@ -20,7 +20,7 @@ SIDES = tuple(2.0**power for power in range(7, 15))
 LENGTHS = (64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0)
 HEADS = ((1.0, 8.0, 8.0, 64.0), (1.0, 16.0, 4.0, 128.0), (8.0, 8.0, 8.0, 64.0))
 """Sequences, heads, groups and width of a head."""
-BYTES = tuple(2.0**power for power in (12, 16, 18, 20, 22, 24, 26, 28, 30))
+BYTES = tuple(2.0**power for power in (12, 16, 20, 22, 24, 26, 28))
 MOVED = {"copy": (2, 0), "cast": (1, 1), "mul": (3, 0), "sigmoid": (2, 0), "accumulate": (1, 2)}
 """Tensors of the 16-bit format (or of fp32 where there is none) and of fp32 that an element-wise kernel reads and
 writes. A cast fills an fp32 tensor, an accumulation adds to one."""
