@@ -115,13 +115,15 @@ class PruningRule(Protocol):
 class Costs:
     """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
 
-    `guessed` says that nobody measured the chip's kernels, or fitted a curve to them.
+    `guessed` says that nobody measured the chip's kernels, or fitted a curve to them. `synchronous` says that the host
+    computes itself, as a plain CPU does: its launches take their own time, behind no kernel.
     """
 
     memory: MemoryModel
     kernels: KernelCosts
     collectives: CollectiveCosts
     guessed: bool = False
+    synchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,24 +139,25 @@ def _stage_time(
     if train.options.adapters:
         weight = np.zeros_like(weight)
     host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
-    forward = _launched(total.forward, total.forward, host)
-    backward = _launched(total.backward, total.backward + quiet(weight), host)
+    lag = 1.0 if costs.synchronous else LAG
+    forward = _launched(total.forward, total.forward, host, lag)
+    backward = _launched(total.backward, total.backward + quiet(weight), host, lag)
     forward = forward + quiet(_offloading(train, layout, costs, found, forward.total))
     backward = backward + quiet(_offloading(train, layout, costs, found, backward.total + weight))
     return StageTime(forward, backward, weight)
 
 
-def _launched(seconds: Seconds, device: Seconds, host: float) -> Seconds:
+def _launched(seconds: Seconds, device: Seconds, host: float, lag: float) -> Seconds:
     """Return `seconds` with the time that the device waits for the host's launches.
 
     Some kernels of a pass are longer than their launches and some shorter, so the two times add up to more than the
-    larger one: smoothly, by a norm of `LAG`.
+    larger one: smoothly, by a norm of `lag`.
     """
     if not host:
         return seconds
     busy, launching = device.total, seconds.launches * host
     ratio = launching / busy
-    return seconds + quiet(busy * ((1.0 + ratio**LAG) ** (1.0 / LAG) - 1.0))
+    return seconds + quiet(busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0))
 
 
 def _recomputed(train: Training, layout: Layout, found: Stage) -> FloatArray:

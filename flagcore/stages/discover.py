@@ -52,6 +52,7 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
         guessed=known is None,
+        synchronous=plugins.engine_support(group.chip, engine).shared_devices,
     )
 
 
