@@ -17,8 +17,8 @@ from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE
 from flagcore.workloads.megatron.options import options, settings_in_force
 from flagcore.workloads.megatron.split import Split
 
-BLOCK_ROWS = 8192
-"""Candidates worked on at a time: their columns stay in a processor's cache."""
+BLOCK_ROWS = 1 << 15
+"""Candidates worked on at a time: enough that calls cost little, few enough that columns stay in a processor's cache."""
 
 DENSE, EXPERTS, GUESSED = (0.87, 1.17), (0.80, 1.25), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
