@@ -37,6 +37,8 @@ is predicted by `flag estimate --jobs`, and none is left out. How the figures co
 - **inside**: the share of measurements in the predicted 80% interval; 70 to 90% is right.
 - **tau**: Kendall's tau-b over jobs that differ in their candidate alone (three or more), mean of the groups.
   **Regret**: what the candidate predicted best takes longer than the best measured one, mean and worst of the groups.
+
+In the figures blue is inside the predicted interval (or there is none), orange outside; dashed is 1.25 times off.
 """
 
 
