@@ -18,7 +18,7 @@ from flagcore.workloads.megatron.options import options, settings_in_force
 from flagcore.workloads.megatron.split import Split
 
 BLOCK_ROWS = 1 << 15
-"""Candidates worked on at a time: enough that calls cost little, few enough that columns stay in a processor's cache."""
+"""Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""
 
 DENSE, EXPERTS, GUESSED = (0.87, 1.17), (0.80, 1.25), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
