@@ -23,7 +23,8 @@ BLOCK_ROWS = 1 << 15
 DENSE, EXPERTS, GUESSED = (0.87, 1.17), (0.80, 1.25), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
 over predicted where a source's runs had no part in the fit (`benchmarks/fitted.json`), of dense models and of mixtures
-of experts; and of chips whose kernels nobody measured, from the same runs without the fitted curves."""
+of experts; and of chips whose kernels nobody measured, from the same runs without the fitted curves. Ranks that share
+a plain processor disturb each other, so they have the last, too."""
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
@@ -136,7 +137,8 @@ def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
     total = sum(time_s.values(), np.zeros(()))
     reserved = costs.memory.reserved_bytes(memory.peak)
     known = DENSE if train.model.num_moe_experts is None else EXPERTS
-    low, high = (min(known[0], GUESSED[0]), GUESSED[1]) if costs.guessed else known
+    unsure = costs.guessed or costs.synchronous
+    low, high = (min(known[0], GUESSED[0]), GUESSED[1]) if unsure else known
     return Predictions(
         step_time_s=total,
         low_s=total * low,
