@@ -13,6 +13,7 @@ from flagcore.microbench.kernels import Item
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 BYTES = tuple(2.0**power for power in range(10, 29, 2))
+WORK_SIDE = 384
 GRADIENTS = 4 << 20
 """Bytes from which on a tensor is taken for gradients, in fp32."""
 
@@ -35,6 +36,25 @@ def collectives(bench: Bench, devices: int, ranks: int, most_bytes: float) -> li
                 row = {"collective": kind, "ranks": ranks, "bytes": int(size)}
                 items.append(Item(row, size * ranks, _bound(kind, int(size), ranks, group, bench.device)))
     return items
+
+
+def between_kernels(items: list[Item]) -> list[Item]:
+    """Return `items` with `work` before each: who computes and talks by turns wakes up late and waits for others."""
+
+    def behind_work(make: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
+        def made() -> Callable[[], object]:
+            compute, talk = work(), make()
+            return lambda: (compute(), talk())
+
+        return made
+
+    return [Item(item.row, item.work, behind_work(item.make)) for item in items]
+
+
+def work() -> Callable[[], object]:
+    """Return a call that keeps a core busy for about a millisecond."""
+    side = torch.ones(WORK_SIDE, WORK_SIDE)
+    return lambda: torch.mm(side, side)
 
 
 def _bound(kind: str, size: int, ranks: int, group: Any, device: torch.device) -> Callable[[], Callable[[], object]]:
