@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -184,13 +185,8 @@ class PluginConformance:
 
     def test_kernel_times_are_positive_and_grow_with_size(self, loaded: LoadedPlugins, chips: tuple[Chip, ...]) -> None:
         sizes = powers_of_two(8, 14)
-        (plugin,) = loaded.plugins  # asked itself: the core fills its gaps with the roofline
-
-        def table(chip: Chip) -> KernelCosts | None:
-            answer = plugin.ask("flagcore_kernel_costs", {"chip": chip, "engine": "megatron"})
-            return None if answer is None else answers.kernel_costs(answer)
-
-        for costs in self.each(chips, table):
+        for costs in self.each(chips, lambda chip: own_kernel_costs(loaded, chip)):
+            assert np.isnan(costs.launch_seconds()) or 1e-7 < costs.launch_seconds() < 1e-3
             ones = np.ones_like(sizes)
             for seconds in (
                 costs.gemm_seconds(sizes, sizes, sizes, "bf16"),
@@ -202,6 +198,24 @@ class PluginConformance:
                 known = seconds[~np.isnan(seconds)]
                 assert (known > 0).all()
                 assert (np.diff(known) >= 0).all()
+
+    def test_no_kernel_is_faster_than_the_chips_peaks(self, loaded: LoadedPlugins, chips: tuple[Chip, ...]) -> None:
+        side, much = np.array([8192.0]), np.array([2.0**33])
+        for chip, costs in self.each(chips, lambda chip: (chip, own_kernel_costs(loaded, chip))):
+            if costs is None:
+                continue
+            for precision, peak in chip.dense_flops_per_second.items():
+                assert not (2.0 * side**3 / costs.gemm_seconds(side, side, side, precision) > 1.05 * peak.value).any()
+            rate = chip.memory_bandwidth_bytes_per_second
+            assert rate is None or not (much / costs.memory_seconds(much) > 1.05 * rate.value).any()
+
+    def test_shipped_costs_are_those_of_its_chips(self, plugin: object, chips: tuple[Chip, ...]) -> None:
+        package = getattr(plugin, "__package__", None)
+        folder = files(package).joinpath("costs") if package else None
+        if folder is None or not folder.is_dir():
+            pytest.skip("the plugin ships no folder of costs")
+        names = {chip.name.casefold() for chip in chips}
+        assert {entry.name for entry in folder.iterdir() if entry.is_dir()} <= names
 
     def test_collective_times_grow_with_payload_and_a_group_of_one_is_free(
         self, loaded: LoadedPlugins, chips: tuple[Chip, ...]
@@ -300,6 +314,13 @@ class PluginConformance:
     def tasks(self, chips: tuple[Chip, ...]) -> Iterator[Task]:
         """Yield a small training task for each chip."""
         return (task_on(chip) for chip in chips)
+
+
+def own_kernel_costs(loaded: LoadedPlugins, chip: Chip) -> KernelCosts | None:
+    """Return what the plugin itself says, without the roofline with which the core fills its gaps."""
+    (plugin,) = loaded.plugins
+    answer = plugin.ask("flagcore_kernel_costs", {"chip": chip, "engine": "megatron"})
+    return None if answer is None else answers.kernel_costs(answer)
 
 
 def told(loaded: LoadedPlugins) -> str:
