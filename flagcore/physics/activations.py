@@ -32,7 +32,7 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     context = unit * local * out
     quantised = local * out * sizes.linear * (train.precision == "fp8")
     leave = sizes.gathered + context + sizes.weight * h * out / layout.tensor
-    core = {"qkv": heads, "context": context, "scores": kept_scores(train, layout)}
+    core = {"qkv": heads, "context": context * (1.0 + _apart(train, layout)), "scores": kept_scores(train, layout)}
     return [
         norm("attn_norm", sizes),
         Module("qkv_proj", enter, sizes.hidden + into),
@@ -111,9 +111,12 @@ def _grouped(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
         return query + key + value + norms + normed * (query + key)
     angles = 4.0 * unit * train.sequence / layout.context * model.kv_channels
     before = query * (normed & grouped & (layout.tensor < model.num_query_groups))
-    if train.repeated_keys and grouped:
-        return 3.0 * query + normed * (query + key + value) + norms + before + angles
-    return 2.0 * (query + key) + value + norms + before + angles
+    plain = 2.0 * (query + key) + value + norms + before + angles
+    if not train.repeated_keys:
+        return plain
+    gathered = query + 2.0 * (query if grouped else key) * layout.context
+    copied = (layout.context > 1) | grouped
+    return np.where(copied, gathered + normed * (query + key + value) + norms + before + angles, plain)
 
 
 def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:
@@ -136,11 +139,22 @@ def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     return sizes.unit * sizes.local * sum(widths(train.model)) + angles * (not train.transformer_engine)
 
 
+def _apart(train: Training, layout: Layout) -> FloatArray:
+    """Return whether context parallelism keeps the core's output as it was before it went back to its ranks.
+
+    It does with heads dealt out to the ranks and with keys gathered, and does not in a ring (transformer-engine 2.9
+    `context_parallel.py`).
+    """
+    apart: FloatArray = (layout.context > 1).astype(np.float64)
+    return apart * (train.transformer_engine and train.options.cp_comm != "p2p")
+
+
 def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
     """Return what the attention core's backward adds besides the gradient of its output.
 
     Gradients of queries, keys and values; a fused kernel's fp32 sum of the queries' gradients, and gradients of keys
-    and values for each query head where heads share them; gradients of probabilities and scores without one.
+    and values for each query head where heads share them; two pairs of buffers for other ranks' keys and values and
+    for their gradients under context parallelism; gradients of probabilities and scores without a fused kernel.
     """
     query, key, value = (width * sizes.local for width in widths(train.model))
     gradients = sizes.unit * (query + key + value)
@@ -148,7 +162,8 @@ def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
         rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
         return gradients + 2.0 * train.value_bytes * rows * train.sequence
     shared = 2.0 * sizes.unit * query * (widths(train.model)[0] != widths(train.model)[1])
-    return gradients + 4.0 * query + shared
+    ring = 4.0 * sizes.unit * (key + value) * (layout.context > 1)
+    return gradients + 4.0 * query + shared + ring
 
 
 def _mask(train: Training, sizes: Sizes) -> FloatArray:

@@ -12,8 +12,8 @@ import numpy as np
 from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.modules import Sizes
-from flagcore.physics.pipeline import Stage
-from flagcore.physics.transformer import attended, padded_vocab, widths
+from flagcore.physics.pipeline import Stage, block_layers
+from flagcore.physics.transformer import attended, layer_parameters, padded_vocab, widths
 
 STEP_BYTES = 4.0
 """Bytes that torch's AdamW adds in its step for each parameter of a group: the root of the second moment in fp32, of
@@ -59,8 +59,9 @@ def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at
     model, inputs = train.model, layout.virtual - (stage.index == 0)
     routing = np.zeros(())
     if model.num_moe_experts is not None:
-        block = np.clip(layout.block * layout.virtual - stage.dense, 0.0, stage.moe)
-        every = (layout.uniform > 0) | ((layout.block > 0) & at_most)
+        first = block_layers(layout, stage.index, train.options)
+        block = np.clip(first * layout.virtual - stage.dense, 0.0, stage.moe)
+        every = (layout.uniform > 0) | ((first > 0) & at_most)
         again = np.where(every, stage.moe, block)
         inputs = inputs + again - 0.5 * ((again > 0) & (stage.index > 0) & (stage.dense == 0))  # the stage's own input
         if "moe" in train.options.recompute_modules:
@@ -68,6 +69,20 @@ def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
     left: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return left
+
+
+def unsharded(train: Training, layout: Layout) -> FloatArray:
+    """Return the bytes of weights and gradients that are whole for a while where all ranks share them.
+
+    Those of the layer at work, and those of the next, which is fetched meanwhile (Megatron-FSDP; ZeRO-3).
+    """
+    if not train.options.fsdp:
+        return np.zeros(())
+    kinds = (False,) if train.model.num_moe_experts is None else (False, True)
+    layers = [sum(layer_parameters(train, layout, moe=moe).values(), np.zeros(())) for moe in kinds]
+    table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
+    largest: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
+    return 2.0 * (train.value_bytes + train.options.grad_bytes) * largest
 
 
 def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: FloatArray) -> FloatArray:

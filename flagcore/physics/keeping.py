@@ -13,7 +13,7 @@ from flagcore.physics.edges import depths, embedding, head
 from flagcore.physics.experts import mixture
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.modules import Module, Sizes, kept, without, worst
-from flagcore.physics.pipeline import Stage
+from flagcore.physics.pipeline import Stage, block_layers
 from flagcore.physics.transformer import Parts, add_parts
 
 DROPPED = {
@@ -146,7 +146,7 @@ def held(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> Held:
     """
     dense, moe = kinds.on(train, stage)
     hidden, chunk, uniform = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0), layout.uniform > 0
-    block = np.where(uniform, 0.0, _block(train, layout, stage))
+    block = np.where(uniform, 0.0, block_layers(layout, stage.index, train.options))
     again = np.where(uniform, stage.layers, np.minimum(block * layout.virtual, stage.layers))
     again_dense = np.minimum(again, stage.dense)
     plain_dense, plain_moe = stage.dense - again_dense, stage.moe - (again - again_dense)
@@ -203,14 +203,6 @@ def _selected(layout: Layout, row: Sequence[Module], names: set[str]) -> Layer:
     """Return a layer with selective recompute where candidates ask for it."""
     whole = Layer.of(row)
     return Layer.of(without(row, names)).where(layout.selective > 0, whole) if names else whole
-
-
-def _block(train: Training, layout: Layout, stage: Stage) -> FloatArray:
-    """Return how many layers of each virtual stage are recomputed one by one."""
-    if not train.options.recompute_stage_layers:
-        return layout.block
-    table = np.array(train.options.recompute_stage_layers, dtype=np.float64)
-    return table[np.minimum(stage.index.astype(np.int64), len(table) - 1)] / layout.virtual
 
 
 def _held_by_the_loop(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.buffers import buffers, left_over, step_bytes, workspaces
+from flagcore.physics.buffers import buffers, left_over, step_bytes, unsharded, workspaces
 from flagcore.physics.keeping import Kinds, held, held_parts
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.pipeline import Stage, stage, stages
@@ -190,7 +190,7 @@ class _Estimate:
     def activation(self, where: Stage) -> FloatArray:
         """Return what a stage holds at the worst moment of forward and backward: never more than without recompute."""
         found = held(self.train, self.layout, where, self.kinds)
-        total = found.kept + found.above
+        total = found.kept + found.above + unsharded(self.train, self.layout)
         return total if self.whole is None else np.minimum(total, self.whole.activation(where))
 
     def parts(self, where: Stage) -> Parts:

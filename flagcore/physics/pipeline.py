@@ -106,6 +106,14 @@ def recomputed_share(model: Model, layout: Layout) -> FloatArray:
     return np.where(layout.uniform > 0, 1.0, block)
 
 
+def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
+    """Return how many layers of each virtual stage are recomputed one by one."""
+    if not options.recompute_stage_layers:
+        return layout.block
+    table = np.array(options.recompute_stage_layers, dtype=np.float64)
+    return table[np.minimum(index.astype(np.int64), len(table) - 1)] / layout.virtual
+
+
 def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> FloatArray:
     """Return the micro-batches (in units of a whole stage) whose activations stage `index` holds at most.
 
@@ -115,7 +123,10 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     counts = (index, layout.pipeline, layout.virtual, layout.microbatches)
     if options.schedule:
         return schedules.in_flight(options.schedule, *counts)
-    return schedules.in_flight("interleaved", *counts)
+    held = schedules.in_flight("interleaved", *counts)
+    if options.overlap_expert_comm:  # a forward pass more before the first backward, to run beside it
+        held = np.minimum(held + 1.0 / layout.virtual, layout.microbatches)
+    return held
 
 
 def _deferred(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
