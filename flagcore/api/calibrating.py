@@ -55,7 +55,7 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         job = Path(folder, "job.json")
         output = Path(folder, "found.json")
-        job.write_text(json.dumps(_job(chip, support, here[:count], seconds, output)), encoding="utf-8")
+        job.write_text(json.dumps(_job(chip, support, here, count, seconds, output)), encoding="utf-8")
         launch = Launch(
             argv=(sys.executable, "-m", PROGRAM, str(job)),
             folder=folder,
@@ -134,7 +134,7 @@ def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, .
 
 
 def _job(
-    chip: Chip, support: EngineSupport, here: tuple[Device, ...], seconds: float, output: Path
+    chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float, output: Path
 ) -> dict[str, object]:
     memory = [device.memory_bytes for device in here if device.memory_bytes]
     known = chip.memory_bytes
@@ -142,8 +142,9 @@ def _job(
         "kind": support.device_type,
         "backend": support.distributed_backend,
         "preload": list(support.preload),
-        "devices": len(here),
+        "devices": count,
         "shared": support.shared_devices,
+        "threads": len(here) // count,
         "precisions": list(chip.dense_flops_per_second),
         "memory_bytes": min(memory) if memory else int(known.value) if known else 1 << 30,
         "seconds": seconds,

@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     warnings.filterwarnings("ignore")  # torch renames its collectives; the old names work in all versions
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
     if job.shared:
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["OMP_NUM_THREADS"] = str(job.threads)
         _import(job)  # once for all; a driver that was touched would not survive a fork, a plain CPU does
     return ranks.run_ranks(job.devices, partial(_work, job))
 

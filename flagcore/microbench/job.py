@@ -13,8 +13,9 @@ class Job:
     """`kind`, `backend` and `preload` are torch's device, its collectives, and what to import before the first tensor.
 
     One process runs for each of `devices`. Where they are `shared`, all measure each kernel at the same time, because
-    in training, too, each has its part of the machine only. `precisions` are those of the chip's facts; `memory_bytes`
-    is what a process may use; `seconds` is the time for all of it. Results go to `output`, a file.
+    in training, too, each has its part of the machine only, and `threads` as a rank would have. `precisions` are those
+    of the chip's facts; `memory_bytes` is what a process may use; `seconds` is the time for all of it. Results go to
+    `output`, a file.
     """
 
     kind: str
@@ -22,6 +23,7 @@ class Job:
     preload: tuple[str, ...]
     devices: int
     shared: bool
+    threads: int
     precisions: tuple[str, ...]
     memory_bytes: int
     seconds: float
@@ -37,6 +39,7 @@ def load(path: Path) -> Job:
         preload=tuple(data["preload"]),
         devices=int(data["devices"]),
         shared=bool(data["shared"]),
+        threads=int(data["threads"]),
         precisions=tuple(data["precisions"]),
         memory_bytes=int(data["memory_bytes"]),
         seconds=float(data["seconds"]),

@@ -33,7 +33,7 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
     """Measure as process `number`; the processes meet at `listener`. Process 0 writes the output."""
     start = time.perf_counter()
     if job.shared:
-        torch.set_num_threads(1)
+        torch.set_num_threads(job.threads)
     bench = Bench(job.kind, number, job.devices > 1)
     if job.devices > 1:
         _meet(job, number, listener)

@@ -56,7 +56,7 @@ from flagcore.microbench.bench import Bench
 from flagcore.microbench.job import Job
 torch.set_num_threads(1)
 bench = Bench("cpu", 0, False)
-job = Job("cpu", "gloo", (), 1, True, ("fp32",), 1 << 28, 1.0, Path("x"))
+job = Job("cpu", "gloo", (), 1, True, 1, ("fp32",), 1 << 28, 1.0, Path("x"))
 items = kernels.gemms(bench, job, "fp32")
 rows = list(kernels.measured(bench, items, 2.0))
 print(json.dumps({"planned": len(items), "rows": rows,
