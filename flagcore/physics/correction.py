@@ -79,15 +79,18 @@ class Correction:
         x, y, z = shares
 
         def along_z(corner: IntArray | int) -> FloatArray:
-            low = table.take(corner)
-            return low + z * (table.take(corner + strides[2]) - low)
+            low: FloatArray = table.take(corner)
+            found: FloatArray = low + z * (table.take(corner + strides[2]) - low)
+            return found
 
         def along_y(corner: IntArray | int) -> FloatArray:
             low = along_z(corner)
-            return low + y * (along_z(corner + strides[1]) - low)
+            found: FloatArray = low + y * (along_z(corner + strides[1]) - low)
+            return found
 
         low = along_y(start)
-        return low + x * (along_y(start + strides[0]) - low)
+        factor: FloatArray = low + x * (along_y(start + strides[0]) - low)
+        return factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,12 @@ class LineCorrection:
         place = place * self.axis.steps
         node = place.astype(np.int64)
         low: FloatArray = self.factors.take(node)
-        return low + (place - node) * (self.factors.take(node + 1) - low)
+        factor: FloatArray = low + (place - node) * (self.factors.take(node + 1) - low)
+        return factor
 
 
 def octaves(sizes: FloatArray) -> FloatArray:
     """Return log2 of `sizes` at powers of two, and straight lines between them: exponent and mantissa of a float."""
     bits = np.asarray(sizes, dtype=np.float64).view(np.int64)
-    return bits * (1.0 / (1 << MANTISSA)) - 1023.0
+    power: FloatArray = bits.astype(np.float64) * (1.0 / (1 << MANTISSA)) - 1023.0
+    return power

@@ -15,7 +15,7 @@ COLLECTIVE_BYTES = 392e6
 """NCCL's buffers at 4 and 8 ranks, 342 MB at 2: ai-dynamo/aiconfigurator systems/*.yaml @095f58a5."""
 
 WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 32 * 2**20, 2 * 2**22 + 8 * 2**14
-"""What torch 2.11 allocates for cuBLAS, a handle and stream: on Hopper and Blackwell, and elsewhere (`CUDABlas.cpp`)."""
+"""What torch 2.11 allocates for cuBLAS, a handle and stream: on Hopper and Blackwell, elsewhere (`CUDABlas.cpp`)."""
 
 SMALL_WORKSPACE = ("A100", "A800", "L20", "L40S", "RTX")
 """How the names of chips begin that are neither."""
