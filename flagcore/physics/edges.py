@@ -47,7 +47,7 @@ def depths(train: Training, layout: Layout, sizes: Sizes, kept: FloatArray, abov
     number = train.model.mtp_num_layers
     if not number:
         return []
-    full = (layout.uniform > 0) | (layout.block > 0)
+    full = layout.uniform > 0
     one = kept + 6.0 * sizes.hidden + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
     spared = 4.0 * sizes.hidden
     logits = _logits(train, layout, sizes)

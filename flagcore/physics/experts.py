@@ -46,10 +46,11 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
     first, last, moments = products(train, sizes, copies / number, width, weighted=True)
     sent = sizes.unit * h * model.moe_router_topk * sizes.rows * load
     every = sizes.unit * h * copies
-    each = np.maximum(np.maximum(moments[0], moments[1]), moments[2] + every / number)
+    last_gradient = every * (number > 1.0)  # of the output: there until all experts are done, but one lets it go
+    each = np.maximum(moments[1], moments[2] + every / number) + last_gradient
     several, apart = own > 1, layout.expert_tensor > 1
     enter = np.maximum(2.0 * sent, np.maximum((sent + every) * apart, 2.0 * every * several))
-    backward = sizes.hidden + np.maximum(enter, every + each)
+    backward = sizes.hidden + np.maximum(enter, np.maximum(every + moments[0], each))
     forward = _dispatch(layout, sent, every, several, apart)
     beside = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
     forward = forward + sizes.hidden * beside  # a gradient that the pipeline still holds, the shared experts' output

@@ -12,21 +12,12 @@ from flagcore.physics.activations import attention, ffn
 from flagcore.physics.edges import depths, embedding, head
 from flagcore.physics.experts import mixture
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.modules import Module, Sizes, kept, without, worst
+from flagcore.physics.modules import Dropped, Module, Sizes, kept, sent_away, without, worst
 from flagcore.physics.pipeline import Stage, block_layers
-from flagcore.physics.transformer import Parts, add_parts
+from flagcore.physics.transformer import Parts, add_parts, attended
 
-DROPPED = {
-    "core_attn": ("scores",),
-    "mla_up_proj": ("qkv",),
-    "mlp": ("mlp_first", "mlp_act"),
-    "moe": ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act"),
-    "moe_act": ("moe_act",),
-    "moe_fc1": ("moe_first",),
-    "router": ("routing",),
-    "shared_experts": ("shared_first", "shared_act"),
-}
-"""What selective recompute of a module drops. `moe_fc1` and `router` are not among Megatron's own."""
+EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
+"""What a mixture of experts keeps besides its input."""
 
 OFFLOADED = {
     "attn_norm": ("attn_norm",),
@@ -87,11 +78,11 @@ class Kinds:
         rows = [[*heads, *ffn(train, layout, sizes)]]
         if train.model.num_moe_experts is not None:
             rows.append([*heads, *mixture(train, layout, sizes)])
-        names, offloaded = _dropped(train), None
-        layers = [_selected(layout, row, names) for row in rows]
+        dropped, offloaded = _dropped(train, layout, sizes), None
+        layers = [_selected(layout, row, dropped) for row in rows]
         if train.options.offload_modules:
             away = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
-            spared = [_selected(layout, without(row, away), names) for row in rows]
+            spared = [_selected(layout, sent_away(row, away), dropped) for row in rows]
             offloaded = (spared[0], spared[-1])
         last = layers[-1]
         ends = [*depths(train, layout, sizes, last.kept, last.above), *head(train, layout, sizes)]
@@ -185,24 +176,41 @@ def held_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, foun
     return {**parts, "deferred_weight_gradients": waiting}
 
 
-def _dropped(train: Training) -> set[str]:
-    """Return the tensors that selective recompute drops.
+def _dropped(train: Training, layout: Layout, sizes: Sizes) -> list[Dropped]:
+    """Return what selective recompute drops; `moe_fc1` and `router` are not among Megatron's own modules.
 
-    A norm's output is one of them, but not in transformer-engine's layers that are a norm and a projection in one.
+    A module that is recomputed as a whole has its output besides, until its backward is done; one whose output alone
+    is recomputed has it twice (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward
+    reaches the block behind them. In transformer-engine's layers that are a norm and a projection in one, the norm's
+    output is not dropped.
     """
-    modules, model = train.options.recompute_modules, train.model
-    names = {name for module in modules for name in DROPPED.get(module, ())}
-    if "layernorm" in modules:
-        apart = not train.transformer_engine
-        names |= {"qkv_linear"} if apart or model.multi_latent_attention else set()
-        names |= {"mlp_input"} if apart or model.num_moe_experts is not None else set()
-    return names
+    modules, model, hidden = train.options.recompute_modules, train.model, sizes.hidden
+    context = sizes.unit * sizes.local * attended(model)
+    apart = not train.transformer_engine
+    normed = {"qkv_linear": apart or model.multi_latent_attention, "mlp_input": apart or model.num_moe_experts}
+    block = "ffn" if model.num_moe_experts is None else "experts"
+    known = {
+        "moe": [Dropped(EXPERTS, output=hidden)],
+        "mlp": [Dropped(("mlp_first", "mlp_act"), output=hidden)],
+        "core_attn": [Dropped(("scores",), output=context)],
+        "mla_up_proj": [Dropped(("qkv",), copies=2.0)],
+        "layernorm": [
+            Dropped((name,), at, copies=2.0)
+            for name, at in (("qkv_linear", "out_proj"), ("mlp_input", block))
+            if normed[name]
+        ],
+        "moe_act": [Dropped(("moe_act",), copies=2.0)],
+        "moe_fc1": [Dropped(("moe_first",))],
+        "router": [Dropped(("routing",))],
+        "shared_experts": [Dropped(("shared_first", "shared_act"), output=hidden)],
+    }
+    return [drop for module, drops in known.items() if module in modules for drop in drops]
 
 
-def _selected(layout: Layout, row: Sequence[Module], names: set[str]) -> Layer:
+def _selected(layout: Layout, row: Sequence[Module], dropped: Sequence[Dropped]) -> Layer:
     """Return a layer with selective recompute where candidates ask for it."""
     whole = Layer.of(row)
-    return Layer.of(without(row, names)).where(layout.selective > 0, whole) if names else whole
+    return Layer.of(without(row, dropped)).where(layout.selective > 0, whole) if dropped else whole
 
 
 def _held_by_the_loop(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
