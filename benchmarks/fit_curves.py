@@ -27,10 +27,10 @@ from flagcore.contracts import Costs, Workload
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.physics.curve import Curve
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.roofline import Roofline
-from flagcore.physics.step_time import step_time
+from flagcore.physics.time.step import step_time
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs
 from flagcore.workloads.megatron.predict import layout_of, training

@@ -23,15 +23,18 @@ def test_constant_on_the_page_is_that_of_the_code(module: str, name: str, value:
     assert getattr(importlib.import_module(module.replace("/", ".")), name) == ast.literal_eval(value)
 
 
-@pytest.mark.parametrize("module", [each.name for each in pkgutil.iter_modules(physics.__path__)])
+MODULES = [each.name for each in pkgutil.walk_packages(physics.__path__, "flagcore.physics.") if not each.ispkg]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_every_constant_of_physics_is_on_the_page(module: str) -> None:
-    held = vars(importlib.import_module(f"flagcore.physics.{module}"))
-    source = Path(physics.__path__[0], f"{module}.py").read_text(encoding="utf-8")
+    found = importlib.import_module(module)
+    held, source = vars(found), Path(str(found.__file__)).read_text(encoding="utf-8")
     own = {
         name for line in re.findall(r"^([A-Z][A-Z_, ]*)(?:: .*)? = ", source, re.MULTILINE) for name in line.split(", ")
     }
     numbers = {name for name in own - NO_PHYSICS if _is_number(held[name])}
-    assert numbers == {name for place, name, _ in ROWS if place == f"flagcore/physics/{module}"}
+    assert numbers == {name for place, name, _ in ROWS if place == module.replace(".", "/")}
 
 
 def _is_number(value: object) -> bool:

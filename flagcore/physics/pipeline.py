@@ -8,9 +8,9 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.physics import schedules
 from flagcore.physics.layout import Layout
 from flagcore.physics.options import DEFAULTS, Options
+from flagcore.physics.schedules import named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         fits = layout.pipeline * layout.virtual == len(options.stage_layout)
         names = _Split.__slots__
         split = _Split(*(np.where(fits, getattr(given, name), getattr(split, name)) for name in names))
-    known = schedules.SCHEDULES.get(options.schedule or "")
+    known = named.SCHEDULES.get(options.schedule or "")
     return Stage(
         index=index,
         first=split.first,
@@ -118,12 +118,12 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     """Return the micro-batches (in units of a whole stage) whose activations stage `index` holds at most.
 
     1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1
-    chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`).
+    chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/named.py`).
     """
     counts = (index, layout.pipeline, layout.virtual, layout.microbatches)
     if options.schedule:
-        return schedules.in_flight(options.schedule, *counts)
-    held = schedules.in_flight("interleaved", *counts)
+        return named.in_flight(options.schedule, *counts)
+    held = named.in_flight("interleaved", *counts)
     if options.overlap_expert_comm:  # a forward pass more before the first backward, to run beside it
         held = np.minimum(held + 1.0 / layout.virtual, layout.microbatches)
     return held
@@ -132,7 +132,7 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
 def _deferred(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
     if not options.schedule:
         return np.zeros(())
-    return schedules.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+    return named.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> _Split:

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
-from flagcore.physics.collective_curves import CollectiveTable, Curve, problem
+from flagcore.physics.collectives.curves import CollectiveTable, Curve, problem
 from flagcore.vendorkit.parts import Part, read_parts
 
 FILE = "collectives.yaml"

@@ -2,8 +2,8 @@
 
 In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
 
-- `curve.yaml`: `curve`, some or all parameters of `flagcore.physics.curve.Curve`, and `source` as in a chip file.
-- `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernel_sheet`), with their time in `us`.
+- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file.
+- `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
 - `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.errors import SpecError
-from flagcore.physics.curve import Curve
-from flagcore.physics.kernel_sheet import SIZES, Kernel, KernelSheet
-from flagcore.physics.kernel_table import KernelTable
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
+from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.parts import Part, read_parts
 
 BUSY_SIDE = 1024.0

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.correction import Axis, Correction, octaves
-from flagcore.physics.curve import Curve
-from flagcore.physics.kernel_sheet import Kernel, KernelSheet
-from flagcore.physics.kernel_table import KernelTable
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.kernels.correction import Axis, Correction, octaves
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.sheet import Kernel, KernelSheet
+from flagcore.physics.kernels.table import KernelTable
 
 SOURCE = Source(kind="datasheet", detail="made up")
 CHIP = Chip(

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
-from flagcore.physics import memory, pipeline
+from flagcore.physics import pipeline
 from flagcore.physics.layout import Layout, Training
+from flagcore.physics.memory import training as memory
+from flagcore.physics.memory.device import PlainMemory
 
 LLAMA = Model(
     name="llama-7b-like",
@@ -180,7 +182,7 @@ def test_scores_are_kept_only_without_a_fused_attention_core() -> None:
 
 
 def test_plain_memory_tells_allocated_reserved_and_used_apart() -> None:
-    model = memory.PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)
+    model = PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)
     reserved = model.reserved_bytes(np.array([10e9]))
     assert model.capacity_bytes() == 80e9
     np.testing.assert_allclose(reserved, 11e9)

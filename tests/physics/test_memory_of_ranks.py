@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.physics.memory import rank_memory
+from flagcore.physics.memory.training import rank_memory
 from tests.physics.ranks import (
     DP,
     EP,

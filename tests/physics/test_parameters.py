@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flagcore.physics import pipeline
-from flagcore.physics.memory import stage_of_rank
-from flagcore.physics.states import split_parameters
+from flagcore.physics.memory.states import split_parameters
+from flagcore.physics.memory.training import stage_of_rank
 from flagcore.physics.transformer import stage_parameters
 from tests.physics.ranks import (
     DP,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.curve import Curve
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
 
 DATASHEET = Source(kind="datasheet", detail="made up for this test")
 

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
-from flagcore.physics.schedules import SCHEDULES, StageTimes, deferred, in_flight, makespan
+from flagcore.physics.schedules.named import SCHEDULES, StageTimes, deferred, in_flight, makespan
 from tests.physics import schedule_simulator as simulator
 
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")

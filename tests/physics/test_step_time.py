@@ -11,13 +11,13 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
-from flagcore.physics.collectives import Collectives
-from flagcore.physics.curve import Curve
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.memory import PlainMemory
+from flagcore.physics.memory.device import PlainMemory
 from flagcore.physics.options import Options
-from flagcore.physics.roofline import Roofline
-from flagcore.physics.step_time import rank_time, step_time
+from flagcore.physics.time.step import rank_time, step_time
 
 ASSUMED = Source(kind="estimated", detail="round figures")
 CHIP = Chip(

@@ -16,7 +16,7 @@ from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, UsageError
 from flagcore.hooks import hookimpl
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.testing.examples import group_of, task_on
 

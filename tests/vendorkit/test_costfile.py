@@ -11,9 +11,9 @@ import pytest
 
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.errors import SpecError
-from flagcore.physics.curve import Curve
-from flagcore.physics.kernel_table import KernelTable
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.costfile import kernel_costs, read_curve, read_kernels, read_provenance
 
 PEAK = Fact(value=1e14, source=Source(kind="datasheet", detail="made up"))

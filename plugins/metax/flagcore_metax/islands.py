@@ -9,7 +9,7 @@ import numpy as np
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, IntArray
-from flagcore.physics.topology import NETWORK_COMPUTE_TAKEN, NETWORK_EFFICIENCY
+from flagcore.physics.collectives.topology import NETWORK_COMPUTE_TAKEN, NETWORK_EFFICIENCY
 
 ISLAND = 4
 """The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between."""

@@ -8,9 +8,9 @@ from flagcore_nvidia.hooks import flagcore_chips, flagcore_kernel_costs
 
 from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip
-from flagcore.physics.kernel_sheet import KernelSheet, Rows
-from flagcore.physics.kernel_table import KernelTable
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.sheet import KernelSheet, Rows
+from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.costfile import read_curve, read_kernels, read_provenance
 
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")

@@ -13,10 +13,10 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
-from flagcore.physics.collectives import Collectives
-from flagcore.physics.memory import PlainMemory
-from flagcore.physics.roofline import Roofline
-from flagcore.physics.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.memory.device import PlainMemory
 from flagcore.workloads.megatron.knobs import candidate_columns
 from flagcore.workloads.megatron.predict import components, predict
 

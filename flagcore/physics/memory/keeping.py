@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.physics.activations import attention, ffn
-from flagcore.physics.edges import depths, embedding, head
-from flagcore.physics.experts import mixture
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.modules import Dropped, Module, Sizes, kept, sent_away, without, worst
+from flagcore.physics.memory.activations import attention, ffn
+from flagcore.physics.memory.edges import depths, embedding, head
+from flagcore.physics.memory.experts import mixture
+from flagcore.physics.memory.modules import Dropped, Module, Sizes, kept, sent_away, without, worst
 from flagcore.physics.pipeline import Stage, block_layers
 from flagcore.physics.transformer import Parts, add_parts, attended
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.collective_curves import CollectiveTable, Grid, measured_grids, model_grid
-from flagcore.physics.collective_model import KINDS, PEER_SECONDS, sent_share, smooth, usable_share
+from flagcore.physics.collectives.curves import CollectiveTable, Grid, measured_grids, model_grid
+from flagcore.physics.collectives.model import KINDS, PEER_SECONDS, sent_share, smooth, usable_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

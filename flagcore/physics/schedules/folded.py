@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.physics.schedule_paths import StageTimes
+from flagcore.physics.schedules.paths import StageTimes
 
 V_HALF = (
     ((0.5, -0.5), (1.5, -1.5), (-0.5, 0.0), 6.0),

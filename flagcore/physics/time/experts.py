@@ -6,10 +6,10 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray
-from flagcore.physics.exchange import TensorExchange, expert_exchange
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.linear_time import Linear, linear
-from flagcore.physics.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
+from flagcore.physics.time.exchange import TensorExchange, expert_exchange
+from flagcore.physics.time.linear import Linear, linear
+from flagcore.physics.time.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
 
 LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
 """Kernels that the host launches forward for router, permutation and dispatch; for one expert (for all of them, where

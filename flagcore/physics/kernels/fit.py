@@ -9,9 +9,9 @@ import numpy as np
 
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.space import FloatArray
-from flagcore.physics.curve import Curve
-from flagcore.physics.kernel_sheet import KernelSheet, Rows
-from flagcore.physics.roofline import HOST_LATENCY, RUNS_AS, Roofline
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import HOST_LATENCY, RUNS_AS, Roofline
+from flagcore.physics.kernels.sheet import KernelSheet, Rows
 
 SMALL_BYTES = 2.0**16
 """An element-wise kernel of fewer bytes takes the least time that a kernel takes."""

@@ -6,10 +6,10 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray
-from flagcore.physics.exchange import integers
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.passes import StageTime
 from flagcore.physics.pipeline import Stage
+from flagcore.physics.time.exchange import integers
+from flagcore.physics.time.passes import StageTime
 
 HELD_BYTES = 5.0
 """Memory traffic of an optimizer step for each parameter that a rank holds: its gradient set to zero, its weight."""

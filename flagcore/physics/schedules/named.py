@@ -17,8 +17,8 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
-from flagcore.physics import schedule_folded, schedule_paths
-from flagcore.physics.schedule_paths import StageTimes as StageTimes
+from flagcore.physics.schedules import folded, paths
+from flagcore.physics.schedules.paths import StageTimes as StageTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,11 @@ def makespan(
         alone: FloatArray = m * times.busy[0]
         return alone
     if schedule == "gpipe":
-        return schedule_paths.gpipe(times, m)
+        return paths.gpipe(times, m)
     if schedule == "1f1b":
-        return schedule_paths.one_forward_one_backward(times, m)
+        return paths.one_forward_one_backward(times, m)
     if schedule == "interleaved":
-        return schedule_paths.interleaved(times, m, virtual)
+        return paths.interleaved(times, m, virtual)
     if schedule.startswith("zb-") and schedule != "zb-v":
         return _zero_bubble(schedule, times, m, barrier=barrier)
     one_pass = (times.forward + times.backward_input).sum(axis=0) + times.backward_weight[0]
@@ -150,12 +150,12 @@ def deferred(
 
 def _folded(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
     if schedule == "zb-v":
-        return schedule_folded.zero_bubble_v(times, m, barrier=barrier)
+        return folded.zero_bubble_v(times, m, barrier=barrier)
     formula = {
-        "v-half": schedule_folded.v_half,
-        "v-min": schedule_folded.v_min,
-        "dualpipe": schedule_folded.dualpipe,
-        "dualpipev": schedule_folded.dualpipe_v,
+        "v-half": folded.v_half,
+        "v-min": folded.v_min,
+        "dualpipe": folded.dualpipe,
+        "dualpipev": folded.dualpipe_v,
     }[schedule]
     return formula(times, m)
 
@@ -171,15 +171,15 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     p = len(times.forward)
     r = np.arange(p, dtype=np.float64)[:, None]
     if schedule == "zb-h2":
-        return schedule_paths.deferred_weights(times, m, 2.0 * (p - r) - 1.0, 2.0 * r + 1.0, barrier=barrier)
-    small = schedule_paths.deferred_weights(times, m, p - r, r + 1.0, barrier=barrier)
+        return paths.deferred_weights(times, m, 2.0 * (p - r) - 1.0, 2.0 * r + 1.0, barrier=barrier)
+    small = paths.deferred_weights(times, m, p - r, r + 1.0, barrier=barrier)
     if schedule != "zb-2p":
         return small
     f, b, w = (x[p // 2] for x in (times.forward, times.backward_input, times.backward_weight))
     turn = f + b + 2.0 * times.send
     warm = np.minimum(2.0 * p - r, 1.0 + (p - 1.0 - r) * turn / np.maximum(f, 1e-30))
     kept = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
-    return np.minimum(small, schedule_paths.deferred_weights(times, m, warm, kept, barrier=barrier))
+    return np.minimum(small, paths.deferred_weights(times, m, warm, kept, barrier=barrier))
 
 
 def _known(schedule: str) -> None:

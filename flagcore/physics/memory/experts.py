@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.physics.activations import dense_products, norm, products
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.modules import Module, Sizes
+from flagcore.physics.memory.activations import dense_products, norm, products
+from flagcore.physics.memory.modules import Module, Sizes
 
 MAP_BYTES, CHOICE_BYTES = 4.0, 22.0
 """Bytes that routing keeps of each token: for an expert a 16-bit probability and two flags, for a choice its place,

@@ -11,7 +11,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.modules import Sizes
+from flagcore.physics.memory.modules import Sizes
 from flagcore.physics.pipeline import Stage, block_layers
 from flagcore.physics.transformer import attended, layer_parameters, padded_vocab, widths
 

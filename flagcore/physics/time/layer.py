@@ -6,11 +6,11 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray
-from flagcore.physics.exchange import TensorExchange, context_exchange
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.linear_time import Linear, linear
-from flagcore.physics.moe_time import moe_block
-from flagcore.physics.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
+from flagcore.physics.time.exchange import TensorExchange, context_exchange
+from flagcore.physics.time.experts import moe_block
+from flagcore.physics.time.linear import Linear, linear
+from flagcore.physics.time.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
 from flagcore.physics.transformer import padded_vocab, widths
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}

@@ -14,7 +14,7 @@ import numpy as np
 
 from flagcore.domain.cluster import Level
 from flagcore.domain.space import FloatArray
-from flagcore.physics.collective_model import KINDS, level_seconds, sent_share, startup_seconds
+from flagcore.physics.collectives.model import KINDS, level_seconds, sent_share, startup_seconds
 
 OCTAVES = 44
 """Payloads of a grid: powers of two from 1 byte to 8 TiB."""

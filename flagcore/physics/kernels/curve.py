@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The parameters of `flagcore.physics.roofline.Roofline`.
+    """The parameters of `flagcore.physics.kernels.roofline.Roofline`.
 
     The defaults were fitted to 354 kernels of one current data-centre accelerator (178 bf16 matrix products, 93
     forward and 83 backward passes of causal attention) whose times the host did not limit: mean error 5.5%, 1.9% and

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.physics.correction import Axis, Correction, LineCorrection
-from flagcore.physics.curve import Curve
-from flagcore.physics.kernel_fit import fit
-from flagcore.physics.kernel_sheet import KernelSheet, Rows
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.kernels.correction import Axis, Correction, LineCorrection
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.fit import fit
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.sheet import KernelSheet, Rows
 
 GEMM_AXES = (
     Axis(first=0, last=18, steps=2, reach=2.0),

@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.modules import Module, Sizes
+from flagcore.physics.memory.modules import Module, Sizes
 from flagcore.physics.transformer import padded_vocab
 
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.keeping import offloaded_bytes
-from flagcore.physics.layer_time import embedding_time, head_time, layer_time
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.memory import split_parameters, stage_parameters
-from flagcore.physics.optimizer_time import gradient_time, optimizer_time
-from flagcore.physics.passes import Block, Seconds, StageTime, quiet
+from flagcore.physics.memory.keeping import offloaded_bytes
+from flagcore.physics.memory.training import split_parameters, stage_parameters
 from flagcore.physics.pipeline import Stage, stage, stages
-from flagcore.physics.pipeline_time import pipeline_time
+from flagcore.physics.time.layer import embedding_time, head_time, layer_time
+from flagcore.physics.time.optimizer import gradient_time, optimizer_time
+from flagcore.physics.time.passes import Block, Seconds, StageTime, quiet
+from flagcore.physics.time.pipeline import pipeline_time
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient

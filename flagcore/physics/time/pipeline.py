@@ -8,12 +8,12 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics import schedules
-from flagcore.physics.exchange import integers
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.passes import StageTime
 from flagcore.physics.pipeline import Stage
-from flagcore.physics.schedules import SCHEDULES, StageTimes
+from flagcore.physics.schedules import named
+from flagcore.physics.schedules.named import SCHEDULES, StageTimes
+from flagcore.physics.time.exchange import integers
+from flagcore.physics.time.passes import StageTime
 from flagcore.physics.transformer import layer_input_bytes
 
 REFILL_LAUNCHES = 45.0
@@ -58,7 +58,7 @@ def pipeline_time(
             paired=of(paired) if paired else None,
         )
         barrier = not SCHEDULES[name].post_validation
-        total[rows] = schedules.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
+        total[rows] = named.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
     return total, np.where(layout.pipeline > 1.0, message, 0.0)
 
 

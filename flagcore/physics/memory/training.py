@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.buffers import buffers, left_over, step_bytes, unsharded, workspaces
-from flagcore.physics.keeping import Kinds, held, held_parts
 from flagcore.physics.layout import Layout, Training
+from flagcore.physics.memory.buffers import buffers, left_over, step_bytes, unsharded, workspaces
+from flagcore.physics.memory.keeping import Kinds, held, held_parts
+from flagcore.physics.memory.states import LINEAR_PARTS, State, padding, state
+from flagcore.physics.memory.states import split_parameters as split_parameters
 from flagcore.physics.pipeline import Stage, stage, stages
-from flagcore.physics.states import LINEAR_PARTS, State, padding, state
-from flagcore.physics.states import split_parameters as split_parameters
 from flagcore.physics.transformer import EXPERT_PARTS, Parts
 from flagcore.physics.transformer import stage_parameters as stage_parameters
 
@@ -45,47 +44,6 @@ class Component:
     def static(self) -> FloatArray:
         """Return the bytes that stay between steps."""
         return self.weights + self.gradients + self.main_parameters + self.optimizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainMemory:
-    """A device with a caching allocator. Implements `MemoryModel`; for plugins, and for chips without one.
-
-    `capacity` is the budget of one device in bytes (None: nobody knows), `context_bytes` what the device shows
-    in use before the first tensor, `fragmentation` the share that the allocator holds beyond what tensors take,
-    `workspace` a workspace of the library of matrix products. Defaults: rounded medians of 25 ranks of megatron-core
-    on one accelerator with torch's caching allocator, plus 0.4 GB for the buffers of collectives.
-    """
-
-    capacity: float | None
-    context_bytes: float = 1.2e9
-    fragmentation: float = 0.01
-    workspace: float = 0.0
-
-    @classmethod
-    def of(
-        cls, group: NodeGroup, *, context_bytes: float = 1.2e9, fragmentation: float = 0.01, workspace: float = 0.0
-    ) -> PlainMemory:
-        """Take the budget from the group, or else from what the chip is known to have."""
-        known = group.chip.memory_bytes
-        capacity = group.memory_bytes or (known.value if known else None)
-        return cls(capacity=capacity, context_bytes=context_bytes, fragmentation=fragmentation, workspace=workspace)
-
-    def capacity_bytes(self) -> float | None:
-        """Return what one device holds."""
-        return self.capacity
-
-    def workspace_bytes(self) -> float:
-        """Return what one workspace takes."""
-        return self.workspace
-
-    def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
-        """Return what the allocator holds."""
-        return allocated * (1.0 + self.fragmentation)
-
-    def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
-        """Return what the device shows in use."""
-        return reserved + self.context_bytes
 
 
 def training_memory(train: Training, layout: Layout, workspace_bytes: float = 0.0) -> Memory:

@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.space import FloatArray
-from flagcore.physics.curve import Curve
+from flagcore.physics.kernels.curve import Curve
 
 RUNS_AS = {"mxfp8": "fp8", "nvfp4": "fp4"}
 """Precisions that run at the rate of another."""

@@ -1,0 +1,1 @@
+"""Times of collectives over the levels of a cluster."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules: how long they take and how much they hold."""
