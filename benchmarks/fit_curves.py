@@ -72,7 +72,7 @@ FAMILIES = {
     "blackwell": Family(
         chips=("B200", "GB200", "B300", "GB300"),
         package="nvidia/flagcore_nvidia",
-        fixed={"units": 148.0, "memory_share": 0.85},
+        fixed={"units": 148.0, "memory_share": 0.85, "host_bytes_per_second": 55e9},
         start={
             "gemm_share": 0.55,
             "gemm_shares.fp8": 0.7,
@@ -225,7 +225,11 @@ def _write(family: Family, parameters: Mapping[str, float], told: Mapping[str, A
         path.parent.mkdir(parents=True, exist_ok=True)
         method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"
         source = {"kind": "estimated", "method": f"{method}: {', '.join(told['sources'])}"}
-        content = {"curve": _arguments(family, parameters), "source": source}
+        curve = _arguments(family, parameters)
+        known = yaml.safe_load(path.read_text("utf-8"))["curve"] if path.exists() else {}
+        if "host_bytes_per_second" in known:
+            curve["host_bytes_per_second"] = known["host_bytes_per_second"]
+        content = {"curve": curve, "source": source}
         path.write_text(yaml.safe_dump(content, sort_keys=False, width=110), encoding="utf-8")
 
 
