@@ -73,8 +73,11 @@ class Layout:
         """Return the first row of each combination of the named counts, and for each candidate which one it has."""
         key = np.zeros(self.data.shape, dtype=np.int64)
         for name in names:
-            values, code = np.unique(getattr(self, name), return_inverse=True)
-            key = key * len(values) + code
+            values = getattr(self, name).astype(np.int64)
+            many = int(values.max(initial=0)) + 1
+            if int(key.max(initial=0)) * many >= 1 << 62:
+                key = np.unique(key, return_inverse=True)[1]
+            key = key * many + values
         _, first, which = np.unique(key, return_index=True, return_inverse=True)
         return first, which
 

@@ -251,3 +251,13 @@ def test_fully_sharded_weights_travel_for_each_micro_batch() -> None:
     sharded = with_options(fsdp=True)
     few, many = (parts(sharded, data=64.0, microbatches=count)["dp_comm_exposed_s"] for count in (4.0, 16.0))
     assert many == pytest.approx(4 * few)
+
+
+def test_combinations_are_told_apart_whatever_their_size() -> None:
+    large = {"tensor": [1.0, 4096.0, 4096.0], "context": [2.0**20, 2.0**20, 2.0**19], "micro_batch": [2.0**22] * 3}
+    values = {name: np.full(3, value) for name, value in ONE.items()} | {
+        name: np.array(value) for name, value in large.items()
+    }
+    first, which = Layout(**values).distinct(("tensor", "context", "micro_batch"))
+    assert len(first) == 3
+    assert len(set(which.tolist())) == 3
