@@ -16,6 +16,9 @@ SAMPLE_SECONDS = 1e-3
 
 MOST_SAMPLES, LEAST_SAMPLES = 25, 3
 
+QUIET, USUAL = 0.1, 0.25
+"""Quantiles of samples."""
+
 QUEUE = 200
 """Calls that the host may be ahead of an accelerator."""
 
@@ -58,12 +61,13 @@ class Bench:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return float(shared.item())
 
-    def time(self, call: Callable[[], object], seconds: float, quantile: float) -> Timing:
+    def time(self, call: Callable[[], object], seconds: float, *, alone: bool = True) -> Timing:
         """Return the time of `call` on the slowest device, found within about `seconds`.
 
-        On an accelerator that is the device's own time, not the host's.
-
-        What disturbs a kernel only ever makes it slower, so a low `quantile` of the samples tells its own time.
+        On an accelerator that is the device's own time, not the host's. What disturbs a call only ever makes it
+        slower, so a low quantile of the samples tells its own time: `QUIET` of a kernel `alone`, `USUAL` of what
+        others take part in, some of whose delays are its own. A kernel alone on one core takes that core's time,
+        whatever else the machine does meanwhile.
         """
         call()
         once = self.agree(self._host(call, 1))
@@ -73,24 +77,33 @@ class Bench:
         calls = max(1, min(QUEUE, int(SAMPLE_SECONDS / max(once, 1e-7))))
         samples = int(max(LEAST_SAMPLES, min(MOST_SAMPLES, seconds / (once * calls))))
         self.agree(0.0)
-        sample = self._host if self.cpu else self._device
+        sample = self._device
+        if self.cpu:
+            sample = self._core if alone and torch.get_num_threads() == 1 else self._host
         found = sorted(sample(call, calls) / calls for _ in range(samples))
         middle, spread = found[len(found) // 2], found[(3 * len(found)) // 4] - found[len(found) // 4]
-        return Timing(self.agree(found[int(quantile * len(found))]), spread / middle, samples)
+        return Timing(self.agree(found[int((QUIET if alone else USUAL) * len(found))]), spread / middle, samples)
 
     def host_time(self, call: Callable[[], object], calls: int) -> Timing:
-        """Return the time that the host takes to launch `call`; the device may still be at work."""
+        """Return the processor time that the host takes to launch `call`; the device may still be at work."""
         call()
         found = []
         for _ in range(LEAST_SAMPLES):
             self.synchronize()
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(calls):
                 call()
-            found.append((time.perf_counter() - start) / calls)
+            found.append((time.process_time() - start) / calls)
         self.synchronize()
         found.sort()
         return Timing(found[1], (found[-1] - found[0]) / found[1], LEAST_SAMPLES)
+
+    def _core(self, call: Callable[[], object], calls: int) -> float:
+        """Return the processor time of `calls` calls."""
+        start = time.process_time()
+        for _ in range(calls):
+            call()
+        return time.process_time() - start
 
     def _host(self, call: Callable[[], object], calls: int) -> float:
         """Return the seconds of `calls` calls by the host's clock."""

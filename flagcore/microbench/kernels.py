@@ -1,4 +1,4 @@
-"""Matrix products, attention, memory, launches, copies to the host: what `flagcore.physics.kernel_sheet` holds."""
+"""Matrix products, attention, memory, launches, copies to the host: what `flagcore.physics.kernels.sheet` holds."""
 
 from __future__ import annotations
 
@@ -38,9 +38,6 @@ ROUNDS = 2
 LEAST_CALLS = 6
 """Calls of an item that must fit into the time that is left."""
 
-QUIET, USUAL = 0.1, 0.25
-"""Quantiles of samples: of a kernel alone, and of what others take part in, some of whose delays are its own."""
-
 Row = dict[str, Any]
 
 
@@ -53,8 +50,8 @@ class Item:
     make: Callable[[], Callable[[], object]]
 
 
-def measured(bench: Bench, items: list[Item], seconds: float, quantile: float = QUIET) -> Iterator[Row]:
-    """Time the items within `seconds`; what would take too long is left out.
+def measured(bench: Bench, items: list[Item], seconds: float, *, alone: bool = True) -> Iterator[Row]:
+    """Time the items within `seconds`, `alone` or not; what would take too long is left out.
 
     Each is timed in two rounds, so that a disturbance of some seconds does not decide; the shorter time counts. Few are
     taken from all sizes first, then more, so that time that is too short leaves gaps and not an end.
@@ -68,7 +65,7 @@ def measured(bench: Bench, items: list[Item], seconds: float, quantile: float = 
             left = seconds / ROUNDS - bench.agree(bench.clock() - start)
             if left <= 0 or LEAST_CALLS * _expected(items, found, place) > left:
                 continue
-            timing = bench.time(items[place].make(), 0.7 * left / (len(items) - done), quantile)
+            timing = bench.time(items[place].make(), 0.7 * left / (len(items) - done), alone=alone)
             if place not in found or timing.seconds < found[place].seconds:
                 found[place] = timing
     return (items[place].row | record(timing) for place, timing in sorted(found.items()))

@@ -44,7 +44,7 @@ def kernel():
     time.sleep(2e-4)  # the host is slower than the device
     device.run(5e-5)
 
-print(json.dumps(bench.time(kernel, 0.2, 0.5).seconds))
+print(json.dumps(bench.time(kernel, 0.2).seconds))
 """
 
 PLAN = """
