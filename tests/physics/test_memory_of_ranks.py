@@ -79,6 +79,7 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
+SLIM, TWO, WIDE = {**DENSE, "num_layers": 2, "vocab_size": 4096}, {"mtp_num_layers": 1}, {MICRO: 4}
 TP2, EP2 = {TP: 2, SP: True}, {DP: 2, EP: 2, ETP: 1}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "plain": (DENSE, 0, {}),
@@ -122,6 +123,19 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "latent attention, experts, two tokens": (DEEP, 0, EP2),
     "two tokens on the last stage": (DEEP, 2, {PP: 2, **EP2}),
     "three tokens": ({**DENSE, "num_layers": 2, "mtp_num_layers": 2}, 0, TP2),
+    "layers outweigh the loss": (SLIM, 0, WIDE),
+    "layers outweigh the loss, recompute of the FFN": (SLIM, 0, {**WIDE, **selective("mlp")}),
+    "layers outweigh the loss, recompute of norms": (SLIM, 0, {**WIDE, **selective("layernorm")}),
+    "layers outweigh the loss, block recompute": (SLIM, 0, {**WIDE, **full("block", 1)}),
+    "two tokens, layers outweigh the loss": ({**SLIM, **TWO}, 0, {**WIDE, **selective("mlp")}),
+    "two tokens, uniform recompute": ({**SLIM, **TWO}, 0, {**WIDE, **full("uniform", 1)}),
+    "two tokens, block recompute": ({**SLIM, **TWO}, 0, {**WIDE, **TP2, **full("block", 1)}),
+    "two tokens, experts, uniform recompute": (DEEP, 0, {**WIDE, **EP2, **full("uniform", 1)}),
+    "wide experts": (FEW_EXPERTS, 0, {**WIDE, DP: 8, EP: 8, ETP: 1}),
+    "wide split experts": (FEW_EXPERTS, 0, {**WIDE, **TP2, DP: 8, EP: 8, ETP: 2}),
+    "wide experts, recompute of norms": (FEW_EXPERTS, 0, {**WIDE, DP: 8, EP: 8, ETP: 1, **selective("layernorm")}),
+    "wide experts, recompute of all": (FEW_EXPERTS, 0, {**WIDE, **EP2, **selective("moe")}),
+    "latent attention, recompute, experts": (DEEP, 0, {**WIDE, **EP2, **selective("mla_up_proj", "layernorm")}),
 }
 
 

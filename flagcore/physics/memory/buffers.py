@@ -65,7 +65,8 @@ def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at
         again = np.where(every, stage.moe, block)
         inputs = inputs + again - 0.5 * ((again > 0) & (stage.index > 0) & (stage.dense == 0))  # the stage's own input
         if "moe" in train.options.recompute_modules:
-            inputs = inputs + stage.moe * layout.selective
+            inputs = inputs + (stage.moe + stage.mtp) * layout.selective
+        inputs = inputs + 2.0 * stage.mtp * (layout.uniform > 0)  # a depth's own input, too
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
     left: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return left

@@ -49,9 +49,10 @@ def depths(train: Training, layout: Layout, sizes: Sizes, kept: FloatArray, abov
         return []
     full = layout.uniform > 0
     one = kept + 6.0 * sizes.hidden + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
-    spared = 4.0 * sizes.hidden
+    spared = 3.0 * sizes.hidden
     logits = _logits(train, layout, sizes)
-    work = np.where(full, one - spared + above + sizes.hidden, above)
+    gradients = number * sizes.hidden  # of all depths' outputs, side by side
+    work = gradients + np.where(full, one - spared + above + sizes.hidden, above)
     return [
         Module("mtp", {"mtp": number * np.where(full, spared, one)}, work),
         Module("mtp", {"mtp_logits": number * logits.kept}, np.maximum(logits.forward, logits.backward)),
