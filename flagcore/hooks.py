@@ -21,7 +21,7 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.spec import Task
-from flagcore.physics.collective_curves import CollectiveTable
+from flagcore.physics.collectives.curves import CollectiveTable
 
 hookspec = pluggy.HookspecMarker("flagcore")
 hookimpl = pluggy.HookimplMarker("flagcore")

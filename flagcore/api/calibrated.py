@@ -9,10 +9,10 @@ from flagcore.calibration import Calibration, Calibrations, collective_table, ke
 from flagcore.contracts import CollectiveCosts, KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.collectives import Collectives
-from flagcore.physics.curve import Curve
-from flagcore.physics.roofline import Roofline
-from flagcore.physics.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.filled import FilledCollectiveCosts, FilledKernelCosts
 from flagcore.plugins.installed import PluginFailure

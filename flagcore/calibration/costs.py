@@ -5,12 +5,12 @@ from __future__ import annotations
 from flagcore.calibration.store import Calibration
 from flagcore.domain.chip import Chip
 from flagcore.errors import RunError
-from flagcore.physics.collective_curves import CollectiveTable
-from flagcore.physics.collective_curves import Curve as CollectiveCurve
-from flagcore.physics.curve import Curve
-from flagcore.physics.kernel_sheet import KernelSheet
-from flagcore.physics.kernel_table import KernelTable
-from flagcore.physics.roofline import Roofline
+from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collectives.curves import Curve as CollectiveCurve
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.sheet import KernelSheet
+from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.costfile import Reading, read_kernel
 
 

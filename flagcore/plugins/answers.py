@@ -21,9 +21,9 @@ from flagcore.domain.chip import Chip, Device, Fact
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.physics.collective_curves import CollectiveTable, problem
-from flagcore.physics.collective_model import KINDS
-from flagcore.physics.collectives import Collectives
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.curves import CollectiveTable, problem
+from flagcore.physics.collectives.model import KINDS
 from flagcore.plugins.installed import BadPlugin
 
 _hints = cache(get_type_hints)

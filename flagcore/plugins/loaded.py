@@ -14,9 +14,9 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
-from flagcore.physics.collectives import Collectives
-from flagcore.physics.roofline import Roofline
-from flagcore.physics.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import answers
 from flagcore.plugins.blamed import blamed
 from flagcore.plugins.filled import FilledCollectiveCosts, FilledKernelCosts

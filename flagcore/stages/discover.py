@@ -10,10 +10,10 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import NoDevice
-from flagcore.physics.collectives import Collectives
-from flagcore.physics.memory import PlainMemory
-from flagcore.physics.roofline import Roofline
-from flagcore.physics.topology import topology_of
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.memory.device import PlainMemory
 
 
 def discover(spec: Spec, plugins: Plugins) -> Platform:

@@ -24,7 +24,7 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.physics.collective_model import KINDS
+from flagcore.physics.collectives.model import KINDS
 from flagcore.plugins import LoadedPlugins, answers, launcher, workload
 from flagcore.stages.build import build, refusals
 from flagcore.stages.discover import costs as costs_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.options import Options
-from flagcore.physics.schedules import SCHEDULES
+from flagcore.physics.schedules.named import SCHEDULES
 from flagcore.workloads.megatron.flags import settings_of_command
 from flagcore.workloads.megatron.recompute import recompute_modules, words
 from flagcore.workloads.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout

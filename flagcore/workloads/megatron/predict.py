@@ -9,8 +9,8 @@ from flagcore.domain.prediction import Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.memory import component_table, rank_memory, stage_of_rank, training_memory
-from flagcore.physics.step_time import rank_time, step_time
+from flagcore.physics.memory.training import component_table, rank_memory, stage_of_rank, training_memory
+from flagcore.physics.time.step import rank_time, step_time
 from flagcore.physics.transformer import model_flops
 from flagcore.workloads.megatron.flags import implementation_of_command
 from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE

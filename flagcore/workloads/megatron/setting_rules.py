@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from flagcore.domain.space import BoolArray, Columns, Rule
 from flagcore.domain.spec import SettingValue, Task
-from flagcore.physics.schedules import SCHEDULES
+from flagcore.physics.schedules.named import SCHEDULES
 from flagcore.workloads.megatron.knobs import FULL
 from flagcore.workloads.megatron.options import numbers, schedule, settings_in_force
 from flagcore.workloads.megatron.rules import DIST_OPT, EP, GRANULARITY, PP, RECOMPUTE, SP, VIRTUAL
