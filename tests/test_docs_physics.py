@@ -14,7 +14,7 @@ from flagcore import physics
 
 PAGE = (Path(__file__).parent.parent / "docs" / "physics.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(flagcore/[\w/]+)\.py` \| `([A-Z_]+)` \| `(.+?)` \|", PAGE, re.MULTILINE)
-NO_PHYSICS = {"OCTAVES", "MOST_RANKS", "LARGEST", "MANTISSA"}
+NO_PHYSICS = {"OCTAVES", "MOST_RANKS", "MOST_CHOICES", "SHORTEST", "LARGEST", "MANTISSA"}
 """Sizes of tables and of floats."""
 
 

@@ -106,3 +106,17 @@ class Layout:
     def expert_shards(self) -> FloatArray:
         """Return the ranks that share the optimizer state of an expert's weight."""
         return 1.0 + self.sharded_optimizer * (self.expert_replicas() - 1.0)
+
+
+MOST_CHOICES = 30
+"""Arrays among which `numpy.choose` chooses: its limit is 32 or 64, depending on its version."""
+
+
+def pick(which: IntArray, values: Sequence[FloatArray] | Sequence[IntArray]) -> FloatArray:
+    """Return for each candidate the value at its number in `which`. As `numpy.choose`, without its limit."""
+    if len(values) <= MOST_CHOICES:
+        few: FloatArray = np.choose(which, values)
+        return few
+    rows = np.stack([np.broadcast_to(value, which.shape) for value in values])
+    many: FloatArray = np.take_along_axis(rows, which[None], axis=0)[0]
+    return many

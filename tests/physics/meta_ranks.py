@@ -459,5 +459,7 @@ def _loss(losses: Any) -> tuple[Any, dict[str, Any]]:
 
 if __name__ == "__main__":
     stand_in()
+    gc.collect()
+    gc.freeze()  # collections between jobs need not look at the libraries
     jobs = json.load(sys.stdin)
     json.dump([train(job) if job.get("train") else parameters(job) for job in jobs], sys.stdout)

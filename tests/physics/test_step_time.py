@@ -261,3 +261,20 @@ def test_combinations_are_told_apart_whatever_their_size() -> None:
     first, which = Layout(**values).distinct(("tensor", "context", "micro_batch"))
     assert len(first) == 3
     assert len(set(which.tolist())) == 3
+
+
+def test_a_pipeline_of_a_hundred_stages_with_one_layer_each_is_told() -> None:
+    deep = replace(TRAIN, model=replace(DENSE, num_layers=128), options=Options(schedule="zb-h1"))
+    assert np.isfinite(total(deep, pipeline=128.0, microbatches=256.0))
+
+
+def test_stages_without_layers_take_their_time() -> None:
+    few = replace(TRAIN, model=replace(DENSE, num_layers=2))
+    assert np.isfinite(total(few, pipeline=4.0, microbatches=8.0))
+
+
+def test_groups_without_a_topology_take_no_share_of_compute() -> None:
+    bare = replace(costs(), collectives=Collectives(topology=Topology(levels=())))
+    overlapping = with_options(overlap_grad_reduce=True)
+    assert np.isnan(total(overlapping, bare))
+    assert np.isfinite(total(overlapping, bare, data=1.0))

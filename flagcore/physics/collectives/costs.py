@@ -72,7 +72,7 @@ class Collectives:
         """Return the share of compute that a running collective of the group takes from kernels beside it."""
         count = np.asarray(ranks, dtype=np.float64)
         taken, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
-        for level, members in zip(self.topology.levels, self._members(count, stride), strict=True):
+        for level, members in zip(self.topology.levels, self._members(count, stride), strict=False):
             taken = np.where(members > below, np.maximum(taken, level.compute_taken), taken)
             below = members
         return taken

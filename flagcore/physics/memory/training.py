@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.layout import Layout, Training
+from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.memory.buffers import buffers, left_over, step_bytes, unsharded, workspaces
 from flagcore.physics.memory.keeping import Kinds, held, held_parts
 from flagcore.physics.memory.states import LINEAR_PARTS, State, padding, state
@@ -56,12 +56,13 @@ def training_memory(train: Training, layout: Layout, workspace_bytes: float = 0.
     found = [estimate.memory(each) for each in stages(train.model, layout, train.options)]
     worst = np.argmax(np.stack([memory.peak for memory in found]), axis=0)
 
-    def pick(name: str) -> FloatArray:
-        values: FloatArray = np.choose(worst, [getattr(memory, name) for memory in found])
-        return values
+    def of_worst(name: str) -> FloatArray:
+        return pick(worst, [getattr(memory, name) for memory in found])
 
-    index = np.choose(worst, [memory.worst_stage for memory in found])
-    return Memory(static=pick("static"), activation=pick("activation"), peak=pick("peak"), worst_stage=index)
+    index = pick(worst, [memory.worst_stage for memory in found]).astype(np.int64)
+    return Memory(
+        static=of_worst("static"), activation=of_worst("activation"), peak=of_worst("peak"), worst_stage=index
+    )
 
 
 def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspace_bytes: float = 0.0) -> Memory:

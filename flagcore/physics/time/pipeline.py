@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.layout import Layout, Training
+from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.pipeline import Stage
 from flagcore.physics.schedules import named
 from flagcore.physics.schedules.named import SCHEDULES, StageTimes
@@ -46,7 +46,7 @@ def pipeline_time(
 
         def of(values: list[FloatArray], which: list[IntArray] = which, rows: IntArray = rows) -> FloatArray:
             column = [value[rows] for value in values]
-            return np.stack([np.choose(chosen, column) for chosen in which])
+            return np.stack([pick(chosen, column) for chosen in which])
 
         name = train.options.schedule or "interleaved"
         stage_times = StageTimes(

@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.layout import Layout, Training
+from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.memory.keeping import offloaded_bytes
 from flagcore.physics.memory.training import split_parameters, stage_parameters
 from flagcore.physics.pipeline import Stage, stage, stages
@@ -26,6 +26,9 @@ LAG = 5.0
 
 LAYER_COUNTS = ("tensor", "context", "micro_batch", "sequence_parallel", "expert", "expert_tensor")
 """What the time of a layer depends on."""
+
+SHORTEST = 1e-9
+"""Seconds that a stage without any layer takes at least, so that its launches can be set against something."""
 
 GRAPHED = {"": 1.0, "layer": 0.4, "iteration": 0.0}
 """Share of launches that the host still makes one by one, by what is launched as one graph."""
@@ -65,7 +68,7 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
     times = [_stage_time(train, layout, costs, parts, *each) for each in zip(found, held, strict=True)]
     worst = np.argmax(np.stack([time.busy for time in times]), axis=0)
     forward, backward = (_chosen(worst, [getattr(time, side) for time in times]) for side in ("forward", "backward"))
-    slowest = StageTime(forward, backward, np.choose(worst, [time.weight for time in times]))
+    slowest = StageTime(forward, backward, pick(worst, [time.weight for time in times]))
 
     m = layout.microbatches
     whole, message = pipeline_time(train, layout, costs, found, times)
@@ -155,7 +158,7 @@ def _launched(seconds: Seconds, device: Seconds, host: float, lag: float) -> Sec
     """
     if not host:
         return seconds
-    busy, launching = device.total, seconds.launches * host
+    busy, launching = np.maximum(device.total, SHORTEST), seconds.launches * host
     ratio = launching / busy
     return seconds + quiet(busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0))
 
@@ -179,4 +182,4 @@ def _offloading(train: Training, layout: Layout, costs: Costs, found: Stage, win
 
 def _chosen(worst: IntArray, times: list[Seconds]) -> Seconds:
     names = ("compute", "tensor", "context", "expert", "launches")
-    return Seconds(*(np.choose(worst, [getattr(time, name) for time in times]) for name in names))
+    return Seconds(*(pick(worst, [getattr(time, name) for time in times]) for name in names))
