@@ -1,87 +1,27 @@
-"""Memory of a training rank: exact where it is arithmetic, monotone where it must be."""
+"""Memory of a training rank, exact where it is arithmetic."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
 from flagcore.physics import pipeline
-from flagcore.physics.layout import Layout, Training
+from flagcore.physics.layout import Layout
 from flagcore.physics.memory import training as memory
 from flagcore.physics.memory.device import PlainMemory
-
-LLAMA = Model(
-    name="llama-7b-like",
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_attention_heads=32,
-    num_query_groups=32,
-    kv_channels=128,
-    vocab_size=32000,
-)
-DEEPSEEK_16B = Model(
-    name="deepseek-16b-a3b-like",
-    num_layers=27,
-    hidden_size=2048,
-    ffn_hidden_size=11264,
-    num_attention_heads=16,
-    num_query_groups=16,
-    kv_channels=128,
-    vocab_size=151851,
-    num_moe_experts=64,
-    moe_router_topk=6,
-    moe_ffn_hidden_size=1408,
-    moe_shared_expert_intermediate_size=2816,
-    moe_first_dense_layers=1,
-    multi_latent_attention=True,
-    kv_lora_rank=512,
-    qk_head_dim=128,
-    qk_pos_emb_head_dim=64,
-    v_head_dim=128,
-)
-MOE = dataclasses.replace(LLAMA, num_layers=24, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=4096)
-NEUTRAL = {
-    **dict.fromkeys(
-        ("data", "tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "micro_batch"), 1.0
-    ),
-    **dict.fromkeys(("sharded_optimizer", "sequence_parallel", "selective", "uniform", "block"), 0.0),
-    "first_layers": 0.0,
-    "last_layers": 0.0,
-    "microbatches": 8.0,
-}
+from flagcore.physics.memory.keeping import Kinds
+from flagcore.physics.options import DEFAULTS, Options, StageLayers
+from tests.physics.candidates import DEEPSEEK_16B, LLAMA, MOE, layout, random_layouts, train
 
 
-def layout(**values: float | list[float]) -> Layout:
-    arrays = np.broadcast_arrays(*[np.asarray(value, dtype=np.float64) for value in (NEUTRAL | values).values()])
-    return Layout(**dict(zip(NEUTRAL | values, (np.atleast_1d(array) for array in arrays), strict=True)))
-
-
-def train(model: Model = LLAMA, **values: object) -> Training:
-    given = {"sequence": 4096, "global_batch": 64, "precision": "bf16", **values}
-    return Training(model=model, **given)  # type: ignore[arg-type]
-
-
-def parameters(model: Model, split: Layout, stage: int) -> float:
-    work = train(model)
-    parts = memory.stage_parameters(work, split, pipeline.stage(model, split, np.array([float(stage)])))
-    return float(sum(memory.split_parameters(parts))[0])
-
-
-def random_layouts(model: Model) -> Layout:
-    draw = np.random.default_rng(7)
-    pick = {name: draw.choice([1.0, 2.0, 4.0, 8.0], 400) for name in ("data", "tensor", "micro_batch", "microbatches")}
-    sizes = {"pipeline": draw.choice([1.0, 2.0, 4.0], 400), "context": draw.choice([1.0, 2.0], 400)}
-    flags = {name: draw.choice([0.0, 1.0], 400) for name in ("sharded_optimizer", "sequence_parallel")}
-    virtual = np.where(sizes["pipeline"] > 1, draw.choice([1.0, 2.0], 400), 1.0)
-    return layout(**pick, **sizes, **flags, virtual=virtual, expert_tensor=pick["tensor"])
-
-
-def peak(model: Model, split: Layout) -> np.ndarray:
-    return memory.training_memory(train(model), split).peak
+def parameters(model: Model, split: Layout, stage: int, options: Options = DEFAULTS) -> float:
+    where = pipeline.stage(model, split, np.array([float(stage)]), options)
+    parts = memory.stage_parameters(train(model, options=options), split, where)
+    return float(sum(memory.split_parameters(parts), np.zeros(1))[0])
 
 
 def test_parameters_of_a_7b_model_are_exact() -> None:
@@ -147,32 +87,6 @@ def test_measured_peak_of_one_rank_is_met() -> None:
     assert found.peak[0] / 2**30 == pytest.approx(138.127, rel=1e-4)
 
 
-@pytest.mark.parametrize("model", [LLAMA, MOE], ids=lambda model: model.name)
-@pytest.mark.parametrize("knob", ["micro_batch", "microbatches"])
-def test_more_work_at_once_never_needs_less(model: Model, knob: str) -> None:
-    split = random_layouts(model)
-    more = dataclasses.replace(split, **{knob: 2 * getattr(split, knob)})
-    assert (peak(model, more) >= peak(model, split)).all()
-
-
-@pytest.mark.parametrize("model", [LLAMA, MOE], ids=["dense", "experts"])
-def test_savings_never_need_more(model: Model) -> None:
-    split = random_layouts(model)
-    plain = dataclasses.replace(split, sharded_optimizer=0 * split.data)
-    assert (peak(model, dataclasses.replace(split, sharded_optimizer=0 * split.data + 1)) <= peak(model, plain)).all()
-    for saving in ("selective", "uniform", "block"):
-        assert (peak(model, dataclasses.replace(split, **{saving: np.ones(400)})) <= peak(model, split)).all(), saving
-    blocks = [peak(model, dataclasses.replace(split, block=np.full(400, float(n)))) for n in range(4)]
-    assert (np.diff(np.stack(blocks), axis=0) <= 0).all()
-
-
-@pytest.mark.parametrize("model", [LLAMA, MOE], ids=["dense", "experts"])
-def test_wider_tensor_parallel_never_needs_more(model: Model) -> None:
-    split = dataclasses.replace(random_layouts(model), sequence_parallel=np.ones(400))  # experts require it
-    wider = dataclasses.replace(split, tensor=2 * split.tensor, expert_tensor=2 * split.expert_tensor)
-    assert (peak(model, wider) <= peak(model, split)).all()
-
-
 def test_scores_are_kept_only_without_a_fused_attention_core() -> None:
     split = layout(selective=[0, 1])
     flash, plain = (memory.training_memory(train(flash=flash), split).activation for flash in (True, False))
@@ -187,3 +101,136 @@ def test_plain_memory_tells_allocated_reserved_and_used_apart() -> None:
     assert model.capacity_bytes() == 80e9
     np.testing.assert_allclose(reserved, 11e9)
     np.testing.assert_allclose(model.device_used_bytes(reserved), 12e9)
+
+
+def kept_in_a_layer(model: Model, **work: Any) -> float:
+    return float(Kinds.of(train(model, **work), layout()).dense.kept[0])
+
+
+def test_a_layer_of_the_time_before_keeps_what_its_paper_says() -> None:
+    """Korthikanti et al. 2022 (arXiv 2205.05198), equation 1: 34 + 5 a s / h bytes an element of the layer's input."""
+    gpt = dataclasses.replace(LLAMA, gated_linear_unit=False, ffn_hidden_size=4 * 4096)
+    work = {"sequence": 2048, "precision": "fp16", "fused_activation": True, "transformer_engine": True}
+    old = kept_in_a_layer(gpt, **work, flash=False, options=Options(dropout=True))
+    assert old == pytest.approx(2048 * 4096 * (34 + 5 * 32 * 2048 / 4096), rel=1e-3)  # and a number a row of each norm
+    assert kept_in_a_layer(gpt, **work) == pytest.approx(2048 * 4096 * 32, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MOE, DEEPSEEK_16B], ids=lambda model: model.name)
+@pytest.mark.parametrize("fused", [False, True], ids=["local", "transformer_engine"])
+def test_components_add_up(model: Model, fused: bool) -> None:
+    model = dataclasses.replace(model, mtp_num_layers=1)
+    split = dataclasses.replace(random_layouts(model), selective=(np.arange(400) % 3 == 0) * 1.0)
+    split = dataclasses.replace(split, block=(np.arange(400) % 4 == 0) * 2.0)
+    work = train(model, transformer_engine=fused, options=Options(recompute_modules=frozenset({"layernorm", "mlp"})))
+    found = memory.training_memory(work, split, 2.0**25)
+    table = memory.component_table(work, split, found.worst_stage.astype(np.float64), 2.0**25)
+    np.testing.assert_allclose(sum(part.static for part in table.values()), found.static)
+    np.testing.assert_allclose(sum(part.activation for part in table.values()), found.activation)
+    params = memory.stage_parameters(work, split, pipeline.stage(model, split, found.worst_stage.astype(np.float64)))
+    np.testing.assert_allclose(sum(part.params for part in table.values()), sum(memory.split_parameters(params)))
+
+
+def test_ranks_of_a_stage_are_alike_and_the_worst_stage_is_one_of_them() -> None:
+    split = layout(tensor=2, context=2, data=2, pipeline=4, sequence_parallel=1)
+    ranks = [memory.rank_memory(train(), split, rank) for rank in range(32)]
+    assert [int(rank.worst_stage[0]) for rank in ranks] == [rank // 8 for rank in range(32)]
+    worst = memory.training_memory(train(), split)
+    assert max(rank.peak[0] for rank in ranks) == worst.peak[0]
+    assert ranks[8 * int(worst.worst_stage[0])].static[0] == worst.static[0]
+
+
+def test_a_layout_of_stages_is_followed_and_empty_stages_hold_little() -> None:
+    given = [(1, 0, 0, 0), (0, 16, 0, 0), (0, 0, 0, 0), (0, 16, 0, 1)]
+    stages = tuple(StageLayers(embedding=e, layers=n, mtp=m, loss=loss) for e, n, m, loss in given)
+    split, work = layout(pipeline=4, sequence_parallel=1), train(options=Options(stage_layout=stages))
+    table, layer, norm = 32000 * 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 4096
+    assert [parameters(LLAMA, split, index, work.options) for index in range(4)] == [
+        table,
+        16 * layer,
+        0,
+        16 * layer + norm + table,
+    ]
+    peaks = [memory.rank_memory(work, split, rank).peak[0] for rank in range(4)]
+    assert peaks[2] < 0.01 * peaks[1]
+    assert memory.training_memory(work, split).peak[0] == max(peaks)
+
+
+def test_stages_that_recompute_more_hold_less() -> None:
+    split = layout(pipeline=4, microbatches=16)
+    plain, some = (train(options=Options(recompute_stage_layers=counts)) for counts in ((), (8, 4, 0, 0)))
+    before, after = (
+        [memory.rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, some)
+    )
+    assert after[0] < after[1] < before[1] < before[0]
+    assert after[2:] == before[2:]
+
+
+def test_offload_empties_the_named_stages() -> None:
+    split = layout(pipeline=4, microbatches=16)
+    modules = frozenset({"attn_norm", "qkv_linear", "core_attn", "mlp_norm"})
+    here = train(options=Options(offload_modules=modules, offload_stages=(0,)))
+    plain = train()
+    before, after = (
+        [memory.rank_memory(work, split, rank).activation[0] for rank in range(4)] for work in (plain, here)
+    )
+    assert after[1:] == before[1:]
+    sent = 4 * 8 * 4096 * 4096 * 2 * (1 + 1 + 5 + 1)  # of 4 micro-batches and 8 layers, all but the layer at work
+    assert before[0] - after[0] == pytest.approx(sent * 31 / 32, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "each"),
+    [
+        ("bf16", Options(), 2 + 4 + 12 / 8),
+        ("fp16", Options(grad_bytes=2), 2 + 2 + 12 / 8),
+        ("bf16", Options(grad_bytes=2), 2 + 2 + 12 / 8),
+        ("bf16", Options(precision_aware_optimizer=True), 2 + 4 + (2 + 8) / 8),
+        ("bf16", Options(precision_aware_optimizer=True, exp_avg_bytes=2, exp_avg_sq_bytes=1), 2 + 4 + (2 + 3) / 8),
+        ("bf16", Options(optimizer_offload_fraction=0.5), 2 + 4 + 6 / 8),
+        ("bf16", Options(fsdp=True), (2 + 4 + 12) / 8),
+        ("fp32", Options(), 4 + 4 + 8 / 8),
+    ],
+)
+def test_bytes_a_parameter(precision: str, options: Options, each: float) -> None:
+    split = layout(data=8, sharded_optimizer=1)
+    work = train(precision=precision, options=options)
+    table = memory.component_table(work, split, np.zeros(1))
+    for name in ("qkv_proj", "ffn", "embedding", "norms"):
+        assert table[name].static[0] / table[name].params[0] == pytest.approx(each), name
+
+
+@pytest.mark.parametrize(("precision", "copies"), [("fp8", 2), ("mxfp8", 2 * 33 / 32), ("nvfp4", 2 * 9 / 16)])
+def test_narrow_formats_add_copies_of_linear_weights_or_stand_in_for_them(precision: str, copies: float) -> None:
+    for gathered, wide in ((False, 2.0), (True, 0.0)):
+        work = train(precision=precision, transformer_engine=True, options=Options(fp8_param_gather=gathered))
+        table = memory.component_table(work, layout(), np.zeros(1))
+        assert table["ffn"].weights[0] / table["ffn"].params[0] == pytest.approx(wide + copies)
+        assert table["embedding"].weights[0] / table["embedding"].params[0] == 2.0
+    narrow, full = (kept_in_a_layer(LLAMA, precision=name, transformer_engine=True) for name in (precision, "bf16"))
+    assert narrow < full
+
+
+def test_experts_out_of_balance_need_more() -> None:
+    work = [train(MOE, options=Options(expert_imbalance=load)) for load in (1.0, 1.5)]
+    even, uneven = (memory.training_memory(each, layout(data=8, expert=8)) for each in work)
+    assert uneven.activation[0] > 1.1 * even.activation[0]
+    assert uneven.static[0] == even.static[0]
+
+
+def test_levels_of_recompute_of_experts_save_more_each() -> None:
+    levels: tuple[set[str], ...] = (
+        set(),
+        {"moe_act", "router"},
+        {"moe_act", "router", "moe_fc1", "shared_experts"},
+        {"moe"},
+    )
+    held = [
+        memory.training_memory(
+            train(DEEPSEEK_16B, options=Options(recompute_modules=frozenset(level))),
+            layout(data=8, expert=8, selective=1),
+        ).activation[0]
+        for level in levels
+    ]
+    assert held == sorted(held, reverse=True)
+    assert len(set(held)) == 4
