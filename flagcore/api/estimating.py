@@ -17,6 +17,7 @@ from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
 from flagcore.domain.space import IntArray
+from flagcore.domain.spec import Task
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import Problem, must_fit, pose
 from flagcore.spec import read_spec
@@ -29,7 +30,8 @@ from flagcore.stages.prune import LEARNED
 class Estimate:
     """The best predicted candidates of a spec, and where all others went.
 
-    A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts.
+    A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
+    the candidates whose time nobody can tell; `runs` says what would run them.
     """
 
     chip: str
@@ -38,6 +40,8 @@ class Estimate:
     baseline: Mapping[str, Any]
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
+    untimed: int = 0
+    runs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,21 @@ def estimate(
         baseline=_records(problem, workload, np.array([baseline]))[0],
         candidates=tuple({"number": n, **each} for n, each in enumerate(_records(problem, workload, order), start=1)),
         model=tuple(model_table(workload.parts(task))),
+        untimed=int(np.isinf(time).sum()),
+        runs=_runs(task),
+    )
+
+
+def _runs(task: Task) -> str:
+    """Return what a prediction of a spec is of: the user's own command, or what stands in for one."""
+    train = task.spec.train
+    if train.command is not None:
+        return "as train.command runs it"
+    if train.implementation == "transformer_engine":
+        return "as Megatron-LM runs it with transformer-engine's layers; train.settings plan another run"
+    return (
+        "as flagcore's own trial program runs it: megatron-core's own layers, nothing overlaps; "
+        "train.implementation and train.settings plan another run"
     )
 
 

@@ -91,6 +91,12 @@ def _estimate_spec(
     click.echo(render(found.candidates, form, columns))
     if form == "table":
         options.say("\n" + candidate_line("baseline", found.baseline) + "\n\n" + funnel(found.counts))
+        options.say(f"\nPredicted {found.runs}.")
+        if found.untimed:
+            options.say(
+                f"{found.untimed} of {found.counts.untried} candidates have no time, and stand last by memory: nobody "
+                f"knows a rate that they need, of {found.chip} or between its devices or nodes (`flag calibrate`)."
+            )
 
 
 def _number(explain: str | None) -> int:

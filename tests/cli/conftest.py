@@ -24,8 +24,8 @@ FLAG = (sys.executable, "-c", "from flagcore.cli import main; main()")
 MODEL = {
     "name": "tiny",
     "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
+    "hidden_size": 256,
+    "ffn_hidden_size": 1024,
     "num_attention_heads": 4,
     "vocab_size": 1000,
 }
@@ -119,7 +119,7 @@ class Project:
             "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "512MiB"},
             "train": {
                 "engine": "megatron",
-                "seq_length": 128,
+                "seq_length": 1024,
                 "global_batch_size": 8,
                 "precision": "bf16",
                 "command": [sys.executable, "-S", "-E", str(self.folder / "train.py"), "{folder}"],

@@ -230,7 +230,7 @@ def test_a_changed_spec_is_refused_with_the_difference_and_new_starts_afresh(fla
     changed = {"train": {"seq_length": 256}, "control": few}
     ran = tune(flag, project, "-q", **changed)
     assert ran.code == 2
-    assert "spec.train.seq_length: 128 -> 256" in ran.err
+    assert "spec.train.seq_length: 1024 -> 256" in ran.err
     assert ran.err.count("\n") == 1
     assert tune(flag, project, "--new", **changed).code == 0
     kept = [folder for folder in project.folder.iterdir() if folder.name.startswith("run.")]
