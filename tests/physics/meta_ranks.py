@@ -30,7 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -237,6 +237,7 @@ def stand_in() -> None:
     random._set_cuda_rng_state = lambda *_, **__: None
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
     MoEAlltoAllTokenDispatcher.preprocess = _even(MoEAlltoAllTokenDispatcher.preprocess)
+    MoEAllGatherTokenDispatcher.dispatch_postprocess = _even_gathered(MoEAllGatherTokenDispatcher.dispatch_postprocess)
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda dispatcher, point, tokens=None: tokens
     layers.Norm, layers.CoreAttention = Norm, CoreAttention
     layers.fill_gaps_without_transformer_engine()
@@ -260,6 +261,21 @@ def _even(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         if experts > 1:
             dispatcher.num_global_tokens_per_local_expert = each
         return each.sum(0)
+
+    return evenly
+
+
+def _even_gathered(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    """Deal gathered tokens out to the experts evenly."""
+
+    def evenly(dispatcher: Any, tokens: Any, probabilities: Any) -> Any:
+        each = tokens.shape[0] * dispatcher.router_topk // dispatcher.config.num_moe_experts
+        plain = torch.Tensor.cpu
+        torch.Tensor.cpu = lambda counts: torch.full(counts.shape, each)
+        try:
+            return postprocess(dispatcher, tokens, probabilities)
+        finally:
+            torch.Tensor.cpu = plain
 
     return evenly
 
@@ -305,7 +321,7 @@ def configuration(job: dict[str, Any]) -> Any:
         values |= {
             "moe_layer_freq": [0] * dense + [1] * (model["num_layers"] - dense),
             "moe_router_pre_softmax": model["moe_router_topk"] == 1,
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": job.get("dispatcher", "alltoall"),
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
         }

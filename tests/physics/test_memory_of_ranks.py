@@ -6,6 +6,7 @@ On an accelerator it is exact but for routing, which is never quite even.
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.util import find_spec
 from typing import Any
 
@@ -161,6 +162,28 @@ def test_memory_of_a_rank_is_what_megatron_allocates(allocated: dict[str, dict[s
     peak = max(counted["forward_backward"], counted["optimizer"])
     assert found.static[0] == pytest.approx(counted["static"], rel=2e-4)
     assert found.peak[0] == pytest.approx(peak, rel=LOOSE.get(name, 1e-3))
+
+
+GATHERED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "experts on one rank": (EXPERTS, WIDE),
+    "experts on eight": (EXPERTS, {**WIDE, DP: 8, EP: 8, ETP: 1}),
+    "wide experts": (FEW_EXPERTS, {**WIDE, **EP2}),
+    "split experts": (EXPERTS, {**WIDE, **TP2, DP: 2, EP: 2, ETP: 2}),
+    "on a stage": (SHARED, {**WIDE, **EP2, PP: 2}),
+}
+
+
+@needs_megatron
+def test_memory_of_a_dispatcher_that_gathers_is_what_megatron_allocates() -> None:
+    jobs = [
+        of_megatron(model, 0, knobs, steps=steps(knobs), dispatcher="allgather") for model, knobs in GATHERED.values()
+    ]
+    for (model, knobs), counted in zip(GATHERED.values(), run_ranks(jobs), strict=True):
+        train, split = of_physics(model, knobs, steps=steps(knobs))
+        options = dataclasses.replace(train.options, dispatcher="allgather")
+        found = rank_memory(dataclasses.replace(train, options=options), split, 0)
+        assert found.static[0] == pytest.approx(counted["static"], rel=1e-3)
+        assert found.peak[0] == pytest.approx(max(counted["forward_backward"], counted["optimizer"]), rel=1e-3)
 
 
 @needs_megatron

@@ -11,6 +11,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout, Training
+from flagcore.physics.memory.experts import gathered_tokens
 from flagcore.physics.memory.modules import Sizes
 from flagcore.physics.pipeline import Stage, block_layers
 from flagcore.physics.transformer import attended, layer_parameters, padded_vocab, widths
@@ -45,8 +46,17 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     if train.options.dropout:  # an engine of the time before: positions are learned, nothing stands in
         return sizes.gathered * np.ones(())
     if train.transformer_engine:
-        return own + sizes.gathered * stage.last + _stand_ins(train, layout, stage)
-    return own + sizes.gathered * (1.0 + (stage.mtp > 0))
+        joint = _joint(train, layout, stage, sizes, sizes.gathered * stage.last)
+        return own + joint + _stand_ins(train, layout, stage)
+    return own + _joint(train, layout, stage, sizes, sizes.gathered) + sizes.gathered * (stage.mtp > 0)
+
+
+def _joint(train: Training, layout: Layout, stage: Stage, sizes: Sizes, gathered: FloatArray) -> FloatArray:
+    """Return the buffer for gathered tokens, in which a dispatcher that gathers them for the experts does so too."""
+    if train.model.num_moe_experts is None or train.options.dispatcher != "allgather":
+        return gathered
+    joint: FloatArray = np.maximum(gathered, gathered_tokens(layout, sizes) * (stage.moe + stage.mtp > 0))
+    return joint
 
 
 def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at_most: bool = False) -> FloatArray:

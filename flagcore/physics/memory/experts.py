@@ -49,13 +49,24 @@ def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
     last_gradient = every * (number > 1.0)  # of the output: there until all experts are done, but one lets it go
     each = np.maximum(moments[1], moments[2] + every / number) + last_gradient
     several, apart = own > 1, layout.expert_tensor > 1
-    enter = np.maximum(2.0 * sent, np.maximum((sent + every) * apart, 2.0 * every * several))
+    if options.dispatcher == "allgather":
+        everywhere = gathered_tokens(layout, sizes)
+        enter = every + everywhere
+        forward = every + np.maximum(every * several, np.maximum(everywhere, sizes.hidden))
+    else:
+        enter = np.maximum(2.0 * sent, np.maximum((sent + every) * apart, 2.0 * every * several))
+        forward = _dispatch(layout, sent, every, several, apart)
     backward = sizes.hidden + np.maximum(enter, np.maximum(every + moments[0], each))
-    forward = _dispatch(layout, sent, every, several, apart)
     beside = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
     forward = forward + sizes.hidden * beside  # a gradient that the pipeline still holds, the shared experts' output
     tensors = {"expert_fc1": sizes.linear * h * copies, "moe_first": first * number, "moe_act": last * number}
     return Module("experts", tensors, np.maximum(forward, backward))
+
+
+def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
+    """Return the bytes of the tokens of all ranks that share a layer's experts, where they are gathered."""
+    ranks = layout.expert * layout.expert_tensor
+    return np.where(ranks > 1, ranks * sizes.hidden, 0.0)
 
 
 def _dispatch(layout: Layout, sent: FloatArray, every: FloatArray, several: BoolArray, apart: BoolArray) -> FloatArray:
