@@ -121,7 +121,7 @@ def read(path: Path) -> Calibration:
             rows=rows,
             **{name: str(data[name]) for name in ("chip", "driver", "torch", "date", "how")},
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         fix = "measure again with `flag calibrate`, or delete the file"
         raise RunError(f"{path} is no calibration that can be read ({error!r}); {fix}") from None
 

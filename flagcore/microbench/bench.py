@@ -16,8 +16,8 @@ SAMPLE_SECONDS = 1e-3
 
 MOST_SAMPLES, LEAST_SAMPLES = 25, 3
 
-QUIET, USUAL = 0.1, 0.25
-"""Quantiles of samples."""
+QUIET = 0.1
+"""The quantile of samples that tells a call's own time: what disturbs it only ever makes it slower."""
 
 QUEUE = 200
 """Calls that the host may be ahead of an accelerator."""
@@ -64,10 +64,8 @@ class Bench:
     def time(self, call: Callable[[], object], seconds: float, *, alone: bool = True) -> Timing:
         """Return the time of `call` on the slowest device, found within about `seconds`.
 
-        On an accelerator that is the device's own time, not the host's. What disturbs a call only ever makes it
-        slower, so a low quantile of the samples tells its own time: `QUIET` of a kernel `alone`, `USUAL` of what
-        others take part in, some of whose delays are its own. A kernel alone on one core takes that core's time,
-        whatever else the machine does meanwhile.
+        On an accelerator that is the device's own time, not the host's. A kernel `alone` on one core, in which no
+        other process takes part, takes that core's time, whatever else the machine does meanwhile.
         """
         call()
         once = self.agree(self._host(call, 1))
@@ -82,7 +80,7 @@ class Bench:
             sample = self._core if alone and torch.get_num_threads() == 1 else self._host
         found = sorted(sample(call, calls) / calls for _ in range(samples))
         middle, spread = found[len(found) // 2], found[(3 * len(found)) // 4] - found[len(found) // 4]
-        return Timing(self.agree(found[int((QUIET if alone else USUAL) * len(found))]), spread / middle, samples)
+        return Timing(self.agree(found[int(QUIET * len(found))]), spread / middle, samples)
 
     def host_time(self, call: Callable[[], object], calls: int) -> Timing:
         """Return the processor time that the host takes to launch `call`; the device may still be at work."""

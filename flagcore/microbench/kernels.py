@@ -26,12 +26,11 @@ MOVED = {
     "cast": (1, 1, 2.0**30),
     "mul": (3, 0, 2.0**30),
     "sigmoid": (2, 0, 2.0**24),
-    "accumulate": (1, 2, 2.0**28),
+    "accumulate": (1, 2, 2.0**26),
 }
 """Tensors of the 16-bit format (or of fp32 where there is none) and of fp32 that an element-wise kernel reads and
 writes, and the most bytes of it in training: an activation function works on activations, an accumulation on
 weights, and the largest are the optimizer's. A cast fills an fp32 tensor, an accumulation adds to one."""
-LAUNCHES = 200
 NOISE = (1 << 16) + 1
 ROUNDS = 2
 
@@ -216,37 +215,6 @@ def host_copies(bench: Bench) -> list[Item]:
         for size in (2.0**20, 2.0**24, 2.0**28)
         for name in ("to device", "to host")
     ]
-
-
-class _Scale(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A module whose only kernel does almost nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a product."""
-        return value * self.weight
-
-
-def launches(bench: Bench) -> list[Row]:
-    """Return what the host needs for a kernel of almost nothing, with what a framework does about it.
-
-    A chain of modules that multiply one element by a parameter, forward, and the same backward: two products
-    for each.
-    """
-    chain = torch.nn.Sequential(*[_Scale().to(bench.device) for _ in range(LAUNCHES)])
-    one, weights = torch.ones(1, device=bench.device), list(chain.parameters())
-    forward = bench.host_time(lambda: chain(one), 1)
-    end = chain(one)
-    backward = bench.host_time(lambda: torch.autograd.grad(end, weights, retain_graph=True), 1)
-    both = [
-        Timing(timing.seconds / (count * LAUNCHES), timing.spread, timing.repeats)
-        for timing, count in ((forward, 1), (backward, 2))
-    ]
-    names = ("forward", "backward")
-    return [{"kernel": "launch", "name": name, **record(each)} for name, each in zip(names, both, strict=True)]
 
 
 def _bound(make: Callable[..., Callable[[], object]], *arguments: Any) -> Callable[[], Callable[[], object]]:

@@ -35,6 +35,14 @@ def test_collectives_become_curves_by_kind_and_ranks() -> None:
     assert table.curves[0].seconds == pytest.approx((16e-6, 64e-6))
 
 
+def test_a_small_message_that_was_disturbed_takes_no_longer_than_a_large_one() -> None:
+    times = {1024: 2000.0, 4096: 300.0, 16384: 400.0}
+    rows = tuple({"collective": "send", "ranks": 2, "bytes": size, "us": us} for size, us in times.items())
+    table = collective_table(replace(MADE, rows=rows))
+    assert table is not None
+    assert table.curves[0].seconds == pytest.approx((300e-6, 300e-6, 400e-6))
+
+
 def test_one_device_has_no_collectives() -> None:
     assert collective_table(replace(MADE, rows=MADE.rows[:1])) is None
 

@@ -89,7 +89,13 @@ def test_forgetting_deletes_all_of_a_chip_and_nothing_else(kept: Calibrations) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema": 1}', json.dumps({"schema": 2, "rows": []}), '{"schema": 1, "rows": [3]}']
+    "text",
+    [
+        *("", "[]", '{"schema": 1}', json.dumps({"schema": 2, "rows": []}), '{"schema": 1, "rows": [3]}'),
+        '{"schema": 1, "rows": [], "aliases": [], "devices": Infinity}',
+        "[" * 100_000,
+    ],
+    ids=["empty", "list", "no rows", "newer", "rows of numbers", "endless devices", "deep"],
 )
 def test_a_file_that_is_no_calibration_is_told_with_the_way_out(kept: Calibrations, text: str) -> None:
     kept.keep(MADE).write_text(text)
