@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 
 from flagcore.cli import options
 
 
+def _finite(context: click.Context, option: click.Parameter, value: float) -> float:
+    """Return a number that is one: a range does not stop nan."""
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no length of time", context, option)
+    return value
+
+
 @click.command("calibrate")
 @click.option(
-    "--seconds", type=click.FloatRange(5.0), default=90.0, show_default=True, help="How long to measure, about."
+    "--seconds",
+    type=click.FloatRange(5.0, 3600.0),
+    default=90.0,
+    show_default=True,
+    callback=_finite,
+    help="How long to measure, about.",
 )
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Measure on N devices only [default: all].")
 @click.option("--list", "listed", is_flag=True, help="List what is kept; measure nothing.")

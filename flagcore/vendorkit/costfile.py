@@ -28,6 +28,13 @@ BUSY_SIDE = 1024.0
 """Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
 
 
+DIVISORS = (
+    *("gemm_share", "units", "tile", "memory_share", "elementwise_share"),
+    *("attention_share", "attention_backward_share", "host_bytes_per_second"),
+)
+"""Parameters of a curve that times are divided by."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """What is to be taken out of measured times: seconds, by kind of kernel where it says so.
@@ -90,10 +97,10 @@ def read_curve(text: str, file: str) -> Curve:
     shares = curve.part("gemm_shares")
     values: dict[str, Any] = {}
     if shares is not None:
-        values["gemm_shares"] = {str(name): _positive(shares, str(name)) for name in list(shares.content)}
+        values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
     for known in fields(Curve):
         if known.name != "gemm_shares" and known.name in curve.content:
-            values[known.name] = _positive(curve, known.name)
+            values[known.name] = _positive(curve, known.name, zero=known.name not in DIVISORS)
     curve.finish(f"the parameters are {', '.join(known.name for known in fields(Curve))}")
     return Curve(**values)
 
@@ -137,8 +144,8 @@ def read_kernel(record: Mapping[str, Any], reading: Reading) -> Kernel:
         raise ValueError(f"kernel {name!r} is none of {', '.join(SIZES)}")
     sizes = tuple(float(record[size]) for size in SIZES[name])
     seconds = float(record["us"]) * 1e-6
-    if not seconds > 0 or not all(size > 0 for size in sizes):
-        raise ValueError("sizes and us must be above 0")
+    if not all(0 < number < float("inf") for number in (seconds, *sizes)):
+        raise ValueError("sizes and us must be finite and above 0")
     return reading.kernel(name, str(record.get("precision", "")), sizes, seconds)
 
 
@@ -150,8 +157,8 @@ def _slowed(part: Part) -> Iterator[tuple[str, tuple[float, float]]]:
         kind.finish()
 
 
-def _positive(part: Part, key: str) -> float:
+def _positive(part: Part, key: str, *, zero: bool = True) -> float:
     value = float(part.required(key, (int, float)))
-    if not 0 <= value < float("inf"):
-        raise part.wrong(key, "must be a number, 0 or above", value=value)
+    if not 0 <= value < float("inf") or (value == 0 and not zero):
+        raise part.wrong(key, f"must be a number, {'0 or above' if zero else 'above 0'}", value=value)
     return value

@@ -95,3 +95,9 @@ def test_a_calibration_that_cannot_be_read_is_told_by_who_wants_it(flag: Flag, h
 
 def test_listing_and_forgetting_do_not_go_together(flag: Flag, home: Path) -> None:
     assert flag("calibrate", "--list", "--forget", "cpu").code == 2
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1"])
+def test_a_length_of_time_that_is_none_is_refused(flag: Flag, home: Path, seconds: str) -> None:
+    assert flag("calibrate", "--seconds", seconds).code == 2
+    assert not home.exists()

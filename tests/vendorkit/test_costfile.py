@@ -93,6 +93,8 @@ def test_times_that_the_host_decided_are_bounds() -> None:
         ),
         ("curve: {gemm_share: fast}\nsource: {kind: measured, how: x}", "curve.gemm_share = 'fast' must be a number"),
         ("curve: {gemm_share: -1}\nsource: {kind: measured, how: x}", "curve.gemm_share = -1"),
+        ("curve: {tile: 0}\nsource: {kind: measured, how: x}", "curve.tile = 0.0 must be a number, above 0"),
+        ("curve: {gemm_shares: {fp8: 0}}\nsource: {kind: measured, how: x}", "gemm_shares.fp8 = 0.0 .*above 0"),
         ("curve: {gemm_share: 0.6}", "source is missing"),
         ("source: {kind: measured, how: x}", "curve is missing"),
     ],
@@ -111,6 +113,7 @@ def test_a_bad_curve_is_told_with_key_value_and_fix(text: str, words: str) -> No
         '{"kernel": "gemm", "precision": "bf16", "m": 1, "n": 1, "us": 1}',
         '{"kernel": "copy", "bytes": 1, "us": 0}',
         '{"kernel": "copy", "bytes": -1, "us": 1}',
+        '{"kernel": "copy", "bytes": 1, "us": Infinity}',
     ],
 )
 def test_a_bad_kernel_is_told_with_its_line(line: str) -> None:
