@@ -5,7 +5,7 @@ from __future__ import annotations
 from flagcore.calibration.store import Calibration
 from flagcore.domain.chip import Chip
 from flagcore.errors import RunError
-from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collectives.curves import CollectiveTable, problem
 from flagcore.physics.collectives.curves import Curve as CollectiveCurve
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
@@ -43,4 +43,7 @@ def collective_table(calibration: Calibration) -> CollectiveTable | None:
         curves.append(CollectiveCurve(kind=kind, ranks=ranks, payload_bytes=sizes, seconds=seconds))
     if not curves:
         return None
-    return CollectiveTable(curves=tuple(curves), source=f"flag calibrate, {calibration.date}")
+    table = CollectiveTable(curves=tuple(curves), source=f"flag calibrate, {calibration.date}")
+    if wrong := problem(table):
+        raise RunError(f"the collectives in the calibration of {calibration.chip} {wrong}; measure again")
+    return table

@@ -22,14 +22,14 @@ def test_kernels_are_priced_as_they_were_measured() -> None:
 def test_collectives_become_curves_by_kind_and_ranks() -> None:
     rows = tuple(
         {"collective": kind, "ranks": ranks, "bytes": size, "us": size / 64}
-        for kind in ("all_reduce", "send")
+        for kind in ("all_reduce", "all_gather")
         for ranks in (2, 4)
         for size in (4096, 1024)
     )
     table = collective_table(replace(MADE, rows=rows))
     assert table is not None
     assert {(curve.kind, curve.ranks) for curve in table.curves} == {
-        (kind, ranks) for kind in ("all_reduce", "send") for ranks in (2, 4)
+        (kind, ranks) for kind in ("all_reduce", "all_gather") for ranks in (2, 4)
     }
     assert all(curve.payload_bytes == (1024.0, 4096.0) for curve in table.curves)
     assert table.curves[0].seconds == pytest.approx((16e-6, 64e-6))
@@ -52,3 +52,12 @@ def test_a_bad_row_is_told(row: dict[str, object]) -> None:
     broken = replace(MADE, rows=(row,))
     with pytest.raises(RunError, match="bad row"):
         kernel_table(broken, X1, Curve()) if "kernel" in row else collective_table(broken)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": 0}, {"bytes": -1}, {"us": 0}, {"us": float("inf")}, {"collective": "shout"}]
+)
+def test_a_collective_that_cannot_be_is_told(wrong: dict[str, object]) -> None:
+    row = {"collective": "all_reduce", "ranks": 2, "bytes": 1024, "us": 16.0, **wrong}
+    with pytest.raises(RunError, match=r"the calibration of X1.*measure again"):
+        collective_table(replace(MADE, rows=(row,)))
