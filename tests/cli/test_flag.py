@@ -47,7 +47,9 @@ def test_planning_does_not_import_torch(project: Project) -> None:
     assert imported(project, ("torch", "megatron"), "devices") == []
 
 
-@pytest.mark.parametrize("command", ["calibrate", "devices", "tune", "estimate", "explain", "run", "plugins", "schema", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["calibrate", "devices", "tune", "estimate", "explain", "run", "plugins", "schema", "doctor"]
+)
 def test_every_command_tells_what_it_does(flag: Flag, command: str) -> None:
     ran = flag(command, "--help")
     assert ran.code == 0
