@@ -16,6 +16,7 @@ from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory.device import PlainMemory
+from flagcore.physics.memory.training import training_memory
 from flagcore.physics.options import Options
 from flagcore.physics.time.step import rank_time, step_time
 
@@ -209,6 +210,11 @@ def test_adapters_need_neither_weight_gradients_nor_their_exchange() -> None:
     found = parts(with_options(adapters=True))
     assert found["dp_comm_exposed_s"] == 0
     assert found["compute_s"] < 0.75 * parts()["compute_s"]
+
+
+def test_adapters_leave_weights_alone_between_steps() -> None:
+    static = [training_memory(train, layout()).static[0] for train in (with_options(adapters=True), TRAIN)]
+    assert static[0] < 0.4 * static[1]
 
 
 def test_the_optimizer_takes_less_where_more_ranks_share_its_state() -> None:

@@ -102,6 +102,8 @@ def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: Floa
     Transformer-engine's Adam works in place. 16-bit gradient buffers are copied into fp32 first.
     """
     options, own, theirs = train.options, dense / layout.shards(), experts / layout.expert_shards()
+    if options.adapters:
+        return np.zeros_like(own)
     here = 1.0 - options.optimizer_offload_fraction
     copies = 0.0
     if train.precision != "fp32" and options.grad_bytes < 4 and not options.precision_aware_optimizer:

@@ -73,16 +73,18 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
     owners = replicas if options.fsdp else shards
     everywhere = replicas if options.fsdp else np.ones(())
     adam = options.exp_avg_bytes + options.exp_avg_sq_bytes
-    here = 1.0 - options.optimizer_offload_fraction
+    trained = 0.0 if options.adapters else 1.0
+    here = (1.0 - options.optimizer_offload_fraction) * trained
     if train.precision == "fp32":
-        return State(4.0 * count / everywhere, 4.0 * count / everywhere, 0.0 * count, adam * here * count / owners)
+        gradients = 4.0 * trained * count / everywhere
+        return State(4.0 * count / everywhere, gradients, 0.0 * count, adam * here * count / owners)
     main: float = options.main_param_bytes
     if options.precision_aware_optimizer and train.precision != "fp16":
         main = min(main, 2.0)
     narrow = QUANTISED_BYTES.get(train.precision, 0.0)
     wide = np.where(narrow > 0, count - linear, count) if options.fp8_param_gather else count
     weights = 2.0 * wide + narrow * linear
-    gradients = options.grad_bytes * count
+    gradients = options.grad_bytes * trained * count
     return State(
         weights / everywhere, gradients / everywhere, main * here * count / owners, adam * here * count / owners
     )
