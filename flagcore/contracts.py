@@ -33,40 +33,43 @@ class MemoryModel(Protocol):
         """Return what the device shows in use: `reserved`, context, libraries and collective buffers."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Sizes of causal attention on one device, of a batch of sequences of equal length. The fields broadcast.
+
+    Training has as many `queries` as `keys`. An engine that serves asks the same of its steps: a prompt, or a piece of
+    one, is `queries` at the end of the `keys` that are then cached; decoding is one query on a context of `keys`,
+    `batch` sequences at once, whose keys and values are read from the cache, in pages or in one piece. Sequences of
+    several lengths are several elements.
+    """
+
+    batch: FloatArray
+    """Sequences."""
+    heads: FloatArray
+    """Query heads of a sequence that this device has."""
+    groups: FloatArray
+    """Key and value heads that these share: as many as `heads` without grouping."""
+    queries: FloatArray
+    """Positions computed: the last of the `keys`."""
+    keys: FloatArray
+    """Positions attended to, cached ones included."""
+    head_dim: FloatArray
+    """Width of a head; where keys and values differ in it, the mean."""
+
+
 class KernelCosts(Protocol):
     """Seconds that kernels take on one device, the host's time to launch them not included.
 
-    All arguments are arrays that broadcast; NaN where unknown.
+    All sizes are arrays that broadcast; NaN where unknown.
     """
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
         """Return the time of C[m,n] = A[m,k] B[k,n] in `precision` (fp32 bf16 fp16 fp8 mxfp8 nvfp4 ...)."""
 
-    def attention_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
-        """Return the time of fused causal attention forward: scores, softmax, values.
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        """Return the time of fused causal attention forward: scores, softmax, values."""
 
-        `groups` is the number of key and value heads; the `queries` are the last of the `keys` positions.
-        """
-
-    def attention_backward_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of the backward pass of the same."""
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:

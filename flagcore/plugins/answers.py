@@ -16,7 +16,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Fact
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
@@ -104,9 +104,11 @@ def kernel_costs(answer: object) -> KernelCosts:
     costs: KernelCosts = behaviour(KernelCosts, answer)
     sizes = np.array([128.0, 256.0])
     _two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
-    shape = (sizes / 128, sizes / 32, sizes / 32, sizes, sizes, sizes / 2)
-    _two_numbers(costs.attention_seconds, *shape, "bf16")
-    _two_numbers(costs.attention_backward_seconds, *shape, "bf16")
+    shape = AttentionShape(
+        batch=sizes / 128, heads=sizes / 32, groups=sizes / 32, queries=sizes, keys=sizes, head_dim=sizes / 2
+    )
+    _two_numbers(costs.attention_seconds, shape, "bf16")
+    _two_numbers(costs.attention_backward_seconds, shape, "bf16")
     _two_numbers(costs.memory_seconds, sizes)
     _two_numbers(costs.host_copy_seconds, sizes)
     launch = costs.launch_seconds()

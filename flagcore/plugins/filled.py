@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from flagcore.contracts import CollectiveCosts, KernelCosts
+from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts
 from flagcore.domain.space import FloatArray, IntArray
 
 C = TypeVar("C", KernelCosts, CollectiveCosts)
@@ -26,33 +26,13 @@ class FilledKernelCosts:
         """Return the time of a matrix product."""
         return _filled(lambda costs: costs.gemm_seconds(m, n, k, precision), self)
 
-    def attention_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of attention."""
-        shape = (batch, heads, groups, queries, keys, head_dim)
-        return _filled(lambda costs: costs.attention_seconds(*shape, precision), self)
+        return _filled(lambda costs: costs.attention_seconds(shape, precision), self)
 
-    def attention_backward_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of attention's backward pass."""
-        shape = (batch, heads, groups, queries, keys, head_dim)
-        return _filled(lambda costs: costs.attention_backward_seconds(*shape, precision), self)
+        return _filled(lambda costs: costs.attention_backward_seconds(shape, precision), self)
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of an element-wise kernel."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from flagcore.contracts import KernelCosts
+from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip, Fact, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.launch import Launch
@@ -188,10 +188,14 @@ class PluginConformance:
         for costs in self.each(chips, lambda chip: own_kernel_costs(loaded, chip)):
             assert np.isnan(costs.launch_seconds()) or 1e-7 < costs.launch_seconds() < 1e-3
             ones = np.ones_like(sizes)
+            trained = AttentionShape(
+                batch=ones, heads=8 * ones, groups=8 * ones, queries=sizes, keys=sizes, head_dim=128 * ones
+            )
             for seconds in (
                 costs.gemm_seconds(sizes, sizes, sizes, "bf16"),
-                costs.attention_seconds(ones, 8 * ones, 8 * ones, sizes, sizes, 128 * ones, "bf16"),
-                costs.attention_backward_seconds(ones, 8 * ones, 8 * ones, sizes, sizes, 128 * ones, "bf16"),
+                costs.attention_seconds(trained, "bf16"),
+                costs.attention_seconds(replace(trained, batch=16 * ones, groups=ones, queries=ones), "bf16"),
+                costs.attention_backward_seconds(trained, "bf16"),
                 costs.memory_seconds(sizes**2),
                 costs.host_copy_seconds(sizes**2),
             ):

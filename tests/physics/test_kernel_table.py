@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.physics.kernels.correction import Axis, Correction, octaves
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.kernels.sheet import Kernel, KernelSheet
+from flagcore.physics.kernels.sheet import ATTENTION, Kernel, KernelSheet
 from flagcore.physics.kernels.table import KernelTable
 
 SOURCE = Source(kind="datasheet", detail="made up")
@@ -46,12 +47,12 @@ def measured(*, times: float = 1.0) -> KernelSheet:
     ]
     for length in (512.0, 2048.0, 8192.0):
         sizes = (1.0, 32.0, 8.0, length, length, 128.0)
-        columns = [column(size) for size in sizes]
+        shape = AttentionShape(**dict(zip(ATTENTION, map(column, sizes), strict=True)))
         for name, model in (
             ("attention", TRUTH.attention_seconds),
             ("attention_backward", TRUTH.attention_backward_seconds),
         ):
-            seconds = float(model(*columns, "bf16")[0])
+            seconds = float(model(shape, "bf16")[0])
             kernels.append(Kernel(name=name, precision="bf16", sizes=sizes, seconds=seconds))
     for size in (1e8, 1e9):
         kernels.append(Kernel(name="copy", sizes=(size,), seconds=size / 1.4e12 + 2e-6))
@@ -66,8 +67,15 @@ TABLE = KernelTable.of(Roofline(chip=CHIP), measured())
 def test_a_table_finds_the_shares_of_the_chip_that_was_measured() -> None:
     unseen = (2048, 6144, 2048)
     assert gemm(TABLE, unseen) == pytest.approx(gemm(TRUTH, unseen), rel=0.02)
-    shape = [column(size) for size in (2.0, 16.0, 16.0, 4096.0, 4096.0, 128.0)]
-    assert TABLE.attention_seconds(*shape, "bf16") == pytest.approx(TRUTH.attention_seconds(*shape, "bf16"), rel=0.02)
+    shape = AttentionShape(
+        batch=column(2),
+        heads=column(16),
+        groups=column(16),
+        queries=column(4096),
+        keys=column(4096),
+        head_dim=column(128),
+    )
+    assert TABLE.attention_seconds(shape, "bf16") == pytest.approx(TRUTH.attention_seconds(shape, "bf16"), rel=0.02)
     assert TABLE.memory_seconds(column(3e8)) == pytest.approx(3e8 / 1e12 + 2e-6, rel=0.01)
     assert TABLE.host_copy_seconds(column(3e8)) == pytest.approx(3e8 / 4e10 + 1e-5, rel=0.01)
     assert TABLE.launch_seconds() == 7e-6

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
@@ -31,12 +32,25 @@ def one(value: float) -> np.ndarray:
     return np.array([value])
 
 
+def shaped(
+    queries: float, keys: float, *, batch: float = 1, heads: float = 32, groups: float = 8, width: float = 128
+) -> AttentionShape:
+    return AttentionShape(
+        batch=one(batch),
+        heads=one(heads),
+        groups=one(groups),
+        queries=one(queries),
+        keys=one(keys),
+        head_dim=one(width),
+    )
+
+
 def attention(
     queries: float, keys: float, *, batch: float = 1, heads: float = 32, groups: float = 8, width: float = 128
 ) -> tuple[float, float]:
-    shape = [one(value) for value in (batch, heads, groups, queries, keys, width)]
-    forward = ROOFLINE.attention_seconds(*shape, "bf16")
-    return float(forward[0]), float(ROOFLINE.attention_backward_seconds(*shape, "bf16")[0])
+    shape = shaped(queries, keys, batch=batch, heads=heads, groups=groups, width=width)
+    forward = ROOFLINE.attention_seconds(shape, "bf16")
+    return float(forward[0]), float(ROOFLINE.attention_backward_seconds(shape, "bf16")[0])
 
 
 def test_large_products_reach_more_of_the_peak_than_small_ones() -> None:
@@ -82,16 +96,16 @@ def test_narrower_formats_are_faster_on_large_products_and_pay_for_their_casts_o
 
 
 def test_formats_narrower_than_16_bits_compute_attention_in_bf16() -> None:
-    shape = [one(value) for value in (1.0, 32.0, 8.0, 4096.0, 4096.0, 128.0)]
-    assert ROOFLINE.attention_seconds(*shape, "nvfp4") == ROOFLINE.attention_seconds(*shape, "bf16")
-    assert ROOFLINE.attention_seconds(*shape, "fp32") > 5 * ROOFLINE.attention_seconds(*shape, "bf16")
+    shape = shaped(4096, 4096)
+    assert ROOFLINE.attention_seconds(shape, "nvfp4") == ROOFLINE.attention_seconds(shape, "bf16")
+    assert ROOFLINE.attention_seconds(shape, "fp32") > 5 * ROOFLINE.attention_seconds(shape, "bf16")
 
 
 def test_an_unknown_peak_is_not_invented() -> None:
     assert np.isnan(ROOFLINE.gemm_seconds(one(64.0), one(64.0), one(64.0), "tf32")).all()
     bare = Roofline(chip=Chip(name="bare", vendor="test"))
     assert np.isnan(bare.memory_seconds(one(1e9))).all()
-    assert np.isnan(bare.attention_seconds(*(one(64.0),) * 6, "bf16")).all()
+    assert np.isnan(bare.attention_seconds(shaped(64, 64), "bf16")).all()
 
 
 def test_a_precision_may_reach_its_own_share_of_its_peak() -> None:

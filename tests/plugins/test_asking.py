@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Device, Fact, Source, Support
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.engine import EngineSupport
@@ -276,8 +277,8 @@ class KnowsBf16:
     def gemm_seconds(self, m: Any, n: Any, k: Any, precision: str) -> Any:
         return np.full(np.shape(m), 7.0 if precision == "bf16" else np.nan)
 
-    def attention_seconds(self, batch: Any, *shape_and_precision: Any) -> Any:
-        return np.full(np.shape(batch), np.nan)
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> Any:
+        return np.full(np.shape(shape.batch), np.nan)
 
     attention_backward_seconds = attention_seconds
 
@@ -300,8 +301,9 @@ def test_roofline_stands_in_for_what_a_kernel_table_does_not_know() -> None:
     sizes = np.array([512.0, 1024.0])
     assert costs.gemm_seconds(sizes, sizes, sizes, "bf16").tolist() == [7.0, 7.0]
     assert (costs.gemm_seconds(sizes, sizes, sizes, "fp32") == roofline.gemm_seconds(sizes, sizes, sizes, "fp32")).all()
-    assert np.isfinite(costs.attention_seconds(*(sizes,) * 6, "bf16")).all()
-    assert np.isfinite(costs.attention_backward_seconds(*(sizes,) * 6, "bf16")).all()
+    shape = AttentionShape(batch=sizes, heads=sizes, groups=sizes, queries=sizes, keys=sizes, head_dim=sizes)
+    assert np.isfinite(costs.attention_seconds(shape, "bf16")).all()
+    assert np.isfinite(costs.attention_backward_seconds(shape, "bf16")).all()
     assert costs.launch_seconds() == roofline.launch_seconds()
     assert costs.memory_seconds(np.array([1e3, 1e7])).tolist() == [roofline.memory_seconds(np.array(1e3)), 3.0]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.space import FloatArray
 from flagcore.physics.kernels.curve import Curve
@@ -93,14 +94,14 @@ def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
     )
 
 
-def _excess(sheet: KernelSheet, name: str, modelled: Callable[..., FloatArray]) -> float:
+def _excess(sheet: KernelSheet, name: str, modelled: Callable[[AttentionShape, str], FloatArray]) -> float:
     """Return by how much attention took longer than modelled, in the precision that training uses first."""
     for precision in ("bf16", "fp16", "fp32"):
         rows = _larger_half(
             sheet.rows(name, precision).known, lambda sizes: sizes[:, 0] * sizes[:, 1] * sizes[:, 3] * sizes[:, 4]
         )
         if rows.seconds.size:
-            return float(np.median(rows.seconds / modelled(*rows.sizes.T, precision)))
+            return float(np.median(rows.seconds / modelled(rows.attention_shape(), precision)))
     return 1.0
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip
 from flagcore.domain.space import FloatArray
 from flagcore.physics.kernels.curve import Curve
@@ -58,50 +59,25 @@ class Roofline:
             seconds = seconds + self.memory_seconds(left * (2.0 + 2.0 * narrow))
         return seconds
 
-    def attention_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of causal attention forward: two products over the scores that the mask leaves.
 
         Formats narrower than 16 bits compute attention in bf16. One query is bound by reading keys and values.
         """
         curve = self.curve
-        busy = self._blocks(
-            batch * heads, queries, keys, head_dim, precision, curve.attention_share, curve.attention_overhead
-        )
-        moved = 2.0 * batch * head_dim * (heads * queries + groups * keys) * self._attention_bytes(precision)
+        busy = self._blocks(shape, precision, curve.attention_share, curve.attention_overhead)
+        tensors = shape.heads * shape.queries + shape.groups * shape.keys
+        moved = 2.0 * shape.batch * shape.head_dim * tensors * self._attention_bytes(precision)
         return _larger(2.0 * busy, moved / self._stream()) + curve.kernel_seconds
 
-    def attention_backward_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of its backward pass: five products (Dao 2023, arXiv 2307.08691), and sums over groups."""
         curve, width = self.curve, self._attention_bytes(precision)
-        busy = self._blocks(
-            batch * heads,
-            queries,
-            keys,
-            head_dim,
-            precision,
-            curve.attention_backward_share,
-            curve.attention_backward_overhead,
-        )
-        moved = batch * head_dim * (5.0 * heads * queries + 4.0 * groups * keys) * (width / self._stream())
-        sums = batch * heads * keys * head_dim * (heads > groups) * (GROUP_TENSORS * width / self._stream())
+        busy = self._blocks(shape, precision, curve.attention_backward_share, curve.attention_backward_overhead)
+        tensors = 5.0 * shape.heads * shape.queries + 4.0 * shape.groups * shape.keys
+        moved = shape.batch * shape.head_dim * tensors * (width / self._stream())
+        summed = shape.batch * shape.heads * shape.keys * shape.head_dim * (shape.heads > shape.groups)
+        sums = summed * (GROUP_TENSORS * width / self._stream())
         return _larger(5.0 * busy, moved) + sums + curve.kernel_seconds
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
@@ -117,22 +93,13 @@ class Roofline:
         """Return the time of a copy over the host link."""
         return bytes_moved * (1 / self.curve.host_bytes_per_second) + HOST_LATENCY
 
-    def _blocks(
-        self,
-        rows: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-        share: float,
-        overhead: float,
-    ) -> FloatArray:
+    def _blocks(self, shape: AttentionShape, precision: str, share: float, overhead: float) -> FloatArray:
         """Return the time of one product over the scores: all blocks of queries, and the wait for the longest."""
         curve = self.curve
         peak = self._peak("bf16" if BYTES.get(precision, 2.0) < 2.0 else precision)
-        width = np.maximum(head_dim, (head_dim + curve.half_head) * (BLOCK / (BLOCK + curve.half_head)))
-        scores = rows * queries * (keys + overhead - 0.5 * queries)
-        longest = np.minimum(queries, BLOCK) * (keys + overhead) * (curve.attention_tail * curve.units)
+        width = np.maximum(shape.head_dim, (shape.head_dim + curve.half_head) * (BLOCK / (BLOCK + curve.half_head)))
+        scores = shape.batch * shape.heads * shape.queries * (shape.keys + overhead - 0.5 * shape.queries)
+        longest = np.minimum(shape.queries, BLOCK) * (shape.keys + overhead) * (curve.attention_tail * curve.units)
         return (scores + longest) * width * (2.0 / (peak * share))
 
     def _attention_bytes(self, precision: str) -> float:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.space import BoolArray, FloatArray
+
+ATTENTION = tuple(size.name for size in fields(AttentionShape))
 
 SIZES: Mapping[str, tuple[str, ...]] = {
     "gemm": ("m", "n", "k"),
-    "attention": ("batch", "heads", "groups", "queries", "keys", "head_dim"),
-    "attention_backward": ("batch", "heads", "groups", "queries", "keys", "head_dim"),
+    "attention": ATTENTION,
+    "attention_backward": ATTENTION,
     "copy": ("bytes",),
     "elementwise": ("bytes",),
     "host_copy": ("bytes",),
@@ -52,6 +55,10 @@ class Rows:
     def known(self) -> Rows:
         """Return the rows whose time is the device's."""
         return self.where(~self.bound)
+
+    def attention_shape(self) -> AttentionShape:
+        """Return the sizes of rows that are attention's, an element each."""
+        return AttentionShape(**dict(zip(ATTENTION, self.sizes.T, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

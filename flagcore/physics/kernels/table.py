@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flagcore.contracts import AttentionShape
 from flagcore.domain.space import FloatArray
 from flagcore.physics.kernels.correction import Axis, Correction, LineCorrection
 from flagcore.physics.kernels.curve import Curve
@@ -67,35 +68,17 @@ class KernelTable:
         learned = _like(self.gemm, precision)
         return seconds if learned is None else seconds * learned(m, n, k)
 
-    def attention_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of causal attention forward."""
-        seconds = self.roofline.attention_seconds(batch, heads, groups, queries, keys, head_dim, precision)
+        seconds = self.roofline.attention_seconds(shape, precision)
         learned = _like(self.attention, precision)
-        return seconds if learned is None else seconds * learned(batch * heads, keys, head_dim)
+        return seconds if learned is None else seconds * learned(*_attention_sizes(shape))
 
-    def attention_backward_seconds(
-        self,
-        batch: FloatArray,
-        heads: FloatArray,
-        groups: FloatArray,
-        queries: FloatArray,
-        keys: FloatArray,
-        head_dim: FloatArray,
-        precision: str,
-    ) -> FloatArray:
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of its backward pass."""
-        seconds = self.roofline.attention_backward_seconds(batch, heads, groups, queries, keys, head_dim, precision)
+        seconds = self.roofline.attention_backward_seconds(shape, precision)
         learned = _like(self.attention_backward, precision)
-        return seconds if learned is None else seconds * learned(batch * heads, keys, head_dim)
+        return seconds if learned is None else seconds * learned(*_attention_sizes(shape))
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of an element-wise kernel."""
@@ -119,10 +102,14 @@ def _learned_gemm(roofline: Roofline, sheet: KernelSheet, precision: str) -> Cor
 
 def _learned_attention(roofline: Roofline, sheet: KernelSheet, name: str, precision: str) -> Correction | None:
     rows = sheet.rows(name, precision)
-    batch, heads, groups, queries, keys, width = rows.sizes.T
+    shape = rows.attention_shape()
     model = roofline.attention_seconds if name == "attention" else roofline.attention_backward_seconds
-    modelled = model(batch, heads, groups, queries, keys, width, precision)
-    return _learned(ATTENTION_AXES, rows, np.stack([batch * heads, keys, width], axis=1), modelled)
+    return _learned(ATTENTION_AXES, rows, np.stack(_attention_sizes(shape), axis=1), model(shape, precision))
+
+
+def _attention_sizes(shape: AttentionShape) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return what `ATTENTION_AXES` are of."""
+    return shape.batch * shape.heads, shape.keys, shape.head_dim
 
 
 def _learned_memory(roofline: Roofline, sheet: KernelSheet) -> LineCorrection | None:

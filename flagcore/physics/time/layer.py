@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.contracts import Costs
+from flagcore.contracts import AttentionShape, Costs
 from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.time.exchange import TensorExchange, context_exchange
@@ -156,15 +156,17 @@ def _core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, Fl
     if model.multi_latent_attention:
         groups = heads
     precision = _wide(train.precision)
-    whole = np.full_like(heads, length)
-    shape = (layout.micro_batch, heads, groups, whole, whole, np.full_like(heads, size), precision)
-    forward = costs.kernels.attention_seconds(*shape) / layout.context
+    whole, width = np.full_like(heads, length), np.full_like(heads, size)
+    shape = AttentionShape(
+        batch=layout.micro_batch, heads=heads, groups=groups, queries=whole, keys=whole, head_dim=width
+    )
+    forward = costs.kernels.attention_seconds(shape, precision) / layout.context
     if train.flash:
-        return forward, costs.kernels.attention_backward_seconds(*shape) / layout.context
+        return forward, costs.kernels.attention_backward_seconds(shape, precision) / layout.context
     scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
     rows = layout.micro_batch * heads * length / layout.context
-    product = costs.kernels.gemm_seconds(rows, whole, shape[5], precision)
-    product = product + costs.kernels.gemm_seconds(rows, shape[5], whole, precision)
+    product = costs.kernels.gemm_seconds(rows, whole, width, precision)
+    product = product + costs.kernels.gemm_seconds(rows, width, whole, precision)
     moved, moved_back = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
     return product + moved, 2.0 * product + moved_back
 
