@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -120,6 +120,9 @@ class Costs:
 
     `guessed` says that nobody measured the chip's kernels, or fitted a curve to them. `synchronous` says that the host
     computes itself, as a plain CPU does: its launches take their own time, behind no kernel.
+
+    They are those of the first node group. `further` are those of the others by the rank of their first device, in the
+    order of ranks, and `between` tells what a message from one group to the next takes; without others it is None.
     """
 
     memory: MemoryModel
@@ -127,6 +130,13 @@ class Costs:
     collectives: CollectiveCosts
     guessed: bool = False
     synchronous: bool = False
+    further: Mapping[int, Costs] = field(default_factory=dict)
+    between: CollectiveCosts | None = None
+
+    @property
+    def groups(self) -> tuple[Costs, ...]:
+        """Return the costs of each node group."""
+        return (self, *self.further.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,11 +55,12 @@ class _Split:
     mtp: FloatArray
 
 
-def stages(model: Model, layout: Layout, options: Options = DEFAULTS) -> list[Stage]:
-    """Return the stages that can be the worst of each candidate; short pipelines repeat the last one.
+def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
+    """Return the stages that can be the worst of each candidate, in order; short pipelines repeat the last one.
 
-    These are the first, the second, the first one without leading dense layers, and the last: all others equal one of
-    these and hold fewer micro-batches. Where options treat stages one by one it is all of them.
+    These are the first, the second, the first one without leading dense layers, those of `starts` (the first on other
+    devices), and the last: all others equal the one before and hold fewer micro-batches. Where options treat stages
+    one by one it is all of them.
     """
     end = layout.pipeline - 1.0
     if options.stage_layout or options.recompute_stage_layers or options.offload_stages or options.schedule:
@@ -68,6 +70,8 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS) -> list[St
     if model.num_moe_experts is not None and model.moe_first_dense_layers:
         chunk = _chunk_layers(model, layout, options)
         wanted.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
+    if starts:
+        wanted = list(np.sort(np.stack([*wanted, *starts]), axis=0))
     return [stage(model, layout, index, options) for index in (*wanted, end)]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import numpy as np
 
-from flagcore.contracts import Costs
-from flagcore.domain.space import FloatArray
+from flagcore.contracts import CollectiveCosts, Costs
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.pipeline import Stage
 from flagcore.physics.time.exchange import integers
@@ -60,11 +63,15 @@ def optimizer_time(
 
 
 def gradient_time(
-    train: Training, layout: Layout, costs: Costs, held: tuple[FloatArray, FloatArray], stage: StageTime
+    train: Training,
+    layout: Layout,
+    groups: Sequence[tuple[CollectiveCosts, tuple[FloatArray, FloatArray]]],
+    stage: StageTime,
 ) -> FloatArray:
     """Return what a step waits for to reduce gradients and, with a distributed optimizer, to gather weights.
 
-    `held` are the parameters that all ranks replicate, and those of experts, which have their own group. Gradients are
+    Each of `groups` has its collectives and the most that a stage on it holds of the parameters that all ranks
+    replicate, and of those of experts, which have their own group; the slowest node group decides. Gradients are
     all-reduced, or reduce-scattered and the weights gathered (arXiv 1910.02054, section 7). What overlaps hides
     behind the backward pass (gradients) or forward pass (weights) of one micro-batch, and slows the kernels there down
     by the share of compute that it takes. Fully sharded weights are gathered twice, and gradients scattered, for each
@@ -72,20 +79,25 @@ def gradient_time(
     """
     options = train.options
     if options.adapters:
-        return np.zeros_like(held[0])
-    reduced, gathered, scattered_all, taken = (np.zeros_like(held[0]) for _ in range(4))
-    groups = [(held[0], layout.data * layout.context, layout.tensor)]
+        return np.zeros_like(layout.data)
+    reduced, gathered, scattered_all, taken = (np.zeros_like(layout.data) for _ in range(4))
+    kinds = [(layout.data * layout.context, layout.tensor)]
     if train.model.num_moe_experts is not None:
-        groups.append((held[1], layout.expert_replicas(), layout.expert * layout.expert_tensor))
-    for params, ranks, stride in groups:
+        kinds.append((layout.expert_replicas(), layout.expert * layout.expert_tensor))
+    for place, (ranks, stride) in enumerate(kinds):
         where = (integers(ranks), integers(stride))
-        whole = costs.collectives.seconds("all_reduce", options.grad_bytes * params, *where)
-        scattered = costs.collectives.seconds("reduce_scatter", options.grad_bytes * params, *where)
+
+        def longest(kind: str, each: float, place: int = place, where: tuple[IntArray, IntArray] = where) -> FloatArray:
+            times = (costs.seconds(kind, each * held[place], *where) for costs, held in groups)
+            return reduce(np.maximum, times)
+
+        whole = longest("all_reduce", options.grad_bytes)
+        scattered = longest("reduce_scatter", options.grad_bytes)
         reduced = reduced + np.where(layout.sharded_optimizer > 0, scattered, whole)
         scattered_all = scattered_all + scattered
-        weights = costs.collectives.seconds("all_gather", _gathered_bytes(train) * params, *where)
+        weights = longest("all_gather", _gathered_bytes(train))
         gathered = gathered + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
-        taken = np.maximum(taken, costs.collectives.compute_taken(*where))
+        taken = reduce(np.maximum, [taken, *(costs.compute_taken(*where) for costs, _ in groups)])
     if options.fsdp:
         return layout.microbatches * _behind(2.0 * gathered + scattered_all, stage.busy, taken)
     if options.overlap_grad_reduce:

@@ -10,6 +10,7 @@ from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.pipeline import Stage
+from flagcore.physics.placement import Placement
 from flagcore.physics.schedules import named
 from flagcore.physics.schedules.named import SCHEDULES, StageTimes
 from flagcore.physics.time.exchange import integers
@@ -23,20 +24,20 @@ each."""
 
 
 def pipeline_time(
-    train: Training, layout: Layout, costs: Costs, found: Sequence[Stage], times: Sequence[StageTime]
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    place: Placement,
+    found: Sequence[Stage],
+    times: Sequence[StageTime],
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds in which all stages are through with a step's micro-batches, and those of one message.
 
     `found` are stages in their order, the last one last; one that is not among them is like the one before it.
     """
-    message = costs.collectives.seconds(
-        "send",
-        layer_input_bytes(train, layout),
-        integers(np.minimum(layout.pipeline, 2.0)),
-        integers(layout.tensor * layout.context * layout.data),
-    )
     blocking = np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
-    message = message + blocking * REFILL_LAUNCHES * costs.kernels.launch_seconds()
+    launching = max(each.kernels.launch_seconds() for each in costs.groups)
+    message = _message_seconds(train, layout, costs, place) + blocking * REFILL_LAUNCHES * launching
     total = layout.microbatches * times[-1].busy
     paired = _together(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
@@ -60,6 +61,19 @@ def pipeline_time(
         barrier = not SCHEDULES[name].post_validation
         total[rows] = named.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
     return total, np.where(layout.pipeline > 1.0, message, 0.0)
+
+
+def _message_seconds(train: Training, layout: Layout, costs: Costs, place: Placement) -> FloatArray:
+    """Return the time of one message to the next stage: the slowest, inside a node group or from one to another."""
+    payload, stride = layer_input_bytes(train, layout), integers(layout.tensor * layout.context * layout.data)
+    if costs.between is None:
+        return costs.collectives.seconds("send", payload, integers(np.minimum(layout.pipeline, 2.0)), stride)
+    counts = [integers(np.clip(count, 1.0, 2.0)) for count in place.stages(layout)]
+    inside = zip((each.collectives for each in costs.groups), counts, strict=True)
+    times = [collectives.seconds("send", payload, ranks, stride) for collectives, ranks in inside]
+    times.append(costs.between.seconds("send", payload, integers(np.minimum(layout.pipeline, 2.0)), stride))
+    slowest: FloatArray = np.maximum.reduce(times)
+    return slowest
 
 
 def _together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:

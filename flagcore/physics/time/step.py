@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.memory.keeping import offloaded_bytes
 from flagcore.physics.memory.training import split_parameters, stage_parameters
 from flagcore.physics.pipeline import Stage, stage, stages
+from flagcore.physics.placement import Placement
 from flagcore.physics.time.layer import embedding_time, head_time, layer_time
 from flagcore.physics.time.optimizer import gradient_time, optimizer_time
 from flagcore.physics.time.passes import Block, Seconds, StageTime, quiet
@@ -60,23 +61,30 @@ class _Silence:
 def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
 
-    Kernels and collectives are those of the slowest stage. What the pipeline takes beside them is told apart into
-    messages that this stage waits for, and bubble.
+    Each stage has the kernels and collectives of its own node group. Those of a step are those of the slowest stage.
+    What the pipeline takes beside them is told apart into messages that this stage waits for, and bubble.
     """
-    found, parts = stages(train.model, layout, train.options), _parts(train, layout, costs)
+    place, groups = Placement.of(layout, costs), costs.groups
+    found = stages(train.model, layout, train.options, place.starts)
     held = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
-    times = [_stage_time(train, layout, costs, parts, *each) for each in zip(found, held, strict=True)]
-    worst = np.argmax(np.stack([time.busy for time in times]), axis=0)
-    forward, backward = (_chosen(worst, [getattr(time, side) for time in times]) for side in ("forward", "backward"))
-    slowest = StageTime(forward, backward, pick(worst, [time.weight for time in times]))
+    made = [(each, _parts(train, layout, each)) for each in groups]
+    times = [
+        _on_groups(place, stage, [_stage_time(train, layout, *each, stage, have) for each in made])
+        for stage, have in zip(found, held, strict=True)
+    ]
+    slowest = _chosen(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
+    forward, backward = slowest.forward, slowest.backward
 
     m = layout.microbatches
-    whole, message = pipeline_time(train, layout, costs, found, times)
+    whole, message = pipeline_time(train, layout, costs, place, found, times)
     beside = np.maximum(whole - m * slowest.busy, 0.0)
     hidden = (layout.virtual > 1) & train.options.overlap_p2p_comm
     messages = np.minimum(2.0 * message * np.where(hidden, layout.pipeline - 1.0, m * layout.virtual), beside)
-    most = (np.maximum.reduce([pair[0] for pair in held]), np.maximum.reduce([pair[1] for pair in held]))
-    steps = [optimizer_time(train, layout, costs, *each) for each in zip(found, held, strict=True)]
+    most = [(each.collectives, _most(place, found, held, number)) for number, each in enumerate(groups)]
+    steps = [
+        place.pick(stage.index, [optimizer_time(train, layout, each, stage, have) for each in groups])
+        for stage, have in zip(found, held, strict=True)
+    ]
     return {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
         "tp_comm_s": m * (forward.tensor + backward.tensor),
@@ -84,7 +92,7 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
         "ep_comm_s": m * (forward.expert + backward.expert),
         "pp_bubble_s": beside - messages,
         "pp_comm_s": messages,
-        "dp_comm_exposed_s": gradient_time(train, layout, costs, most, slowest),
+        "dp_comm_exposed_s": gradient_time(train, layout, most, slowest),
         "optimizer_s": np.maximum.reduce(steps),
     }
 
@@ -180,6 +188,26 @@ def _offloading(train: Training, layout: Layout, costs: Costs, found: Stage, win
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, found)) - window, 0.0)
 
 
-def _chosen(worst: IntArray, times: list[Seconds]) -> Seconds:
-    names = ("compute", "tensor", "context", "expert", "launches")
-    return Seconds(*(pick(worst, [getattr(time, name) for time in times]) for name in names))
+def _on_groups(place: Placement, found: Stage, times: list[StageTime]) -> StageTime:
+    """Return of a stage's times, one a node group, that of the group on which it lies."""
+    return times[0] if len(times) == 1 else _chosen(place.group(found.index), times)
+
+
+def _chosen(which: IntArray, times: list[StageTime]) -> StageTime:
+    """Return for each candidate the time at its number in `which`."""
+    names = [field.name for field in fields(Seconds)]
+    forward, backward = (
+        Seconds(*(pick(which, [getattr(getattr(time, side), name) for time in times]) for name in names))
+        for side in ("forward", "backward")
+    )
+    return StageTime(forward, backward, pick(which, [time.weight for time in times]))
+
+
+def _most(
+    place: Placement, found: list[Stage], held: list[tuple[FloatArray, FloatArray]], group: int
+) -> tuple[FloatArray, FloatArray]:
+    """Return the most parameters of both kinds that a stage on a node group holds."""
+    if place.starts:
+        here = [place.group(stage.index) == group for stage in found]
+        held = [(pair[0] * there, pair[1] * there) for pair, there in zip(held, here, strict=True)]
+    return np.maximum.reduce([pair[0] for pair in held]), np.maximum.reduce([pair[1] for pair in held])
