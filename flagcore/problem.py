@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from flagcore.contracts import Platform, Plugins, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Pruned
@@ -85,8 +87,9 @@ def _why_nothing_fits(space: Space, predictions: Predictions | None, pruned: Pru
         counts = ", ".join(f"{name} {number:,}" for name, number in took.items()) or "the space is empty"
         return f"no legal candidate among {space.combinations:,} combinations: {counts}"
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
-    row = int(predictions.device_used_bytes.argmin())
-    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.capacity_bytes or 0) / 2**30
+    capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
+    row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
+    need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
     return (
         f"none of {len(space):,} candidates is left: {counts}; the smallest needs ~{need:.2f} GiB a device "
         f"of {have:.2f} GiB: {space.candidate(row)}"

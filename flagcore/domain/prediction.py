@@ -41,7 +41,9 @@ class Predictions:
     """`Prediction` for many candidates: every field is an array with one element a candidate.
 
     `step_time_s`, `low_s`, `high_s` are NaN and `capacity_bytes` is None where the chip's facts do not
-    allow an answer. `model_flops` is the model flops of one step (no recompute), the same for all.
+    allow an answer. The capacity is one figure for all where all devices are equal, else one a candidate, NaN where
+    nobody knows it: that of the devices of its worst stage. `model_flops` is the model flops of one step (no
+    recompute), the same for all.
     """
 
     step_time_s: FloatArray
@@ -54,19 +56,19 @@ class Predictions:
     reserved_bytes: FloatArray
     device_used_bytes: FloatArray
     worst_stage: IntArray
-    capacity_bytes: float | None
+    capacity_bytes: FloatArray | float | None
     model_flops: float
 
     @property
     def fits(self) -> BoolArray:
-        """Whether each candidate fits; all True when the capacity is not known."""
+        """Whether each candidate fits; True where the capacity is not known."""
         if self.capacity_bytes is None:
             return np.ones(self.device_used_bytes.shape, dtype=np.bool_)
-        return self.device_used_bytes <= self.capacity_bytes
+        return (self.device_used_bytes <= self.capacity_bytes) | np.isnan(self.capacity_bytes)
 
     def row(self, row: int) -> Prediction:
         """Return one candidate's prediction."""
-        known = bool(np.isfinite(self.step_time_s[row]))
+        known, capacity = bool(np.isfinite(self.step_time_s[row])), self._capacity(row)
         return Prediction(
             step_time_s=float(self.step_time_s[row]) if known else None,
             low_s=float(self.low_s[row]) if known else None,
@@ -77,15 +79,25 @@ class Predictions:
             peak_allocated_bytes=float(self.peak_allocated_bytes[row]),
             reserved_bytes=float(self.reserved_bytes[row]),
             device_used_bytes=float(self.device_used_bytes[row]),
-            capacity_bytes=self.capacity_bytes,
-            fits=None if self.capacity_bytes is None else bool(self.fits[row]),
+            capacity_bytes=capacity,
+            fits=None if capacity is None else bool(self.device_used_bytes[row] <= capacity),
             worst_stage=int(self.worst_stage[row]),
             model_flops=self.model_flops,
         )
 
+    def _capacity(self, row: int) -> float | None:
+        if not isinstance(self.capacity_bytes, np.ndarray):
+            return self.capacity_bytes
+        capacity = float(self.capacity_bytes[row])
+        return None if np.isnan(capacity) else capacity
+
+    def _figures(self) -> list[str]:
+        """Return the names of the fields that are arrays with one element a candidate, `time_s` apart."""
+        return [each.name for each in fields(self) if isinstance(getattr(self, each.name), np.ndarray)]
+
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of some rows."""
-        figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in _FIGURES}
+        figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in self._figures()}
         return replace(self, **figures, time_s={name: part[rows] for name, part in self.time_s.items()})
 
     @classmethod
@@ -104,7 +116,7 @@ class Predictions:
         joined, start = first._empty(rows), 0
         for part in chain((first,), rest):
             piece = slice(start, start + part.step_time_s.size)
-            for name in _FIGURES:
+            for name in first._figures():
                 getattr(joined, name)[piece] = getattr(part, name)
             for name, seconds in joined.time_s.items():
                 seconds[piece] = part.time_s[name]
@@ -113,12 +125,8 @@ class Predictions:
 
     def _empty(self, rows: int) -> Predictions:
         """Return predictions of `rows` candidates like these, not filled in yet."""
-        figures: dict[str, Any] = {name: np.empty(rows, dtype=getattr(self, name).dtype) for name in _FIGURES}
+        figures: dict[str, Any] = {name: np.empty(rows, dtype=getattr(self, name).dtype) for name in self._figures()}
         return replace(self, **figures, time_s={name: np.empty(rows) for name in self.time_s})
-
-
-_FIGURES = tuple(each.name for each in fields(Predictions) if each.type in ("FloatArray", "IntArray"))
-"""The fields that are arrays with one element a candidate, `time_s` apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

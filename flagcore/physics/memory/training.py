@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,17 +53,28 @@ def training_memory(train: Training, layout: Layout, workspace_bytes: float = 0.
     The peak is the larger of two phases: forward and backward, at the worst moment of the schedule, and the optimizer's
     step. `workspace_bytes` is one workspace of the library of matrix products.
     """
-    estimate = _Estimate.of(train, layout, workspace_bytes)
-    found = [estimate.memory(each) for each in stages(train.model, layout, train.options)]
-    worst = np.argmax(np.stack([memory.peak for memory in found]), axis=0)
+    places = stages(train.model, layout, train.options)
+    found = stage_memories(train, layout, places, [workspace_bytes] * len(places))
+    return of_stage(np.argmax(np.stack([memory.peak for memory in found]), axis=0), found)
 
-    def of_worst(name: str) -> FloatArray:
-        return pick(worst, [getattr(memory, name) for memory in found])
 
-    index = pick(worst, [memory.worst_stage for memory in found]).astype(np.int64)
-    return Memory(
-        static=of_worst("static"), activation=of_worst("activation"), peak=of_worst("peak"), worst_stage=index
-    )
+def stage_memories(
+    train: Training, layout: Layout, places: Sequence[Stage], workspaces: Sequence[FloatArray | float]
+) -> list[Memory]:
+    """Return the memory of each of some stages; of each the workspace of its own device's library."""
+    estimate = _Estimate.of(train, layout, 0.0)
+    pairs = zip(places, workspaces, strict=True)
+    return [replace(estimate, workspace_bytes=workspace).memory(where) for where, workspace in pairs]
+
+
+def of_stage(which: IntArray, found: Sequence[Memory]) -> Memory:
+    """Return for each candidate the memory at its number in `which`."""
+
+    def chosen(name: str) -> FloatArray:
+        return pick(which, [getattr(memory, name) for memory in found])
+
+    index = pick(which, [memory.worst_stage for memory in found]).astype(np.int64)
+    return Memory(static=chosen("static"), activation=chosen("activation"), peak=chosen("peak"), worst_stage=index)
 
 
 def rank_memory(train: Training, layout: Layout, rank: FloatArray | int, workspace_bytes: float = 0.0) -> Memory:
@@ -78,7 +90,7 @@ def stage_of_rank(layout: Layout, rank: FloatArray | int) -> FloatArray:
 
 
 def component_table(
-    train: Training, layout: Layout, index: FloatArray, workspace_bytes: float = 0.0
+    train: Training, layout: Layout, index: FloatArray, workspace_bytes: FloatArray | float = 0.0
 ) -> dict[str, Component]:
     """Return what each component takes on stage `index` of each candidate.
 
@@ -126,11 +138,11 @@ class _Estimate:
     train: Training
     layout: Layout
     kinds: Kinds
-    workspace_bytes: float
+    workspace_bytes: FloatArray | float
     whole: _Estimate | None
 
     @classmethod
-    def of(cls, train: Training, layout: Layout, workspace_bytes: float) -> _Estimate:
+    def of(cls, train: Training, layout: Layout, workspace_bytes: FloatArray | float) -> _Estimate:
         """Add up layers."""
         spares = np.any(layout.selective + layout.uniform + layout.block > 0)
         whole = None

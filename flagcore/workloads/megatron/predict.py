@@ -9,7 +9,9 @@ from flagcore.domain.prediction import Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.memory.training import component_table, rank_memory, stage_of_rank, training_memory
+from flagcore.physics.memory.in_use import memory_in_use
+from flagcore.physics.memory.training import component_table, rank_memory, stage_of_rank
+from flagcore.physics.placement import Placement
 from flagcore.physics.time.step import rank_time, step_time
 from flagcore.physics.transformer import model_flops
 from flagcore.workloads.megatron.flags import implementation_of_command
@@ -38,7 +40,9 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
     """Return the weights that a rank of each row's stage holds, and the bytes of its worst moment, by component."""
     train, layout = training(task), layout_of(task, columns)
-    table = component_table(train, layout, stages.astype(np.float64), costs.memory.workspace_bytes())
+    index = stages.astype(np.float64)
+    workspaces = [np.array(each.memory.workspace_bytes()) for each in costs.groups]
+    table = component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
     return {
         name: {
             "params": row.params,
@@ -55,6 +59,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
     train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
+    costs = costs.groups[sum(rank >= first for first in costs.further)]
     held = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
     reserved = costs.memory.reserved_bytes(held.peak)
     times = [float(time[0]) for time in rank_time(train, layout, costs, stage_of_rank(layout, rank))]
@@ -132,24 +137,23 @@ def layout_of(task: Task, columns: Columns) -> Layout:
 
 
 def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
-    memory = training_memory(train, layout, costs.memory.workspace_bytes())
+    found = memory_in_use(train, layout, costs)
     time_s = step_time(train, layout, costs)
     total = sum(time_s.values(), np.zeros(()))
-    reserved = costs.memory.reserved_bytes(memory.peak)
     known = DENSE if train.model.num_moe_experts is None else EXPERTS
-    unsure = costs.guessed or costs.synchronous
+    unsure = any(each.guessed or each.synchronous for each in costs.groups)
     low, high = (min(known[0], GUESSED[0]), GUESSED[1]) if unsure else known
     return Predictions(
         step_time_s=total,
         low_s=total * low,
         high_s=total * high,
         time_s=time_s,
-        static_bytes=memory.static,
-        activation_bytes=memory.activation,
-        peak_allocated_bytes=memory.peak,
-        reserved_bytes=reserved,
-        device_used_bytes=costs.memory.device_used_bytes(reserved),
-        worst_stage=memory.worst_stage,
-        capacity_bytes=costs.memory.capacity_bytes(),
+        static_bytes=found.memory.static,
+        activation_bytes=found.memory.activation,
+        peak_allocated_bytes=found.memory.peak,
+        reserved_bytes=found.reserved,
+        device_used_bytes=found.used,
+        worst_stage=found.memory.worst_stage,
+        capacity_bytes=found.capacity,
         model_flops=model_flops(train),
     )
