@@ -2,7 +2,7 @@
 
 from flagcore.api.calibrating import calibrate, calibrations, forget, summary
 from flagcore.api.estimating import Estimate, Explanation, estimate, explain
-from flagcore.api.inspecting import devices, doctor, plugin_table
+from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
 from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.tuning import Outcome, run_best, tune
 
@@ -13,6 +13,7 @@ __all__ = [
     "Outcome",
     "calibrate",
     "calibrations",
+    "chip_table",
     "devices",
     "doctor",
     "estimate",

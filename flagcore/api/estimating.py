@@ -22,6 +22,7 @@ from flagcore.errors import NothingFits, RunError
 from flagcore.problem import Problem, must_fit, pose
 from flagcore.spec import read_spec
 from flagcore.stages.build import refusals
+from flagcore.stages.missing import no_time
 from flagcore.stages.predict import model_table, record
 from flagcore.stages.prune import LEARNED
 
@@ -31,7 +32,7 @@ class Estimate:
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates whose time nobody can tell; `runs` says what would run them.
+    the candidates whose time nobody can tell, and `no_time` says why; `runs` says what would run them.
     """
 
     chip: str
@@ -41,6 +42,7 @@ class Estimate:
     candidates: tuple[Mapping[str, Any], ...]
     model: tuple[Mapping[str, Any], ...]
     untimed: int = 0
+    no_time: str = ""
     runs: str = ""
 
 
@@ -84,6 +86,7 @@ def estimate(
         candidates=tuple({"number": n, **each} for n, each in enumerate(_records(problem, workload, order), start=1)),
         model=tuple(model_table(workload.parts(task))),
         untimed=int(np.isinf(time).sum()),
+        no_time=no_time(task, problem.platform.costs) if np.isinf(time).any() else "",
         runs=_runs(task),
     )
 
@@ -148,10 +151,9 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
     stages = problem.predictions.worst_stage[rows]
     components = workload.components(task, columns, stages, problem.platform.costs)
-    return [
-        {
-            "candidate": space.candidate(int(row)).as_dict(),
-            **record(task, replace(problem.predictions.row(int(row)), components=of_row(components, place))),
-        }
-        for place, row in enumerate(rows)
-    ]
+    records = []
+    for place, row in enumerate(rows):
+        figures = replace(problem.predictions.row(int(row)), components=of_row(components, place))
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, problem.platform.costs)}"}
+        records.append({"candidate": space.candidate(int(row)).as_dict(), **why, **record(task, figures)})
+    return records

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from flagcore import __version__, plugins
 from flagcore.api.telling import loaded_plugins
-from flagcore.domain.chip import Support
+from flagcore.domain.chip import Chip, Fact, Support
 from flagcore.errors import FlagError, NoDevice
 
 
@@ -56,6 +56,12 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     return records
 
 
+def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return one record a chip that a plugin knows, with its aliases and what is known of it; None where nothing is."""
+    with loaded_plugins(without) as loaded:
+        return [_chip(loaded, chip) for chip in sorted(loaded.chips(), key=lambda chip: chip.name.casefold())]
+
+
 def doctor() -> list[dict[str, Any]]:
     """Return one record a thing that flagcore may need: what it is for, its version or None, and what mends it."""
     records: list[dict[str, Any]] = [
@@ -97,10 +103,35 @@ def _support() -> list[dict[str, Any]]:
     ]
 
 
+def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
+    def scaled(fact: Fact | None, unit: float) -> float | None:
+        return fact.value / unit if fact else None
+
+    best = _usual_precision(chip)
+    return {
+        "chip": chip.name,
+        "plugin": loaded.owner(chip.name),
+        "aliases": list(chip.aliases),
+        "memory_gib": scaled(chip.memory_bytes, 2**30),
+        "memory_gbytes_per_second": scaled(chip.memory_bandwidth_bytes_per_second, 1e9),
+        "peak_tflops": chip.dense_flops_per_second[best].value / 1e12 if best else None,
+        "peak_precision": best,
+        "precisions": list(chip.dense_flops_per_second),
+        "devices_per_node": chip.devices_per_node,
+        "link": chip.link.name if chip.link else None,
+        "link_gbytes_per_second": scaled(chip.link.bytes_per_second, 1e9) if chip.link else None,
+        "nic_gbytes_per_second": scaled(chip.nic_bytes_per_second, 1e9),
+    }
+
+
+def _usual_precision(chip: Chip) -> str | None:
+    return next((name for name in ("bf16", "fp16", "fp32") if name in chip.dense_flops_per_second), None)
+
+
 def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
     chip = loaded.find_chip(device.chip)
     flops = chip.dense_flops_per_second if chip else {}
-    best = next((name for name in ("bf16", "fp16", "fp32") if name in flops), None)
+    best = _usual_precision(chip) if chip else None
     return {
         "index": device.index,
         "name": device.chip,
@@ -111,6 +142,7 @@ def _device(loaded: plugins.LoadedPlugins, device: Any) -> dict[str, Any]:
         "peak_precision": best,
         "peak_source": flops[best].source.kind if best else None,
         "driver": device.driver or None,
+        "aliases": list(chip.aliases) if chip else [],
     }
 
 

@@ -14,6 +14,7 @@ from flagcore import plugins
 from flagcore.api.telling import loaded_plugins
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import unknown_chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.job import Job
@@ -23,23 +24,27 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
+from flagcore.spec.unused import unused_in_job
 from flagcore.stages.build import canonical, refusals
 from flagcore.stages.discover import costs
+from flagcore.stages.missing import no_time
 from flagcore.stages.predict import model_table, rank_record, record
 
 AT_ONCE = 1024
 
 Answer = dict[str, Any]
+Line = Mapping[str, Any] | SpecError
+"""A record, or what is wrong with the line that should have held one."""
 
 
 def estimate_jobs(
-    lines: Iterable[Mapping[str, Any]],
+    lines: Iterable[Line],
     *,
     without: Collection[str] = (),
     at_once: int = AT_ONCE,
     with_model: bool = False,
 ) -> Iterator[Answer]:
-    """Predict job records, in order. A bad record gives a status and a reason, never an exception.
+    """Predict job records, in order. A bad record, or the error of a line, gives a status and a reason.
 
     `at_once` lines are read before the first of them is answered. With `with_model`, answers have the weights of
     their models by parts and the candidates, too.
@@ -55,6 +60,12 @@ def _name(line: object) -> str | None:
     """Return the id of a job record as text that can be printed."""
     name = line.get("id") if isinstance(line, Mapping) else None
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
+
+
+def _job(line: Line) -> Job:
+    if isinstance(line, SpecError):
+        raise line
+    return read_job(line)
 
 
 def _refused(error: FlagError, line: object) -> Answer:
@@ -75,12 +86,15 @@ class _Platform:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One job, ready to be predicted. `noted` names the settings that its source's notes tell of."""
+    """One job, ready to be predicted. `warnings` tell what in it does nothing, `noted` names the settings that its
+    source's notes tell of.
+    """
 
     place: int
     task: Task
     values: Mapping[str, KnobValue]
     columns: Columns
+    warnings: tuple[str, ...]
     noted: frozenset[str]
     rank: int | None
 
@@ -93,13 +107,13 @@ class _Jobs:
         self._platform = lru_cache(maxsize=None)(self._ask)
         self._workload = lru_cache(maxsize=None)(plugins.workload)
 
-    def answers(self, lines: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return status and figures of each line."""
         answers: dict[int, Answer] = {}
         groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
         for place, line in enumerate(lines):
             try:
-                self._sort(place, read_job(line), groups)
+                self._sort(place, _job(line), groups)
             except FlagError as error:
                 answers[place] = _refused(error, line)
         for platform, workload, rows in groups.values():
@@ -116,12 +130,14 @@ class _Jobs:
         """Put a job with those of the same task. Raises FlagError."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
-            raise NotModelled(f"no installed plugin knows the chip {job.chip!r}")
+            hint = unknown_chip(job.chip, self._loaded.chips())
+            raise NotModelled(f"no installed plugin knows the chip {job.chip!r}; {hint}")
         devices = min(job.devices_per_node, job.devices)
         if job.devices % devices:
             problem = f"is no multiple of cluster.devices_per_node = {job.devices_per_node}"
-            raise SpecError(key="cluster.devices", value=job.devices, problem=problem)
-        cluster = chip.name, job.devices // devices, devices, job.train.engine
+            fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
+            raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
+        cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.train.engine
         platform, workload = self._platform(*cluster), self._workload(job.train.engine)
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=job.train)
         bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
@@ -136,12 +152,14 @@ class _Jobs:
             words,
             tuple(sorted(train.settings.items())),
         )
-        row = _Row(place, task, values, workload.columns(task, values), noted, job.rank)
+        warnings = tuple(unused_in_job(job.train.settings, values))
+        row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
-    def _ask(self, chip: str, nodes: int, devices: int, engine: str) -> _Platform:
+    def _ask(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
         known = self._loaded.find_chip(chip)
         assert known is not None
+        known = with_network(known, network)
         group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices)
         made = costs(Cluster(groups=(group,)), self._loaded, engine)
         return _Platform(group, made, self._loaded.engine_support(known, engine))
@@ -175,7 +193,9 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
     answers: dict[int, Answer] = {}
     for number, row in enumerate(rows):
         figures = replace(predictions.row(number), components=of_row(components, number))
-        answers[row.place] = {"status": "ok", **record(task, figures)}
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, platform.costs)}"}
+        told = {"warnings": list(row.warnings)} if row.warnings else {}
+        answers[row.place] = {"status": "ok", **why, **told, **record(task, figures)}
         if row.rank is not None:
             only = _taken(columns, np.array([number]))
             answers[row.place]["rank"] = rank_record(workload.rank(task, only, row.rank, platform.costs))

@@ -11,6 +11,7 @@ from flagcore.calibration import Calibrations
 from flagcore.domain.chip import Support
 from flagcore.plugins import LoadedPlugins, load_plugins
 from flagcore.problem import Problem
+from flagcore.spec.unused import unused_in_space
 
 LOG = logging.getLogger("flagcore")
 
@@ -27,12 +28,14 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
 
 
 def tell_of_problem(problem: Problem) -> None:
-    """Warn of pruning rules that had to be left out, and of an engine that nobody has said to work on the chip."""
+    """Warn of an engine that nobody has said to work on the chip, of pruning rules that had to be left out, and of
+    settings that do nothing."""
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.groups[0].chip.name
         tell([f"{task.spec.train.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
     tell(problem.pruned.broken_rules)
+    tell(unused_in_space(task.spec.train.settings, task.spec.space))
 
 
 def tell(problems: Iterable[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -27,13 +28,14 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
         "precision": "peak_precision",
         "source": "peak_source",
         "driver": "driver",
+        "aliases": "aliases",
     }
-    click.echo(render(api.devices(without), form, columns))
+    click.echo(render(_in_one(api.devices(without), form, "aliases"), form, columns))
 
 
 @click.group("plugins")
 def plugins_command() -> None:
-    """Look at the installed plugins."""
+    """Look at the installed plugins, and at the chips that they know."""
 
 
 @plugins_command.command("list")
@@ -53,9 +55,38 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
         "chips": "chips",
         "problem": "problem",
     }
-    if form in ("table", "csv"):
-        records = [{**record, "chips": " ".join(record["chips"])} for record in records]
-    click.echo(render(records, form, columns))
+    click.echo(render(_in_one(records, form, "chips", " "), form, columns))
+
+
+@plugins_command.command("chips")
+@options.output
+@options.plugins
+def plugins_chips(form: str, without: tuple[str, ...]) -> None:
+    """List every chip that can be planned for, with its aliases and figures."""
+    from flagcore import api
+    from flagcore.report.formats import render
+
+    columns = {
+        "chip": "chip",
+        "plugin": "plugin",
+        "memory GiB": "memory_gib",
+        "GB/s": "memory_gbytes_per_second",
+        "peak TFLOP/s": "peak_tflops",
+        "precision": "peak_precision",
+        "devices/node": "devices_per_node",
+        "link": "link",
+        "link GB/s": "link_gbytes_per_second",
+        "nic GB/s": "nic_gbytes_per_second",
+        "aliases": "aliases",
+    }
+    click.echo(render(_in_one(api.chip_table(without), form, "aliases"), form, columns))
+
+
+def _in_one(records: list[dict[str, Any]], form: str, key: str, between: str = ", ") -> list[dict[str, Any]]:
+    """Return records whose list under `key` is one text, if they are to have columns."""
+    if form not in ("table", "csv"):
+        return records
+    return [{**record, key: between.join(record[key])} for record in records]
 
 
 @click.command("schema")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from flagcore.cli import options
+
+T = TypeVar("T")
 
 
 @click.command("estimate")
@@ -35,13 +40,19 @@ def estimate_command(
     form: str,
     without: tuple[str, ...],
 ) -> None:
-    """Predict memory and time of every candidate of SPEC, or of job records. Runs nothing."""
+    """Predict memory and time of every candidate of SPEC, or of job records. Runs nothing.
+
+    With --jobs the default format is jsonl: an answer a line, each as soon as it is known.
+    """
+    if explain is not None and form == "csv":
+        raise click.UsageError("--explain tells one in full, which has no columns: use another --format than csv")
     if (spec is None) == (jobs is None):
         raise click.UsageError("give either SPEC or --jobs FILE")
     if jobs is not None and chip is not None:
         raise click.UsageError("--chip goes with SPEC; a job record names its own chip")
     if jobs is not None:
-        _estimate_jobs(jobs, explain, form, without)
+        given = click.get_current_context().get_parameter_source("form") is not ParameterSource.DEFAULT
+        _estimate_jobs(jobs, explain, form if given or explain is not None else "jsonl", without)
         return
     assert spec is not None
     _estimate_spec(spec, chip, top, explain, form, without)
@@ -53,19 +64,27 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
 
     records = _records(jobs)
     if explain is not None:
-        wanted = (line for line in records if isinstance(line, dict) and line.get("id") == explain)
+        ids: list[str] = []
+        wanted = _of_id(records, explain, ids)
         found = next(api.estimate_jobs(wanted, without=without, at_once=1, with_model=True), None)
         if found is None:
-            raise click.UsageError(f"--explain {explain}: no job record of {jobs} has this id")
+            near = " or ".join(get_close_matches(explain, dict.fromkeys(ids), n=2))
+            hint = f"did you mean {near}?" if near else f"{len(ids)} records have an id"
+            raise click.UsageError(f"--explain {explain}: no job record of {jobs} has this id; {hint}")
         _show(found, f"Job {explain}", form)
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
     predictions = api.estimate_jobs(records, without=without, at_once=at_once)
-    if form in ("jsonl", "table"):
+    if form == "jsonl":
         for prediction in predictions:
             click.echo(json.dumps(prediction, ensure_ascii=False, allow_nan=False))
     else:
-        click.echo(render(list(predictions), form, JOB_COLUMNS))
+        answers = list(predictions)
+        if form in ("table", "csv"):
+            answers = [
+                {**each, "reason": each.get("reason") or "; ".join(each.get("warnings", ()))} for each in answers
+            ]
+        click.echo(render(answers, form, JOB_COLUMNS))
 
 
 def _estimate_spec(
@@ -93,10 +112,8 @@ def _estimate_spec(
         options.say("\n" + candidate_line("baseline", found.baseline) + "\n\n" + funnel(found.counts))
         options.say(f"\nPredicted {found.runs}.")
         if found.untimed:
-            options.say(
-                f"{found.untimed} of {found.counts.untried} candidates have no time, and stand last by memory: nobody "
-                f"knows a rate that they need, of {found.chip} or between its devices or nodes (`flag calibrate`)."
-            )
+            many = f"{found.untimed:,} of {found.counts.untried:,}"
+            options.say(f"{many} candidates have no time, and stand last by memory: {found.no_time}.")
 
 
 def _number(explain: str | None) -> int:
@@ -179,32 +196,30 @@ PREDICTED_COLUMNS = {
     "limited by": "limit",
 }
 MOST_EXPLAINED = 100_000
-LONGEST_LINE = 1 << 20
-JOB_COLUMNS = {"id": "id", "status": "status", "reason": "reason", **PREDICTED_COLUMNS}
+JOB_COLUMNS = {"id": "id", "status": "status", **PREDICTED_COLUMNS, "fits": "memory.fits", "reason": "reason"}
 
 
 def _records(file: str) -> Iterator[Any]:
-    """Yield one value a line; a line that is no JSON becomes a text, which the estimate calls invalid."""
+    """Yield the record of each line, or what is wrong with it. Raises UsageError where there is none at all."""
     from flagcore.errors import UsageError
+    from flagcore.spec import read_job_lines
 
+    name = "stdin" if file == "-" else file
     try:
         with open(0, "rb", closefd=False) if file == "-" else Path(file).open("rb") as stream:
-            yield from (_value(line) for line in _lines(stream) if line.strip())
+            lines = read_job_lines(stream, file=name)
+            first = next(lines, None)
+            if first is None:
+                raise UsageError(f"{name} holds no job record; write one JSON object a line")
+            yield from chain([first], lines)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of a file; of one that is too long only its start, which is no JSON."""
-    while line := stream.readline(LONGEST_LINE):
-        rest = line
-        while rest and not rest.endswith(b"\n"):
-            rest = stream.readline(LONGEST_LINE)
-        yield line
-
-
-def _value(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return line.decode("utf-8", errors="replace")[:80]
+def _of_id(records: Iterable[T], wanted: str, ids: list[str]) -> Iterator[T]:
+    """Yield the records of this id, and put all other ids into `ids`."""
+    for record in records:
+        if isinstance(record, dict):
+            if record["id"] == wanted:
+                yield record
+            ids.append(record["id"])

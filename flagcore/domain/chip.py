@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from enum import Enum
 
 
@@ -88,3 +89,43 @@ class Device:
     memory_bytes: int | None = None
     driver: str = ""
     uuid: str = ""
+
+
+def with_network(chip: Chip, nic_bytes_per_second: float | None) -> Chip:
+    """Return `chip` with a network of the user's own; None leaves it as it is."""
+    if nic_bytes_per_second is None:
+        return chip
+    return replace(chip, nic_bytes_per_second=Fact(value=nic_bytes_per_second, source=Source(kind="user", detail="")))
+
+
+NEAR = 0.72
+"""A chip's name is near a word if so much of both is the same, letter case, spaces and dashes aside."""
+
+
+def nearest(word: str, chips: Iterable[Chip], most: int = 4) -> tuple[str, ...]:
+    """Return the names of the chips that `word` may have meant, the likeliest first.
+
+    These are the ones with a name or alias of which `word` is a part, or which is a part of it; where there is none,
+    those that are spelt alike.
+    """
+    wanted, parts, alike = _bare(word), [], []
+    for chip in chips:
+        names = [_bare(name) for name in (chip.name, *chip.aliases)]
+        nearness = max(SequenceMatcher(None, wanted, name).ratio() for name in names)
+        if len(wanted) > 1 and any(wanted in name or name in wanted for name in names if name):
+            parts.append((-SequenceMatcher(None, wanted, names[0]).ratio(), chip.name))
+        elif nearness >= NEAR:
+            alike.append((-nearness, chip.name))
+    return tuple(name for _, name in sorted(parts or alike)[:most])
+
+
+def unknown_chip(word: str, chips: Iterable[Chip]) -> str:
+    """Return how to go on where no chip answers to `word`: the names near it, else all, and where to find aliases."""
+    known = tuple(chips)
+    near, listed = " or ".join(nearest(word, known)), ", ".join(sorted(chip.name for chip in known)) or "none"
+    hint = f"did you mean {near}?" if near else f"known chips: {listed};"
+    return f"{hint} `flag plugins chips` lists all, with aliases"
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())[:64]

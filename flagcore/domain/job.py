@@ -14,7 +14,7 @@ from flagcore.domain.spec import TrainSpec
 class Job:
     """One record. `candidate` has the knobs that were given; an absent one has its engine's default.
 
-    `chip` is a name or an alias of a chip, `rank` the global rank whose own figures are wanted.
+    `chip` is a name or an alias of a chip, `nic_bytes_per_second` its network where the record says it, `rank` the global rank whose own figures are wanted.
     `notes` is what its source says of the engine's settings in its own words.
     """
 
@@ -26,5 +26,6 @@ class Job:
     devices_per_node: int
     train: TrainSpec
     candidate: Mapping[str, KnobValue]
+    nic_bytes_per_second: float | None = None
     rank: int | None = None
     notes: str = ""

@@ -25,6 +25,7 @@ class ClusterSpec:
     devices_per_node: int | None = None
     memory_bytes_per_device: int | None = None
     hosts: tuple[str, ...] = ()
+    nic_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ def memory_text(memory: Mapping[str, Any]) -> str:
 def time_text(record: Mapping[str, Any]) -> str:
     """Return the parts of a step with their shares, and what limits it."""
     if "step_time_s" not in record:
-        return "Time: unknown, for nobody knows a rate that it needs: the chip's, or that between devices or nodes."
+        return f"Time: {record.get('reason', 'unknown').removeprefix('no time: ')}."
     step, speed = record["step_time_s"], record["tokens_per_second_per_device"]["value"]
     rows = [
         [PARTS.get(name, name), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]

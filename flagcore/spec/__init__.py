@@ -6,14 +6,15 @@ and yaml are imported by the first call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from flagcore.domain.job import Job
     from flagcore.domain.model import Model
     from flagcore.domain.spec import Spec
+    from flagcore.errors import SpecError
 
 
 def read_spec(path: Path) -> Spec:
@@ -64,3 +65,10 @@ def read_job(line: Mapping[str, object]) -> Job:
     from flagcore.spec.jobs import job_from
 
     return job_from(line)
+
+
+def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Mapping[str, Any] | SpecError]:
+    """Yield the record of each line of a job file that has one, or the error that names `file` and the line."""
+    from flagcore.spec.joblines import job_lines
+
+    return job_lines(stream, file=file)

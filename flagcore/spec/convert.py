@@ -79,6 +79,7 @@ def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
         devices_per_node=devices,
         memory_bytes_per_device=_memory(cluster.memory_per_device, file),
         hosts=hosts,
+        nic_bytes_per_second=cluster.nic_bytes_per_second,
     )
 
 

@@ -1,7 +1,8 @@
-"""Job records: one training candidate on one cluster. Unknown fields are tolerated where a record tells its source."""
+"""Job records: one training candidate on one cluster. Beside their keys a record may have any that tell its source."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from pydantic import ConfigDict, Field
 from flagcore.domain.job import Job
 from flagcore.domain.spec import TrainSpec
 from flagcore.spec.knobs import JobKnobs, candidate_of
-from flagcore.spec.limits import Devices, ModelPath, Precision, Size, Text
+from flagcore.spec.limits import MAX_DEVICES, Devices, ModelPath, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import plain, spec_error
 from flagcore.spec.schema import Shape
@@ -19,19 +20,19 @@ from flagcore.spec.settings import Settings, settings_of
 from flagcore.spec.validate import Section, checked
 
 
-class _Tolerant(Section):
-    model_config = ConfigDict(extra="ignore")
-
-
-class _Cluster(_Tolerant):
+class _Cluster(Section):
     chip: Text
-    devices: Devices
+    devices: Devices | None = None
     devices_per_node: Devices
+    nodes: Devices | None = None
+    nic_bytes_per_second: Rate | None = None
+    interconnect: Any = None
+    notes: Any = None
+    source: Any = None
 
 
 class _Train(Settings):  # type: ignore[valid-type, misc]
-    model_config = ConfigDict(extra="ignore")
-
+    engine: Word = "megatron"
     seq_length: Size
     global_batch_size: Size
     precision: Precision
@@ -39,9 +40,12 @@ class _Train(Settings):  # type: ignore[valid-type, misc]
     implementation: Literal["local", "transformer_engine"] | None = None
     settings: Settings = Settings()  # type: ignore[valid-type]
     notes: Any = None
+    source: Any = None
 
 
-class _Record(_Tolerant):
+class _Record(Section):
+    model_config = ConfigDict(extra="ignore")
+
     id: str
     kind: Literal["train"]
     model: ModelPath | Shape
@@ -55,13 +59,15 @@ def job_from(line: Mapping[str, object]) -> Job:
     """Return one record as a job. A model's relative path starts at the working directory. Raises SpecError."""
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object a line")
+    _no_slips(line)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
     if data.get("kind") == "serve":
         raise spec_error("kind", "is not supported: serving comes in a later version", value="serve", fix="use train")
     record = checked(_Record, data)
-    if record.rank is not None and record.rank >= record.cluster.devices:
-        problem = f"must be below cluster.devices = {record.cluster.devices}"
-        raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {record.cluster.devices - 1}")
+    devices = _devices(record.cluster)
+    if record.rank is not None and record.rank >= devices:
+        problem = f"must be below cluster.devices = {devices}"
+        raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {devices - 1}")
     model, train, candidate = record.model, record.train, candidate_of(record.candidate)
     given = settings_of(train) | settings_of(train.settings) | settings_of(record.candidate, but=candidate)
     return Job(
@@ -69,10 +75,11 @@ def job_from(line: Mapping[str, object]) -> Job:
         kind=record.kind,
         model=model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
         chip=record.cluster.chip,
-        devices=record.cluster.devices,
+        devices=devices,
         devices_per_node=record.cluster.devices_per_node,
+        nic_bytes_per_second=record.cluster.nic_bytes_per_second,
         train=TrainSpec(
-            engine="megatron",
+            engine=train.engine,
             seq_length=train.seq_length,
             global_batch_size=train.global_batch_size,
             precision=train.precision,
@@ -84,3 +91,33 @@ def job_from(line: Mapping[str, object]) -> Job:
         rank=record.rank,
         notes=train.notes if isinstance(train.notes, str) else "",
     )
+
+
+def _no_slips(line: Mapping[str, object]) -> None:
+    """Raise SpecError for a key that was meant to be one of a record's: it would be taken for one of its source's."""
+    known = list(_Record.model_fields)
+    for key in line:
+        if key in known or not isinstance(key, str):
+            continue
+        if key == "settings" or key in JobKnobs.model_fields:
+            where = "train" if key == "settings" else "candidate"
+            raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {where}")
+        if close := difflib.get_close_matches(key[:64], [name for name in known if name not in line], n=1, cutoff=0.7):
+            raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
+
+
+def _devices(cluster: _Cluster) -> int:
+    """Return the number of devices of a cluster, which may also be told by nodes. Raises SpecError."""
+    per_node, nodes = cluster.devices_per_node, cluster.nodes
+    if cluster.devices is None:
+        if nodes is None:
+            raise spec_error("cluster.devices", "is missing", fix="give the number of devices in all nodes")
+        if nodes * per_node > MAX_DEVICES:
+            problem = f"times devices_per_node = {per_node} must be at most {MAX_DEVICES} devices"
+            raise spec_error("cluster.nodes", problem, value=nodes, fix=f"use {MAX_DEVICES // per_node}")
+        return nodes * per_node
+    right = -(-cluster.devices // per_node)
+    if nodes is not None and nodes != right:
+        problem = f"must be {right}: cluster.devices = {cluster.devices} at devices_per_node = {per_node}"
+        raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out, or mend the others")
+    return cluster.devices

@@ -82,8 +82,8 @@ Baseline = _section(
 JobKnobs = _section(
     "JobKnobs",
     "One candidate of a job record.",
-    {key: (kind | None, None, text) for key, (kind, text) in SETTINGS.items()}
-    | {key: (kind, None, text) for key, (kind, text) in (SPACE_KNOBS | _JOB_KNOBS).items()},
+    {key: (kind, None, text) for key, (kind, text) in (SPACE_KNOBS | _JOB_KNOBS).items()}
+    | {key: (kind | None, None, text) for key, (kind, text) in SETTINGS.items() if key not in _JOB_KNOBS},
 )
 
 

@@ -21,6 +21,7 @@ from flagcore.spec.limits import (
     NoSize,
     NoSteps,
     Precision,
+    Rate,
     Repeats,
     Seconds,
     Size,
@@ -102,6 +103,8 @@ class ClusterSection(Section):
     """File with one `host slots=8` a line. A relative path starts at the spec's folder."""
     memory_per_device: Bytes | Amount | None = None
     """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
+    nic_bytes_per_second: Rate | None = None
+    """What one device can send to other nodes at once; null: as the chip's plugin has it."""
 
 
 class TrainSection(Section):

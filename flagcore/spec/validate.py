@@ -145,12 +145,19 @@ def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
     elsewhere = [key for key in known if key[-1] == name]
     if elsewhere:
         return "it belongs under " + " or ".join(key_text((*at, *key[:-1])) for key in elsewhere[:2])
-    if close := difflib.get_close_matches(name, here, n=1):
+    if close := [key for key in here if name.lower() in _initials(key)] or difflib.get_close_matches(name, here, n=1):
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
         right = next(key for key in known if key[-1] == close[0])
         return f"did you mean {key_text((*at, *right))}?"
     return f"known here: {', '.join(here)}"
+
+
+def _initials(key: str) -> tuple[str, ...]:
+    """Return what the field may call a key for short: `tp` and `tmp` of `tensor_model_parallel_size`, `gbs`."""
+    words = key.split("_")
+    shorter = [word for word in words if word != "model"]
+    return tuple("".join(word[0] for word in some if word) for some in (words, shorter, shorter[:-1]))
 
 
 def _hint(value: object, options: list[Schema]) -> str:

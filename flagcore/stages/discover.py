@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from flagcore.contracts import Costs, Platform, Plugins
-from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.chip import Chip, Device, Support, unknown_chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.spec import AUTO, Spec, Task
@@ -24,6 +24,7 @@ def discover(spec: Spec, plugins: Plugins) -> Platform:
     """
     engine, devices = spec.train.engine, plugins.devices()
     chip = _named(spec.cluster.chip, plugins) if spec.cluster.chip != AUTO else best_chip(devices, plugins, engine)
+    chip = with_network(chip, spec.cluster.nic_bytes_per_second)
     here = tuple(device for device in devices if chip.answers_to(device.chip))
     support = plugins.engine_support(chip, engine)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
@@ -75,8 +76,7 @@ def _named(name: str, plugins: Plugins) -> Chip:
     for chip in known:
         if chip.answers_to(name):
             return chip
-    listed = ", ".join(sorted(chip.name for chip in known)) or "none"
-    raise NoDevice(f"cluster.chip = {name!r} is not known to any installed plugin; known chips: {listed}")
+    raise NoDevice(f"cluster.chip = {name!r} is not known to any installed plugin; {unknown_chip(name, known)}")
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
