@@ -47,32 +47,37 @@ SPREAD = 0.25
 class Family:
     """Chips of one design: which share a curve, where its parameters start, which of them are fitted.
 
-    `fixed` are facts of the design. A parameter with a dot is one of `gemm_shares`: `gemm_shares.fp8`.
+    `fixed` are not fitted: facts of the design, and what `note` says where from. A parameter with a dot is one of
+    `gemm_shares`: `gemm_shares.fp8`.
     """
 
     chips: tuple[str, ...]
     package: str
     fixed: Mapping[str, float]
     start: Mapping[str, float]
+    note: str
 
 
 FAMILIES = {
     "ampere": Family(
         chips=("A100-80GB", "A100-40GB", "A100-80GB-PCIe", "A100-40GB-PCIe", "A800-80GB"),
         package="nvidia/flagcore_nvidia",
-        fixed={"units": 108.0, "memory_share": 0.85, "attention_share": 0.55},
+        fixed={"units": 108.0, "memory_share": 0.85, "attention_share": 0.55, "gemm_shares.fp32": 0.96},
         start={"gemm_share": 0.8, "elementwise_share": 0.8, "tile_overhead": 143.0, "launch_seconds": 11e-6},
+        note="fp32 products as measured: 18.1 to 19.1 TFLOP/s (FlagOpen/FlagPerf computation-FP32, "
+        "zzc0721/torch-performance-test-data)",
     ),
     "hopper": Family(
         chips=("H100-SXM", "H100-PCIe", "H800"),
         package="nvidia/flagcore_nvidia",
-        fixed={"units": 132.0, "memory_share": 0.91, "host_bytes_per_second": 55e9},
+        fixed={"units": 132.0, "memory_share": 0.91, "host_bytes_per_second": 55e9, "gemm_shares.fp32": 0.9},
         start={"gemm_share": 0.7, "gemm_shares.fp8": 0.7, "elementwise_share": 0.8, "attention_share": 0.5},
+        note="fp32 products estimated: what those of the generations before and after reached in measurements",
     ),
     "blackwell": Family(
         chips=("B200", "GB200", "B300", "GB300"),
         package="nvidia/flagcore_nvidia",
-        fixed={"units": 148.0, "memory_share": 0.85, "host_bytes_per_second": 55e9},
+        fixed={"units": 148.0, "memory_share": 0.85, "host_bytes_per_second": 55e9, "gemm_shares.fp32": 0.9},
         start={
             "gemm_share": 0.55,
             "gemm_shares.fp8": 0.7,
@@ -81,6 +86,7 @@ FAMILIES = {
             "elementwise_share": 0.6,
             "attention_share": 0.4,
         },
+        note="fp32 products as measured on a B200: 66.2 TFLOP/s (zzc0721/torch-performance-test-data)",
     ),
 }
 
@@ -168,10 +174,10 @@ def _curve(family: Family, parameters: Mapping[str, float]) -> Curve:
 
 
 def _arguments(family: Family, parameters: Mapping[str, float]) -> dict[str, Any]:
-    values: dict[str, Any] = {**family.fixed, **{key: value for key, value in parameters.items() if "." not in key}}
-    shares = {key.partition(".")[2]: value for key, value in parameters.items() if "." in key}
+    told = {**family.fixed, **parameters}
+    values: dict[str, Any] = {key: value for key, value in told.items() if "." not in key}
     values["attention_backward_share"] = round(BACKWARD * values["attention_share"], 3)
-    return {**values, "gemm_shares": shares} if shares else values
+    return {**values, "gemm_shares": {key.partition(".")[2]: value for key, value in told.items() if "." in key}}
 
 
 def _runs(records: Iterable[Mapping[str, Any]], family: Family) -> Runs:
@@ -224,11 +230,13 @@ def _write(family: Family, parameters: Mapping[str, float], told: Mapping[str, A
         path = PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         method = f"fitted by benchmarks/fit_curves.py to {runs} published runs on {', '.join(family.chips[:4])}"
-        source = {"kind": "estimated", "method": f"{method}: {', '.join(told['sources'])}"}
+        source = {"kind": "estimated", "method": f"{method}: {', '.join(told['sources'])}; {family.note}"}
         curve = _arguments(family, parameters)
-        known = yaml.safe_load(path.read_text("utf-8"))["curve"] if path.exists() else {}
-        if "host_bytes_per_second" in known:
-            curve["host_bytes_per_second"] = known["host_bytes_per_second"]
+        known = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {"curve": {}, "source": {"method": ""}}
+        if "host_bytes_per_second" in known["curve"]:
+            curve["host_bytes_per_second"] = known["curve"]["host_bytes_per_second"]
+            _, link, told_of_it = known["source"]["method"].partition("; host link:")
+            source["method"] += link + told_of_it
         content = {"curve": curve, "source": source}
         path.write_text(yaml.safe_dump(content, sort_keys=False, width=110), encoding="utf-8")
 

@@ -117,6 +117,14 @@ def test_a_precision_may_reach_its_own_share_of_its_peak() -> None:
     assert own.gemm_seconds(side, side, side, "bf16") == ROOFLINE.gemm_seconds(side, side, side, "bf16")
 
 
+def test_attention_in_another_precision_reaches_as_much_more_as_its_products_do() -> None:
+    double = Roofline(chip=CHIP, curve=replace(Curve(), gemm_share=0.4, gemm_shares={"fp32": 0.8}))
+    half = Roofline(chip=CHIP, curve=replace(Curve(), gemm_share=0.4))
+    shape = shaped(16384, 16384)
+    assert half.attention_seconds(shape, "fp32") == pytest.approx(2 * double.attention_seconds(shape, "fp32"), rel=0.01)
+    assert half.attention_seconds(shape, "bf16") == double.attention_seconds(shape, "bf16")
+
+
 def test_attention_grows_with_the_square_of_the_sequence() -> None:
     assert 3.7 < attention(32768, 32768)[0] / attention(16384, 16384)[0] < 4.0
 

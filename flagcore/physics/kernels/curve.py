@@ -34,7 +34,8 @@ class Curve:
     kernel_seconds: float = 2e-6
     """The least that a kernel takes on the device."""
     attention_share: float = 0.72
-    """Share of the peak that long causal attention reaches forward, with heads of 128."""
+    """Share of the peak that long causal attention reaches forward, with heads of 128, where products reach
+    `gemm_share`; in a precision with a share of its own in `gemm_shares`, as much more or less."""
     attention_overhead: float = 230.0
     """Start and end of a block of queries, in keys."""
     attention_backward_share: float = 0.69

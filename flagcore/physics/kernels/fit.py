@@ -84,10 +84,10 @@ def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
             excess = rows.seconds / roofline.gemm_seconds(m, n, k, precision)
             shares[precision] = shares.get(precision, curve.gemm_share) / float(np.median(excess))
     usual = next((shares[name] for name in ("bf16", "fp16", "fp32") if name in shares), curve.gemm_share)
+    curve = replace(curve, gemm_shares=shares, gemm_share=usual)
+    roofline = replace(roofline, curve=curve)
     return replace(
         curve,
-        gemm_shares=shares,
-        gemm_share=usual,
         attention_share=curve.attention_share / _excess(sheet, "attention", roofline.attention_seconds),
         attention_backward_share=curve.attention_backward_share
         / _excess(sheet, "attention_backward", roofline.attention_backward_seconds),

@@ -44,7 +44,7 @@ class Roofline:
         """
         curve, peak = self.curve, self._peak(precision)
         tile, narrow = curve.tile, BYTES.get(precision, 2.0)
-        share = curve.gemm_shares.get(precision, curve.gemm_share)
+        share = self._gemm_share(precision)
         half = self._peak("bf16")
         overhead = curve.tile_overhead * (peak / half if peak > half else 1.0)
         pieces = np.ceil(m * (1 / tile)) * np.ceil(n * (1 / tile)) * (1 / curve.units)
@@ -94,13 +94,19 @@ class Roofline:
         return bytes_moved * (1 / self.curve.host_bytes_per_second) + HOST_LATENCY
 
     def _blocks(self, shape: AttentionShape, precision: str, share: float, overhead: float) -> FloatArray:
-        """Return the time of one product over the scores: all blocks of queries, and the wait for the longest."""
-        curve = self.curve
-        peak = self._peak("bf16" if BYTES.get(precision, 2.0) < 2.0 else precision)
+        """Return the time of one product over the scores: all blocks of queries, and the wait for the longest.
+
+        In another precision `share` changes as that of matrix products does.
+        """
+        curve, computed = self.curve, "bf16" if BYTES.get(precision, 2.0) < 2.0 else precision
+        peak = self._peak(computed) * (self._gemm_share(computed) / curve.gemm_share)
         width = np.maximum(shape.head_dim, (shape.head_dim + curve.half_head) * (BLOCK / (BLOCK + curve.half_head)))
         scores = shape.batch * shape.heads * shape.queries * (shape.keys + overhead - 0.5 * shape.queries)
         longest = np.minimum(shape.queries, BLOCK) * (shape.keys + overhead) * (curve.attention_tail * curve.units)
         return (scores + longest) * width * (2.0 / (peak * share))
+
+    def _gemm_share(self, precision: str) -> float:
+        return self.curve.gemm_shares.get(precision, self.curve.gemm_share)
 
     def _attention_bytes(self, precision: str) -> float:
         return max(2.0, BYTES.get(precision, 2.0))

@@ -1,20 +1,35 @@
 """The kernel times that the plugin ships."""
 
 from importlib.resources import files
+from itertools import permutations, product
 
 import numpy as np
 import pytest
 from flagcore_nvidia.hooks import flagcore_chips, flagcore_kernel_costs
 
-from flagcore.contracts import KernelCosts
+from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
-from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.roofline import RUNS_AS, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet, Rows
 from flagcore.physics.kernels.table import KernelTable
 from flagcore.vendorkit.costfile import read_curve, read_kernels, read_provenance
 
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")
 FOLDS = 8
+SLOWER = 1.12
+"""The backward pass of attention as fitted to runs on Blackwell, over that of kernels measured on the H200."""
+
+GRID = np.array(list(product((1.0, 16.0, 256.0, 2048.0, 16384.0), *[(128.0, 1024.0, 4096.0, 16384.0)] * 2))).T
+"""Products m, n, k: small, large and thin."""
+
+CORES = AttentionShape(
+    batch=np.array([1.0, 4.0, 1.0, 64.0, 1.0]),
+    heads=np.array([32.0, 32.0, 8.0, 32.0, 16.0]),
+    groups=np.array([8.0, 8.0, 8.0, 8.0, 16.0]),
+    queries=np.array([4096.0, 512.0, 32768.0, 1.0, 2048.0]),
+    keys=np.array([4096.0, 512.0, 32768.0, 8192.0, 2048.0]),
+    head_dim=np.array([128.0, 128.0, 128.0, 128.0, 64.0]),
+)
 
 
 def read(name: str) -> str:
@@ -77,6 +92,46 @@ def test_a_large_product_reaches_a_plausible_share_of_the_peak(name: str) -> Non
     peak = chip_named(name).dense_flops_per_second["bf16"].value
     share = 2 * 8192.0**3 / costs_of(name).gemm_seconds(large, large, large, "bf16") / peak
     assert 0.4 < share[0] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [
+        ("A100-40GB", 19.05e12),  # FlagOpen/FlagPerf computation-FP32
+        ("B200", 66.24e12),  # zzc0721/torch-performance-test-data
+    ],
+)
+def test_large_fp32_products_are_as_fast_as_measured(name: str, measured: float) -> None:
+    large = np.array([8192.0])
+    assert 2 * 8192.0**3 / costs_of(name).gemm_seconds(large, large, large, "fp32")[0] == pytest.approx(measured, 0.05)
+
+
+def test_an_older_chip_of_no_higher_peak_and_bandwidth_is_never_clearly_faster() -> None:
+    chips = flagcore_chips()
+    known = {chip.name: flagcore_kernel_costs(chip) for chip in chips}
+    for old, new in permutations(chips, 2):
+        for precision in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"):
+            if not no_faster(old, new, precision):
+                continue
+            kernels = ["gemm", "memory"]
+            if known[old.name] and known[new.name]:  # elsewhere the core's shares stand in, measured on one good chip
+                kernels += ["attention", "attention_backward"]
+            for kind in kernels:
+                one, other = (seconds(known[chip.name] or Roofline(chip=chip), kind, precision) for chip in (new, old))
+                assert (one < SLOWER * other).all(), (old.name, new.name, precision, kind, (one / other).max())
+
+
+def no_faster(old: Chip, new: Chip, precision: str) -> bool:
+    """Whether the facts say that `old` computes and moves no more than `new`."""
+    peaks = [chip.dense_flops_per_second.get(RUNS_AS.get(precision, precision)) for chip in (old, new)]
+    bandwidths = [chip.memory_bandwidth_bytes_per_second for chip in (old, new)]
+    return all(one and other and one.value <= other.value for one, other in (peaks, bandwidths))
+
+
+def seconds(costs: KernelCosts, kind: str, precision: str) -> np.ndarray:
+    if kind == "memory":
+        return costs.memory_seconds(np.array([1e4, 1e6, 1e8, 1e10]))
+    return getattr(costs, f"{kind}_seconds")(*(GRID if kind == "gemm" else (CORES,)), precision)
 
 
 def test_a_chip_without_a_table_or_a_curve_is_left_to_the_core() -> None:
