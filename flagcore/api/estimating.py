@@ -18,7 +18,7 @@ from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
-from flagcore.errors import NothingFits, RunError
+from flagcore.errors import NothingFits, RunError, UsageError
 from flagcore.problem import Problem, must_fit, pose
 from flagcore.spec import read_spec
 from flagcore.stages.build import refusals
@@ -79,7 +79,7 @@ def estimate(
     assert baseline is not None
     task = problem.platform.task
     return Estimate(
-        chip=task.cluster.groups[0].chip.name,
+        chip=task.cluster.chips,
         devices=task.cluster.devices,
         counts=_before_trials(problem),
         baseline=_records(problem, workload, np.array([baseline]))[0],
@@ -132,6 +132,8 @@ def explain(where: Path | str, *, chip: str | None = None, without: Collection[s
 
 def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[Problem, Workload]:
     spec = read_spec(spec_file)
+    if chip is not None and spec.cluster.groups:
+        raise UsageError(f"--chip {chip} goes with a spec of one chip, but {spec_file} gives cluster.groups")
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
     workload = plugins.workload(spec.train.engine)

@@ -32,7 +32,7 @@ def tell_of_problem(problem: Problem) -> None:
     settings that do nothing."""
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
-        chip = task.cluster.groups[0].chip.name
+        chip = task.cluster.chips
         tell([f"{task.spec.train.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
     tell(problem.pruned.broken_rules)
     tell(unused_in_space(task.spec.train.settings, task.spec.space))

@@ -65,7 +65,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A list of node groups, usually one."""
+    """A list of node groups, usually one; ranks go through them in their order."""
 
     groups: tuple[NodeGroup, ...]
 
@@ -73,3 +73,17 @@ class Cluster:
     def devices(self) -> int:
         """Number of devices in all groups."""
         return sum(group.devices for group in self.groups)
+
+    @property
+    def chips(self) -> str:
+        """The chip's name or, with the devices of each, the names of several."""
+        if len(self.groups) == 1:
+            return self.groups[0].chip.name
+        return " + ".join(f"{group.chip.name} ({group.devices})" for group in self.groups)
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Return the peak flops per second of one device, the mean of all; None if one is not known."""
+        known = [group.chip.dense_flops_per_second.get(precision) for group in self.groups]
+        shares = [group.devices / self.devices for group in self.groups]
+        peaks = [share * peak.value for share, peak in zip(shares, known, strict=True) if peak is not None]
+        return sum(peaks) if len(peaks) == len(known) else None

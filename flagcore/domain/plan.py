@@ -65,7 +65,7 @@ class Plan:
 def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, because: str) -> Plan:
     """Sum up what is known of a task."""
     return Plan(
-        chip=task.cluster.groups[0].chip.name,
+        chip=task.cluster.chips,
         devices=task.cluster.devices,
         objective=task.spec.objective,
         counts=count(space, pruned, lessons),

@@ -18,7 +18,9 @@ SettingValue: TypeAlias = KnobValue | float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """What hardware is wanted. None means: what discovery finds."""
+    """What hardware is wanted. None means: what discovery finds. `groups` are node groups of different chips, in the
+    order of ranks, instead of all the rest.
+    """
 
     chip: str = AUTO
     nodes: int = 1
@@ -26,6 +28,7 @@ class ClusterSpec:
     memory_bytes_per_device: int | None = None
     hosts: tuple[str, ...] = ()
     nic_bytes_per_second: float | None = None
+    groups: tuple[ClusterSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,10 @@ HEADINGS = {
 }
 """Headings of a component's figures, as far as they are there."""
 
+LEFT_OVER = "left over"
+"""The peak less the components: what its moment needs beside them, such as temporaries of the optimizer, or (below
+zero) what is gone by then."""
+
 PARTS = {
     "compute_s": "compute",
     "tp_comm_s": "tensor parallel",
@@ -63,7 +67,11 @@ def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def memory_text(memory: Mapping[str, Any]) -> str:
-    """Return what the worst stage holds by component, and the sums up to what the device shows in use."""
+    """Return what the worst stage holds by component, and the sums up to what the device shows in use.
+
+    Components add up to static memory and activations, which need not be there at one time; what the peak has beside
+    or less is left over, and the figures of the total add up to the peak.
+    """
     components = memory.get("components", {})
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
     names = sorted(components, key=lambda name: (list(COMPONENTS).index(name) if name in COMPONENTS else 99, name))
@@ -71,16 +79,20 @@ def memory_text(memory: Mapping[str, Any]) -> str:
         [
             COMPONENTS.get(name, name),
             f"{components[name].get('params', 0.0):,.0f}",
-            *(f"{components[name].get(key, 0.0):.3f}" for key in figures),
+            *(_gib(components[name].get(key, 0.0)) for key in figures),
         ]
         for name in names
     ]
     static, activation = memory["static_gib"], memory["activation_gib"]
+    rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
+    totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
+    for name, row in ((LEFT_OVER, rest), ("Total", totals)):
+        rows.append([name, f"{row.get('params', 0.0):,.0f}", *(_gib(row.get(key, 0.0)) for key in figures)])
     verdict = {True: "; it fits", False: "; it does not fit", None: "; nobody knows how much the device has"}
     capacity = f" of {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     return "\n".join(
         [
-            f"On a device of pipeline stage {memory['worst_stage']}, the one that needs most:",
+            f"On a device of pipeline stage {memory['worst_stage']}, the one with the least room:",
             table(["Item", "Params", *(HEADINGS[key] for key in figures)], rows),
             "",
             f"Theoretical memory footprints: weight and optimizer={static * 1024:.2f} MB, "
@@ -110,6 +122,10 @@ def time_text(record: Mapping[str, Any]) -> str:
             f"Limited by: {record['limit']}",
         ]
     )
+
+
+def _gib(size: float) -> str:
+    return f"{size:.3f}".replace("-0.000", "0.000")
 
 
 def _billions(count: float) -> str:

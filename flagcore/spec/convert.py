@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.model import Model
-from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
+from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
 from flagcore.spec.hostfile import read_hosts
 from flagcore.spec.knobs import candidate_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
 from flagcore.spec.models import model_from, model_of_shape
-from flagcore.spec.plain import spec_error
-from flagcore.spec.schema import ClusterSection, ControlSection, Document, TrainSection
+from flagcore.spec.plain import KeyPath, spec_error
+from flagcore.spec.schema import ClusterSection, ControlSection, Document, GroupSection, TrainSection
 from flagcore.spec.settings import settings_of
 from flagcore.spec.units import parse_bytes
 from flagcore.spec.validate import checked
@@ -59,6 +60,8 @@ def _model(document: Document, file: str, base: Path) -> Model:
 
 
 def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
+    if cluster.groups is not None:
+        return _mixed(cluster, cluster.groups, file)
     nodes, hosts = cluster.nodes, tuple[str, ...]()
     devices = None if cluster.devices_per_node == "auto" else cluster.devices_per_node
     if cluster.hostfile is not None:
@@ -70,26 +73,58 @@ def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
             problem = f"must be {slots}, the slots in {cluster.hostfile}"
             raise spec_error("cluster.devices_per_node", problem, value=devices, fix="leave it out", file=file)
         nodes, devices = len(hosts), devices or slots
-    if nodes * (devices or 1) > MAX_DEVICES:
-        problem = f"times devices_per_node = {devices} must be at most {MAX_DEVICES} devices"
-        raise spec_error("cluster.nodes", problem, value=nodes, fix=f"use {MAX_DEVICES // (devices or 1)}", file=file)
+    _few_enough(nodes, devices or 1, ("cluster",), file)
     return ClusterSpec(
         chip=cluster.chip,
         nodes=nodes,
         devices_per_node=devices,
-        memory_bytes_per_device=_memory(cluster.memory_per_device, file),
+        memory_bytes_per_device=_memory(cluster.memory_per_device, ("cluster",), file),
         hosts=hosts,
         nic_bytes_per_second=cluster.nic_bytes_per_second,
     )
 
 
-def _memory(amount: int | str | None, file: str) -> int | None:
+def _mixed(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
+    """Return a cluster of node groups; one group is a cluster of equal nodes."""
+    others = [key for key in ClusterSection.model_fields if key in cluster.model_fields_set and key != "groups"]
+    if others:
+        problem, fix = "is of a cluster of equal nodes, but groups are given", "give it to each group, or leave it out"
+        raise spec_error(("cluster", others[0]), problem, value=getattr(cluster, others[0]), fix=fix, file=file)
+    made = tuple(_group(group, ("cluster", "groups", place), file) for place, group in enumerate(groups))
+    devices = sum(group.nodes * (group.devices_per_node or 1) for group in made)
+    if devices > MAX_DEVICES:
+        raise spec_error("cluster.groups", f"must have at most {MAX_DEVICES} devices in all", value=devices, file=file)
+    return made[0] if len(made) == 1 else ClusterSpec(groups=made)
+
+
+def _group(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
+    if group.chip == AUTO:
+        problem, fix = "must name a chip: one machine cannot tell what the others have", "name the chip of this group"
+        raise spec_error((*at, "chip"), problem, value=group.chip, fix=fix, file=file)
+    devices = None if group.devices_per_node == "auto" else group.devices_per_node
+    _few_enough(group.nodes, devices or 1, at, file)
+    return ClusterSpec(
+        chip=group.chip,
+        nodes=group.nodes,
+        devices_per_node=devices,
+        memory_bytes_per_device=_memory(group.memory_per_device, at, file),
+        nic_bytes_per_second=group.nic_bytes_per_second,
+    )
+
+
+def _few_enough(nodes: int, devices: int, at: KeyPath, file: str) -> None:
+    if nodes * devices > MAX_DEVICES:
+        problem = f"times devices_per_node = {devices} must be at most {MAX_DEVICES} devices"
+        raise spec_error((*at, "nodes"), problem, value=nodes, fix=f"use {MAX_DEVICES // devices}", file=file)
+
+
+def _memory(amount: int | str | None, at: KeyPath, file: str) -> int | None:
     if not isinstance(amount, str):
         return amount
     size = parse_bytes(amount)
     if not MIN_MEMORY <= size <= MAX_MEMORY:
         problem = "must be from 1MiB to 1024TiB"
-        raise spec_error("cluster.memory_per_device", problem, value=amount, fix="write e.g. 4GiB", file=file)
+        raise spec_error((*at, "memory_per_device"), problem, value=amount, fix="write e.g. 4GiB", file=file)
     return size
 
 

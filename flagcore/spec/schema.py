@@ -90,6 +90,21 @@ class Shape(Section):
     """Number of multi-token prediction layers."""
 
 
+class GroupSection(Section):
+    """Equal nodes of a cluster that has several kinds of them."""
+
+    chip: Word
+    """Name or alias of the chip that some plugin knows."""
+    nodes: Devices = 1
+    """Number of hosts."""
+    devices_per_node: Literal["auto"] | Devices = "auto"
+    """Devices of one host; auto: what is found, or as many as a host of this chip usually has."""
+    memory_per_device: Bytes | Amount | None = None
+    """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
+    nic_bytes_per_second: Rate | None = None
+    """What one device can send to other nodes at once; null: as the chip's plugin has it."""
+
+
 class ClusterSection(Section):
     """The hardware to tune for."""
 
@@ -105,6 +120,8 @@ class ClusterSection(Section):
     """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
     nic_bytes_per_second: Rate | None = None
     """What one device can send to other nodes at once; null: as the chip's plugin has it."""
+    groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
+    """Nodes of different chips, in the order of ranks, instead of the other keys; null: all nodes are equal."""
 
 
 class TrainSection(Section):

@@ -45,11 +45,13 @@ def describe(schema: Schema, root: Schema) -> str:
 
 
 def keys_of(schema: Schema, root: Schema, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Schema]]:
-    """Yield the path and the schema of every key below `schema`, a part of `root`."""
+    """Yield the path and the schema of every key below `schema`, a part of `root`; places in lists are left out."""
     for part in _alternatives(schema, root):
         for name, below in part.get("properties", {}).items():
             yield (*at, name), below
             yield from keys_of(below, root, (*at, name))
+        if "items" in part:
+            yield from keys_of(part["items"], root, at)
 
 
 def _joined(words: list[str]) -> str:
@@ -141,7 +143,8 @@ def _schema_at(root: Schema, path: KeyPath) -> Schema:
 
 def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
     name, known = str(path[-1])[:64], [key for key, _ in keys_of(root, root)]
-    here = [str(key[-1]) for key in known if key[:-1] == path[:-1]]
+    section = tuple(part for part in path[:-1] if isinstance(part, str))
+    here = [str(key[-1]) for key in known if key[:-1] == section]
     elsewhere = [key for key in known if key[-1] == name]
     if elsewhere:
         return "it belongs under " + " or ".join(key_text((*at, *key[:-1])) for key in elsewhere[:2])

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
 
 from flagcore.contracts import Costs, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support, unknown_chip, with_network
-from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
@@ -17,27 +22,30 @@ from flagcore.physics.memory.device import PlainMemory
 
 
 def discover(spec: Spec, plugins: Plugins) -> Platform:
-    """Return the platform of `spec`: the named chip, or the best one that is found on this machine.
+    """Return the platform of `spec`: the named chips, or the best one that is found on this machine.
 
-    Every hook about chip, costs and engine is asked here, once. Raises NoDevice when nothing is found,
-    when no plugin knows the chip, or when the engine cannot run on it.
+    Every hook about chip, costs and engine is asked here, once for each node group. Raises NoDevice when nothing is
+    found, when no plugin knows a chip, or when the engine cannot run on it.
     """
     engine, devices = spec.train.engine, plugins.devices()
-    chip = _named(spec.cluster.chip, plugins) if spec.cluster.chip != AUTO else best_chip(devices, plugins, engine)
-    chip = with_network(chip, spec.cluster.nic_bytes_per_second)
-    here = tuple(device for device in devices if chip.answers_to(device.chip))
-    support = plugins.engine_support(chip, engine)
-    if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
-        raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
-    cluster = _cluster(spec, chip, here, support)
-    task = Task(spec=spec, cluster=cluster)
+    groups, supports = [], []
+    for place, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
+        key = f"cluster.groups[{place}].chip" if spec.cluster.groups else "cluster.chip"
+        chip = _named(wanted.chip, key, plugins) if wanted.chip != AUTO else best_chip(devices, plugins, engine)
+        support = _supported(chip, plugins, engine)
+        groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
+        supports.append(support)
+    task = Task(spec=spec, cluster=Cluster(groups=tuple(groups)))
+    chips = [group.chip for group in groups]
+    here = [device for device in devices if any(chip.answers_to(device.chip) for chip in chips)]
+    environments = [plugins.environment(chip, engine) for chip in chips]
     return Platform(
         task=task,
-        costs=costs(cluster, plugins, engine),
-        support=support,
-        environment=plugins.environment(chip, engine),
+        costs=costs(task.cluster, plugins, engine),
+        support=_joined(supports),
+        environment={name: value for given in reversed(environments) for name, value in given.items()},
         pruning_rules=plugins.pruning_rules(task),
-        failure_patterns=plugins.failure_patterns(chip, engine),
+        failure_patterns=tuple(pattern for chip in chips for pattern in plugins.failure_patterns(chip, engine)),
         telemetry=tuple(reader for device in here if (reader := plugins.telemetry(device)) is not None),
         prepare_launch=lambda launch: plugins.prepare_launch(launch, task),
     )
@@ -45,7 +53,14 @@ def discover(spec: Spec, plugins: Plugins) -> Platform:
 
 def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
     """Return the plugins' cost models for `cluster`, and the core's own where they have none."""
-    group = cluster.groups[0]
+    first, *others = (_costs_of(group, plugins, engine) for group in cluster.groups)
+    if not others:
+        return first
+    starts = accumulate(group.devices for group in cluster.groups)
+    return replace(first, further=dict(zip(starts, others, strict=False)), between=_between(cluster, plugins))
+
+
+def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
     known = plugins.kernel_costs(group.chip, engine)
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
@@ -57,26 +72,67 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
     )
 
 
+def _between(cluster: Cluster, plugins: Plugins) -> Collectives:
+    """Return what messages between node groups take: the lowest rate and the longest latency of their networks."""
+    networks = [_network(group, plugins) for group in cluster.groups]
+    slowest = Level(
+        name="between groups",
+        devices=2,
+        bytes_per_second=float(np.min([level.bytes_per_second * level.efficiency for level in networks])),
+        latency_seconds=max(level.latency_seconds for level in networks),
+        efficiency=1.0,
+    )
+    return Collectives(topology=Topology(levels=(replace(slowest, name="group", devices=1), slowest)))
+
+
+def _network(group: NodeGroup, plugins: Plugins) -> Level:
+    """Return the level over which a node of `group` talks to others, if there were enough of them to need it."""
+    joined = (group.chip.link and group.chip.link.domain_size) or group.devices_per_node
+    more = replace(group, nodes=max(group.nodes, joined // group.devices_per_node + 1))
+    return (plugins.topology(more) or topology_of(more)).levels[-1]
+
+
 def present(platform: Platform, devices: tuple[Device, ...]) -> None:
-    """Raise NoDevice unless the platform's devices are on this machine, so that trials can run here."""
-    group, support, train = platform.task.cluster.groups[0], platform.support, platform.task.spec.train
+    """Raise NoDevice unless devices of the platform are on this machine, so that trials can run here."""
+    cluster, support, train = platform.task.cluster, platform.support, platform.task.spec.train
     if train.command is None and (support.device_type is None or support.distributed_backend is None):
-        raise NoDevice(f"no installed plugin says how {train.engine} runs on {group.chip.name}; give a train.command")
-    here = [device for device in devices if group.chip.answers_to(device.chip)]
+        raise NoDevice(f"no installed plugin says how {train.engine} runs on {cluster.chips}; give a train.command")
+    found = ((group, [each for each in devices if group.chip.answers_to(each.chip)]) for group in cluster.groups)
+    group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
-        raise NoDevice(f"no {group.chip.name} on this machine, so nothing can be run; `flag estimate` plans without it")
+        raise NoDevice(f"no {cluster.chips} on this machine, so nothing can be run; `flag estimate` plans without it")
     if len(here) < group.devices_per_node and not support.shared_devices:
         raise NoDevice(
             f"cluster.devices_per_node = {group.devices_per_node}, but this machine has {len(here)} {group.chip.name}"
         )
 
 
-def _named(name: str, plugins: Plugins) -> Chip:
+def _supported(chip: Chip, plugins: Plugins, engine: str) -> EngineSupport:
+    """Return how the engine runs on a chip. Raises NoDevice if it does not."""
+    support = plugins.engine_support(chip, engine)
+    if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
+        raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
+    return support
+
+
+def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
+    """Return how an engine runs on several chips at once: only as the user's own command starts it."""
+    if len(supports) == 1:
+        return supports[0]
+    unknown = dict.fromkeys(support.reason for support in supports if support.support is Support.UNKNOWN)
+    return EngineSupport(
+        support=Support.UNKNOWN if unknown else Support.YES,
+        reason="; ".join(unknown),
+        refused=tuple(dict.fromkeys(refused for support in supports for refused in support.refused)),
+    )
+
+
+def _named(name: str, key: str, plugins: Plugins) -> Chip:
     known = plugins.chips()
     for chip in known:
         if chip.answers_to(name):
             return chip
-    raise NoDevice(f"cluster.chip = {name!r} is not known to any installed plugin; {unknown_chip(name, known)}")
+    raise NoDevice(f"{key} = {name!r} is not known to any installed plugin; {unknown_chip(name, known)}")
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
@@ -92,18 +148,17 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     return max(known, key=lambda pair: (not plugins.engine_support(pair[0], engine).shared_devices, pair[1]))[0]
 
 
-def _cluster(spec: Spec, chip: Chip, here: tuple[Device, ...], support: EngineSupport) -> Cluster:
-    wanted = spec.cluster
-    devices = wanted.devices_per_node or len(here) or chip.devices_per_node
+def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
+    here = [device for device in devices if chip.answers_to(device.chip)]
+    count = wanted.devices_per_node or len(here) or chip.devices_per_node
     reported = [device.memory_bytes for device in here if device.memory_bytes]
     memory = min(reported) if reported else None
     if memory and support.shared_devices:
-        memory = sum(reported) // max(len(reported), devices)
-    group = NodeGroup(
+        memory = sum(reported) // max(len(reported), count)
+    return NodeGroup(
         chip=chip,
         nodes=wanted.nodes,
-        devices_per_node=devices,
+        devices_per_node=count,
         memory_bytes=wanted.memory_bytes_per_device or memory,
         hosts=wanted.hosts,
     )
-    return Cluster(groups=(group,))

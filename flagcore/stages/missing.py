@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 
 MEASURED = "`flag calibrate` on such a device measures that"
@@ -21,7 +23,14 @@ def no_time(task: Task, costs: Costs) -> str:
 
 
 def _unknown(task: Task, costs: Costs) -> list[tuple[str, str]]:
-    group, precision = task.cluster.groups[0], task.spec.train.precision
+    pairs = zip(task.cluster.groups, costs.groups, strict=False)
+    found = [each for group, its in pairs for each in _unknown_of(group, its, task.spec.train.precision)]
+    if costs.between is not None and np.isnan(costs.between.seconds("send", np.array([BYTES]), *_ranks(2, 1))).any():
+        found.append(("the network between node groups", "give nic_bytes_per_second in each of cluster.groups"))
+    return found
+
+
+def _unknown_of(group: NodeGroup, costs: Costs, precision: str) -> list[tuple[str, str]]:
     chip, size = group.chip.name, np.array([1024.0])
     found = []
     if np.isnan(costs.kernels.gemm_seconds(size, size, size, precision)).any():
@@ -39,5 +48,9 @@ def _unknown(task: Task, costs: Costs) -> list[tuple[str, str]]:
 
 def _silent(costs: Costs, ranks: int, stride: int) -> bool:
     """Return whether nobody knows what a collective of `ranks` devices takes that are `stride` apart."""
-    group = np.array([ranks]), np.array([stride])
+    group = _ranks(ranks, stride)
     return ranks > 1 and bool(np.isnan(costs.collectives.seconds("all_reduce", np.array([BYTES]), *group)).any())
+
+
+def _ranks(ranks: int, stride: int) -> tuple[IntArray, IntArray]:
+    return np.array([ranks]), np.array([stride])

@@ -60,7 +60,7 @@ def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
 def record(task: Task, prediction: Prediction) -> dict[str, object]:
     """Return a prediction as plain data in the format of job records: GiB, seconds; unknown figures are left out."""
     data: dict[str, object] = {}
-    chip, devices, train = task.cluster.groups[0].chip, task.cluster.devices, task.spec.train
+    devices, train = task.cluster.devices, task.spec.train
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if seconds is not None and low is not None and high is not None:
         tokens = train.global_batch_size * train.seq_length / devices
@@ -68,9 +68,9 @@ def record(task: Task, prediction: Prediction) -> dict[str, object]:
         data["tokens_per_second_per_device"] = {"value": tokens / seconds, "low": tokens / high, "high": tokens / low}
         rate = prediction.model_flops / seconds / devices
         data["model_tflops_per_device"] = rate / 1e12
-        peak = chip.dense_flops_per_second.get(train.precision)
+        peak = task.cluster.peak_flops(train.precision)
         if peak:
-            data["mfu"] = rate / peak.value
+            data["mfu"] = rate / peak
         data["time"] = dict(prediction.time_s)
         data["limit"] = limit(prediction)
     memory: dict[str, object] = {

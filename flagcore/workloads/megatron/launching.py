@@ -36,6 +36,10 @@ def ready(spec: Spec, modules: Mapping[str, str]) -> None:
     _settings_run(train)
     if train.command is not None:
         return
+    if spec.cluster.groups:
+        chips, problem = [group.chip for group in spec.cluster.groups], "are more kinds of chips than one machine has"
+        fix = "plan with `flag estimate`; to run trials, give a train.command that starts on all groups"
+        raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
     cannot = {
         "train.precision": (train.precision, train.precision in PRECISIONS, f"use {', '.join(PRECISIONS)}"),
         "train.attention": (train.attention, train.attention == "flash", "use flash"),

@@ -6,7 +6,9 @@ Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,7 +27,7 @@ METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return the legality rules of training `task` with Megatron, each applied as soon as its knobs are known."""
-    return (*_batch(task), *_width(task), *_pipeline(task), *_experts(task), *_recompute(task))
+    return (*_batch(task), *_width(task), *_groups(task), *_pipeline(task), *_experts(task), *_recompute(task))
 
 
 def _batch(task: Task) -> Sequence[Rule]:
@@ -103,6 +105,26 @@ def _width(task: Task) -> Sequence[Rule]:
             knobs=(TP, SP),
             says=f"a mixture of experts with {TP} > 1 trains only with {SP}",
             broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (model.num_moe_experts is not None),
+        ),
+    )
+
+
+def _groups(task: Task) -> Sequence[Rule]:
+    """Return, for a mixed cluster, that no pipeline stage has devices of two groups: stages take ranks in order."""
+    cluster = task.cluster
+    if len(cluster.groups) == 1:
+        return ()
+    edges, devices = list(accumulate(group.devices for group in cluster.groups))[:-1], cluster.devices
+    fewest = math.lcm(*(devices // math.gcd(edge, devices) for edge in edges))
+    return (
+        Rule(
+            name="stages_in_one_group",
+            knobs=(PP,),
+            says=(
+                f"{PP} must be a multiple of {fewest}, so that no stage has devices of two node groups, "
+                f"{cluster.chips}: what splits a stage runs on chips of one kind"
+            ),
+            broken=lambda c: c[PP] % fewest != 0,
         ),
     )
 
