@@ -22,7 +22,8 @@ from flagcore.plugins.loading import Plugin
 class CalibratedPlugins(LoadedPlugins):
     """As `LoadedPlugins`, with the kernel and collective times of a chip from its calibration where there is one.
 
-    `told` is called with a line for each calibration that costs are made of, once.
+    `told` is called with a line for each calibration that costs are made of, for one of fewer devices than a node
+    has, and for each file that cannot be read and is of another chip, once each.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class CalibratedPlugins(LoadedPlugins):
         super().__init__(plugins, failures)
         self._calibrations, self._told = calibrations, told
         self._found: dict[str, Calibration | None] = {}
+        self._few: set[str] = set()
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
         """Return what was measured, with the plugins' answer or the roofline where that is NaN. Raises RunError."""
@@ -46,6 +48,8 @@ class CalibratedPlugins(LoadedPlugins):
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return what was measured inside a node, with the topology's times beyond it. Raises RunError."""
         known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
+        if calibration is not None:
+            self._tell_of_few(group, calibration)
         table = collective_table(calibration) if calibration else None
         if table is None:
             return known
@@ -55,10 +59,23 @@ class CalibratedPlugins(LoadedPlugins):
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:
             found = self._calibrations.find(chip, _installed_torch())
+            if not self._found:
+                for _, error in self._calibrations.unreadable():
+                    self._told(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:
                 self._told(f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})")
         return self._found[chip.name]
+
+    def _tell_of_few(self, group: NodeGroup, calibration: Calibration) -> None:
+        """Tell, once a chip, that a node has more devices than were measured."""
+        name, most = group.chip.name, calibration.devices
+        if most < group.devices_per_node and name not in self._few:
+            self._few.add(name)
+            self._told(
+                f"{name} was calibrated on {most} of the {group.devices_per_node} devices of a node: collectives "
+                "among more were not measured; run `flag calibrate` where all of them are"
+            )
 
 
 def _curve(costs: KernelCosts | None) -> Curve:

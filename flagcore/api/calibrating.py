@@ -9,19 +9,21 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from flagcore import __version__, plugins
-from flagcore.api.telling import loaded_plugins
+from flagcore.api.load import BUSY, Load
+from flagcore.api.telling import loaded_plugins, tell
 from flagcore.calibration import Calibration, Calibrations
 from flagcore.contracts import Running
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
-from flagcore.errors import Interrupted, NoDevice, RunError
+from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
 from flagcore.plugins import LoadedPlugins
 from flagcore.stages.discover import best_chip
 
@@ -29,6 +31,9 @@ PROGRAM = "flagcore.microbench"
 SECONDS = 90.0
 GRACE_SECONDS = 120.0
 """What start and end of the program may take beside the measuring."""
+
+UNPUBLISHED = ("bf16", "fp16", "fp32")
+"""What is measured of a chip whose rates nobody published."""
 
 
 def calibrate(
@@ -52,6 +57,7 @@ def calibrate(
         environment = dict(loaded.environment(chip, engine))
     if on_start is not None:
         on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
+    tell(_too_few(chip, support, len(here), count))
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         job = Path(folder, "job.json")
         output = Path(folder, "found.json")
@@ -62,17 +68,23 @@ def calibrate(
             environment=environment,
             timeout_seconds=2.0 * seconds + GRACE_SECONDS,
         )
+        load = Load()
         _run(launch)
+        others = load.by_others()
         try:
             found = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"the measurement ended without a result ({error})") from None
-    made = _calibration(chip, here[0], count, found)
+    if others >= BUSY:
+        tell([f"others kept {others:.0%} of the processors busy meanwhile: measure again on an idle machine"])
+    made = _calibration(chip, here[0], count, found, others)
     return made, Calibrations.of_user().keep(made)
 
 
 def calibrations() -> list[dict[str, Any]]:
-    """Return a record for each calibration that is kept. Raises RunError."""
+    """Return a record for each calibration that is kept, and warn of files that are none. Raises RunError."""
+    kept_here = Calibrations.of_user()
+    tell(error for _, error in kept_here.unreadable())
     return [
         {
             "chip": kept.chip,
@@ -84,12 +96,16 @@ def calibrations() -> list[dict[str, Any]]:
             "collectives": sum("collective" in row for row in kept.rows),
             "file": str(path),
         }
-        for path, kept in Calibrations.of_user().all()
+        for path, kept in kept_here.all()
     ]
 
 
 def summary(calibration: Calibration) -> list[dict[str, Any]]:
-    """Return a record a kind of kernel: how many were measured, the best rate (a launch's time), the usual spread."""
+    """Return a record a kind of kernel: how many were measured, the best rate (a launch's time), the usual spread.
+
+    The spread is the median over the kernels of what lies between the quartiles of a kernel's samples, in percent of
+    their median.
+    """
     kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in calibration.rows:
         name = str(row.get("kernel") or row["collective"])
@@ -98,8 +114,9 @@ def summary(calibration: Calibration) -> list[dict[str, Any]]:
     records = []
     for (name, which), rows in kinds.items():
         best, unit = _best(name, rows)
-        spread = median(float(row["spread"]) for row in rows)
-        records.append({"what": f"{name} {which}", "measured": len(rows), "best": best, "unit": unit, "spread": spread})
+        spread = 100.0 * median(float(row["spread"]) for row in rows)
+        told = {"what": f"{name} {which}", "measured": len(rows), "best": best, "unit": unit}
+        records.append(told | {"spread_percent": spread})
     return records
 
 
@@ -116,8 +133,16 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
 
 
 def forget(chip: str) -> list[str]:
-    """Delete the calibrations of `chip` and return their files. Raises RunError."""
-    return [str(path) for path in Calibrations.of_user().forget(chip)]
+    """Delete the calibrations of `chip` and return their files. Raises RunError, UsageError if there are none."""
+    kept = Calibrations.of_user()
+    gone = kept.forget(chip)
+    if gone:
+        return [str(path) for path in gone]
+    names = sorted({each.chip for _, each in kept.all()})
+    near = get_close_matches(chip.casefold(), [name.casefold() for name in names], n=1)
+    there = f"kept are those of {', '.join(names)}" if names else "none is kept of any chip"
+    hint = f"did you mean {next(name for name in names if name.casefold() == near[0])}?" if near else there
+    raise UsageError(f"no calibration of {chip!r} is kept in {kept.folder}; {hint}")
 
 
 def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
@@ -145,7 +170,7 @@ def _job(
         "devices": count,
         "shared": support.shared_devices,
         "threads": len(here) // count,
-        "precisions": list(chip.dense_flops_per_second),
+        "precisions": list(chip.dense_flops_per_second) or list(UNPUBLISHED),
         "memory_bytes": min(memory) if memory else int(known.value) if known else 1 << 30,
         "seconds": seconds,
         "output": str(output),
@@ -175,7 +200,19 @@ def _run(launch: Launch) -> None:
     raise RunError(f"the measurement {why}{words}")
 
 
-def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any]) -> Calibration:
+def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[str]:
+    """Return what cannot be measured with so few devices: collectives between more of them."""
+    usual = chip.devices_per_node
+    if support.shared_devices or min(here, count) >= usual:
+        return []
+    whose = f"{here} x {chip.name} found" if count == here else f"{count} of {here} x {chip.name} measured"
+    return [
+        f"{whose}, where a node has {usual}: collectives among more than {count} are not measured; "
+        "run it on a whole node"
+    ]
+
+
+def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
     how = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
     return Calibration(
         chip=chip.name,
@@ -184,6 +221,6 @@ def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any]) 
         torch=str(found["torch"]),
         devices=count,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        how=f"{how}, {platform.platform()}",
+        how=f"{how}, {platform.platform()}, others on {others:.0%} of the processors",
         rows=tuple(found["rows"]),
     )

@@ -42,7 +42,7 @@ class Calibration:
     def file_name(self) -> str:
         """Return the name of its file: a new calibration of the same things takes its place."""
         parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
-        return "--".join(re.sub(r"[^a-z0-9.+]+", "-", part.casefold()).strip("-") for part in parts) + ".json"
+        return "--".join(map(_slug, parts)) + ".json"
 
     def is_of(self, chip: Chip) -> bool:
         """Return whether it was measured on `chip`: the same name, and, where both say more, the same processor."""
@@ -66,18 +66,23 @@ class Calibrations:
         return cls(data / "flagcore" / "calibrations")
 
     def all(self) -> tuple[tuple[Path, Calibration], ...]:
-        """Return every file with what it holds, the newest first. Raises RunError for one that cannot be read."""
-        try:
-            files = sorted(path for path in self.folder.iterdir() if path.suffix == ".json")
-        except FileNotFoundError:
-            return ()
-        except OSError as error:
-            raise RunError(f"{self.folder} cannot be read: {error.strerror or error}") from None
-        return tuple(sorted(((path, read(path)) for path in files), key=lambda pair: pair[1].date, reverse=True))
+        """Return every file that can be read with what it holds, the newest first. Raises RunError for the folder."""
+        return self._read()[0]
+
+    def unreadable(self) -> tuple[tuple[Path, RunError], ...]:
+        """Return every file that cannot be read with the reason. Raises RunError for the folder."""
+        return self._read()[1]
 
     def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
-        """Return the newest calibration of `chip`, one with this version of torch before all others."""
-        found = [pair for pair in self.all() if pair[1].is_of(chip)]
+        """Return the newest calibration of `chip`, one with this version of torch before all others.
+
+        Raises RunError where a file of this chip, by its name, cannot be read; those of other chips do not matter.
+        """
+        good, bad = self._read()
+        for path, error in bad:
+            if _named_for(path, chip):
+                raise error
+        found = [pair for pair in good if pair[1].is_of(chip)]
         return next((pair for pair in found if pair[1].torch == torch), found[0] if found else None)
 
     def keep(self, calibration: Calibration) -> Path:
@@ -96,16 +101,31 @@ class Calibrations:
         return path
 
     def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete the calibrations of the chip of that name and return their files. Raises RunError."""
-        gone = []
-        for path, calibration in self.all():
-            if calibration.chip.casefold() == chip.casefold():
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
-                gone.append(path)
+        """Delete the calibrations of the chip of that name, read or not, and return their files. Raises RunError."""
+        good, bad = self._read()
+        gone = [path for path, calibration in good if calibration.chip.casefold() == chip.casefold()]
+        gone += [path for path, _ in bad if path.stem.split("--")[0] == _slug(chip)]
+        for path in gone:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
         return tuple(gone)
+
+    def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
+        try:
+            files = sorted(path for path in self.folder.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            return (), ()
+        except OSError as error:
+            raise RunError(f"{self.folder} cannot be read: {error.strerror or error}") from None
+        good, bad = [], []
+        for path in files:
+            try:
+                good.append((path, read(path)))
+            except RunError as error:
+                bad.append((path, error))
+        return tuple(sorted(good, key=lambda pair: pair[1].date, reverse=True)), tuple(bad)
 
 
 def read(path: Path) -> Calibration:
@@ -124,6 +144,17 @@ def read(path: Path) -> Calibration:
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         fix = "measure again with `flag calibrate`, or delete the file"
         raise RunError(f"{path} is no calibration that can be read ({error!r}); {fix}") from None
+
+
+def _named_for(path: Path, chip: Chip) -> bool:
+    """Return whether a file has the name of a calibration of `chip`: for a plain CPU, of its processor."""
+    name, *rest = path.stem.split("--")
+    other = len(rest) == 3 and chip.aliases and rest[0] not in map(_slug, chip.aliases)
+    return name == _slug(chip.name) and not other
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.+]+", "-", name.casefold()).strip("-")
 
 
 def _text(calibration: Calibration) -> str:

@@ -44,8 +44,7 @@ def calibrate_command(
     if listed and forget is not None:
         raise click.UsageError("give either --list or --forget")
     if forget is not None:
-        gone = api.forget(forget)
-        options.say("\n".join(f"deleted {file}" for file in gone) or f"nothing is kept for {forget}")
+        options.say("\n".join(f"deleted {file}" for file in api.forget(forget)))
         return
     if listed:
         click.echo(render(api.calibrations(), form, KEPT_COLUMNS))
@@ -68,4 +67,4 @@ KEPT_COLUMNS = {
     "collectives": "collectives",
     "file": "file",
 }
-SUMMARY_COLUMNS = {"what": "what", "measured": "measured", "best": "best", "unit": "unit", "spread": "spread"}
+SUMMARY_COLUMNS = {"what": "what", "measured": "measured", "best": "best", "unit": "unit", "spread %": "spread_percent"}

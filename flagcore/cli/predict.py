@@ -81,10 +81,13 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
     else:
         answers = list(predictions)
         if form in ("table", "csv"):
-            answers = [
-                {**each, "reason": each.get("reason") or "; ".join(each.get("warnings", ()))} for each in answers
-            ]
+            answers = [{**each, "reason": _why(each)} for each in answers]
         click.echo(render(answers, form, JOB_COLUMNS))
+
+
+def _why(answer: dict[str, Any]) -> str | None:
+    """Return what is to be said of an answer beside its figures."""
+    return answer.get("reason") or "; ".join(answer.get("warnings", ())) or None
 
 
 def _estimate_spec(

@@ -106,7 +106,8 @@ def memory_text(memory: Mapping[str, Any]) -> str:
 def time_text(record: Mapping[str, Any]) -> str:
     """Return the parts of a step with their shares, and what limits it."""
     if "step_time_s" not in record:
-        return f"Time: {record.get('reason', 'unknown').removeprefix('no time: ')}."
+        why = str(record.get("reason", "")).removeprefix("no time: ")
+        return f"Time: unknown, for {why}." if why else "Time: unknown."
     step, speed = record["step_time_s"], record["tokens_per_second_per_device"]["value"]
     rows = [
         [PARTS.get(name, name), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]

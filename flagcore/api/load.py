@@ -1,0 +1,34 @@
+"""How busy others keep the machine's processors while something is measured."""
+
+from __future__ import annotations
+
+import resource
+
+import psutil
+
+BUSY = 0.1
+"""A share of the processors that others use which disturbs a measurement."""
+
+
+class Load:
+    """What others use of the processors from now on: all that they do, less what this process and its children do.
+
+    Children count when they have ended and were waited for.
+    """
+
+    def __init__(self) -> None:
+        self._all, self._idle, self._own = _now()
+
+    def by_others(self) -> float:
+        """Return the share of all processors' time, 0 to 1, that others have taken since the start."""
+        total, idle, own = (now - then for now, then in zip(_now(), (self._all, self._idle, self._own), strict=True))
+        return min(1.0, max(0.0, (total - idle - own) / total)) if total > 0 else 0.0
+
+
+def _now() -> tuple[float, float, float]:
+    """Return the seconds of all processors, those without work, and those of this process and its children."""
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return total, idle, sum(each.ru_utime + each.ru_stime for each in used)
