@@ -57,10 +57,14 @@ def test_row_tells_rule_default_meaning_and_a_valid_example(path: tuple[str, ...
         value = "absent"
     assert default.strip("`") == (value if isinstance(value, str) else json.dumps(value))
     data: dict[str, Any] = yaml.safe_load(yaml.safe_dump(BASE))
+    if path[:-1] == ("cluster", "groups"):
+        data["cluster"] = {"groups": {"chip": "C550"}}
     place = data
     for key in path[:-1]:
         place = place[key]
     place[path[-1]] = yaml.safe_load(example.strip("`"))
+    if path[:-1] == ("cluster", "groups"):
+        data["cluster"]["groups"] = [place]
     (tmp_path / "hosts.txt").write_text("a slots=8\n")
     (tmp_path / "Qwen3-8B").mkdir()
     (tmp_path / "Qwen3-8B" / "config.json").write_text(

@@ -161,3 +161,19 @@ def test_spec_may_be_json(tmp_path: Path, read: Read) -> None:
 def test_importing_the_package_imports_neither_pydantic_nor_yaml() -> None:
     code = "import flagcore.spec, sys; print(sorted({'pydantic', 'yaml'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_groups_of_a_cluster_are_read_in_their_order(read: Callable[..., Spec]) -> None:
+    groups = (
+        "{chip: a, nodes: 2, devices_per_node: 8}, {chip: b, memory_per_device: 1GiB, nic_bytes_per_second: 5.0e+9}"
+    )
+    assert read(f"cluster: {{groups: [{groups}]}}").cluster == ClusterSpec(
+        groups=(
+            ClusterSpec(chip="a", nodes=2, devices_per_node=8),
+            ClusterSpec(chip="b", memory_bytes_per_device=1 << 30, nic_bytes_per_second=5e9),
+        )
+    )
+
+
+def test_one_group_is_a_cluster_of_equal_nodes(read: Callable[..., Spec]) -> None:
+    assert read("cluster: {groups: [{chip: a, nodes: 2}]}").cluster == ClusterSpec(chip="a", nodes=2)

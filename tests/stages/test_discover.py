@@ -7,10 +7,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flagcore.domain.chip import Chip, Device, Support
-from flagcore.domain.engine import EngineSupport
+from flagcore.domain.chip import Chip, Device, Fact, Support
+from flagcore.domain.engine import EngineSupport, Refused
 from flagcore.domain.spec import ClusterSpec, Spec
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
@@ -144,3 +145,77 @@ def test_every_hook_is_asked_about_this_chip_and_engine_once() -> None:
     platform = discover(spec(), loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
     assert platform.environment == {"FABRIC": "1"}
     assert asked == [("test-chip", "megatron")]
+
+
+OTHER = replace(
+    small.CHIP,
+    name="other",
+    aliases=(),
+    memory_bytes=Fact(value=32e9, source=small.SOURCE),
+    nic_bytes_per_second=Fact(value=10e9, source=small.SOURCE),
+)
+GROUPS = (ClusterSpec(chip="test-chip", nodes=2, nic_bytes_per_second=50e9), ClusterSpec(chip="other"))
+SEND = np.array([2.0**26]), np.array([2]), np.array([1])
+
+
+def test_each_node_group_has_its_own_chip_and_costs() -> None:
+    platform = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER)))
+    cluster, costs = platform.task.cluster, platform.costs
+    assert (cluster.chips, cluster.devices) == ("test-chip (16) + other (8)", 24)
+    assert list(costs.further) == [16]
+    assert [each.memory.capacity_bytes() for each in costs.groups] == [80e9, 32e9]
+
+
+def test_messages_between_node_groups_take_the_slower_network() -> None:
+    plugins = loaded(x=plugin(small.CHIP), y=plugin(OTHER))
+    costs = discover(spec(groups=GROUPS), plugins).costs
+    both = discover(spec(groups=(GROUPS[1], GROUPS[1])), plugins).costs
+    alone = discover(spec(chip="other", nodes=2), plugins).costs
+    assert costs.between is not None
+    assert both.between is not None
+    slow = alone.collectives.seconds("send", SEND[0], SEND[1], np.array([8]))
+    assert costs.between.seconds("send", *SEND) == both.between.seconds("send", *SEND) == slow
+    assert alone.between is None
+    unknown = replace(GROUPS[0], nic_bytes_per_second=None)
+    for groups in ((unknown, GROUPS[1]), (GROUPS[1], unknown)):
+        between = discover(spec(groups=groups), plugins).costs.between
+        assert between is not None
+        assert np.isnan(between.seconds("send", *SEND)).all()
+
+
+def test_a_link_that_joins_many_nodes_does_not_reach_other_groups() -> None:
+    rack = replace(OTHER, link=replace(small.CHIP.link, domain_size=64))  # type: ignore[type-var]
+    plugins = loaded(x=plugin(small.CHIP), y=plugin(rack))
+    found = [discover(spec(groups=(GROUPS[0], each)), plugins).costs.between for each in GROUPS[1:]]
+    plain = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER))).costs.between
+    assert found[0] is not None
+    assert plain is not None
+    assert found[0].seconds("send", *SEND) == plain.seconds("send", *SEND)
+
+
+def test_what_one_chip_refuses_the_mixed_cluster_refuses() -> None:
+    no = Refused(name="no_cp", knob="context_parallel_size", values=(2,), reason="it cannot")
+    support = EngineSupport(support=Support.YES, refused=(no,))
+    platform = discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=support)))
+    assert platform.support.refused == (no,)
+    hopeless = EngineSupport(support=Support.IMPOSSIBLE)
+    with pytest.raises(NoDevice, match="megatron does not run on other"):
+        discover(spec(groups=GROUPS), loaded(x=plugin(small.CHIP), y=plugin(OTHER, support=hopeless)))
+
+
+def test_a_mixed_cluster_runs_nothing_but_the_users_own_command() -> None:
+    plugins = loaded(x=plugin(small.CHIP, 8), y=plugin(OTHER))
+    platform = discover(spec(groups=GROUPS), plugins)
+    with pytest.raises(NoDevice, match=r"test-chip \(16\) \+ other \(8\); give a train.command"):
+        present(platform, plugins.devices())
+    own = replace(platform.task.spec, train=replace(platform.task.spec.train, command=("run",)))
+    with_command = replace(platform, task=replace(platform.task, spec=own))
+    present(with_command, plugins.devices())
+    with pytest.raises(NoDevice, match="on this machine"):
+        present(with_command, ())
+
+
+def test_an_unknown_chip_of_a_group_is_named_by_its_place() -> None:
+    groups = (GROUPS[0], ClusterSpec(chip="nosuch"))
+    with pytest.raises(NoDevice, match=r"cluster\.groups\[1\]\.chip = 'nosuch'"):
+        discover(spec(groups=groups), loaded(x=plugin(small.CHIP)))

@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from flagcore.domain.chip import Chip, Fact
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.prediction import Prediction
 from flagcore.stages import predict as predict_module
 from flagcore.stages.build import build
-from flagcore.stages.predict import LIMITS, limit, predict
+from flagcore.stages.predict import LIMITS, limit, predict, record
 from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
@@ -59,3 +61,19 @@ def test_a_space_in_pieces_is_predicted_as_at_once(chunk: int, monkeypatch: pyte
         one, other = getattr(at_once, field.name), getattr(in_pieces, field.name)
         assert one.keys() == other.keys() if isinstance(one, dict) else np.array_equal(one, other), field.name
     assert all(np.array_equal(seconds, in_pieces.time_s[name]) for name, seconds in at_once.time_s.items())
+
+
+def test_the_peak_of_a_mixed_cluster_is_the_mean_over_its_devices() -> None:
+    slow = dataclasses.replace(small.CHIP, dense_flops_per_second={"bf16": Fact(value=300e12, source=small.SOURCE)})
+    bare = dataclasses.replace(small.CHIP, dense_flops_per_second={})
+
+    def mfu(*chips: Chip) -> object:
+        counts = (4, 12)[: len(chips)]
+        groups = tuple(NodeGroup(chip=chip, nodes=1, devices_per_node=n) for chip, n in zip(chips, counts, strict=True))
+        task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))
+        figures = dataclasses.replace(prediction(compute_s=1.0), model_flops=16 * 45e12)
+        return record(task, figures).get("mfu")
+
+    assert mfu(small.CHIP, slow) == pytest.approx(45 / (0.25 * 900 + 0.75 * 300))
+    assert mfu(small.CHIP) == pytest.approx(16 * 45 / 4 / 900)
+    assert mfu(small.CHIP, bare) is None

@@ -102,6 +102,16 @@ def test_what_the_trial_program_cannot_run_is_refused_before_any_trial(key: str,
     WORKLOAD.ready(small.task(command=("bash", "pretrain.sh"), **job).spec)
 
 
+def test_trials_over_two_kinds_of_chips_are_refused_without_a_command() -> None:
+    cluster = ClusterSpec(groups=(ClusterSpec(chip="a"), ClusterSpec(chip="b")))
+    spec = dataclasses.replace(small.task().spec, cluster=cluster)
+    with pytest.raises(SpecError) as refused:
+        WORKLOAD.ready(spec)
+    assert (refused.value.key, refused.value.value) == ("cluster.groups", ["a", "b"])
+    assert "flag estimate" in refused.value.fix
+    WORKLOAD.ready(dataclasses.replace(spec, train=dataclasses.replace(spec.train, command=("run",))))
+
+
 def test_settings_are_flags_once() -> None:
     settings = {
         "overlap_grad_reduce": True,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import Task
 from flagcore.stages.build import check
 from flagcore.workloads.megatron.adapter import WORKLOAD
@@ -261,3 +262,17 @@ def test_layers_per_virtual_stage_exclude_a_first_stage_of_its_own() -> None:
     rule = next(rule for rule in WORKLOAD.rules(small.task()) if rule.name == "virtual_stages")
     assert rule.broken(columns).tolist() == [True]
     assert rule.broken(candidate_columns(values)).tolist() == [False]
+
+
+def test_a_stage_lies_on_chips_of_one_kind() -> None:
+    def refused(*devices: int) -> list[int]:
+        groups = tuple(NodeGroup(chip=small.CHIP, nodes=1, devices_per_node=count) for count in devices)
+        task = dataclasses.replace(small.task(), cluster=Cluster(groups=groups))
+        rule = next(rule for rule in WORKLOAD.rules(task) if rule.name == "stages_in_one_group")
+        return [size for size in range(1, 17) if rule.broken({PP: np.array([size])})[0]]
+
+    assert refused(8, 8) == list(range(1, 17, 2))
+    assert refused(8, 4) == [size for size in range(1, 17) if size % 3]
+    assert refused(8, 4, 4) == [size for size in range(1, 17) if size % 4]
+    assert refused(2, 6) == [size for size in range(1, 17) if size % 4]
+    assert "stages_in_one_group" not in {rule.name for rule in WORKLOAD.rules(small.task())}

@@ -1,0 +1,83 @@
+"""A cluster of several node groups: planned, and refused where it would have to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Project, Ran
+
+Flag = Callable[..., Ran]
+LARGE = {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB", "nic_bytes_per_second": 1.0e9}
+SMALL = {**LARGE, "memory_per_device": "400MiB"}
+
+
+@pytest.fixture
+def spec(project: Project) -> Callable[..., str]:
+    """Write the project's spec with node groups, and without its command unless told so."""
+
+    def write(*groups: dict[str, Any], command: bool = False, **sections: Any) -> str:
+        path = Path(project.spec(**sections))
+        data = yaml.safe_load(path.read_text()) | {"cluster": {"groups": list(groups)}}
+        if not command:
+            del data["train"]["command"]
+        path.write_text(yaml.safe_dump(data))
+        return str(path)
+
+    return write
+
+
+def test_candidates_of_a_mixed_cluster_are_listed_with_all_its_chips(flag: Flag, spec: Callable[..., str]) -> None:
+    listed = flag("estimate", spec(LARGE, SMALL))
+    assert "on 4 x cpu (2) + cpu (2):" in listed.err
+    assert "illegal: stages_in_one_group" in listed.err
+    found = json.loads(flag("estimate", spec(LARGE, SMALL), "--json").out)
+    assert found
+    assert {each["candidate"]["pipeline_model_parallel_size"] % 2 for each in found} == {0}
+    assert all(each["mfu"] > 0 for each in found)
+
+
+def test_the_capacity_told_is_that_of_the_stage_with_the_least_room(flag: Flag, spec: Callable[..., str]) -> None:
+    def memory(*groups: dict[str, Any]) -> dict[str, Any]:
+        told = json.loads(flag("estimate", spec(*groups), "--explain", "baseline", "--json").out)
+        found: dict[str, Any] = told["memory"]
+        return found
+
+    last, first = memory(LARGE, SMALL), memory(SMALL, LARGE)
+    assert last["worst_stage"] > 0 == first["worst_stage"]
+    assert last["capacity_gib"] == first["capacity_gib"] == pytest.approx(400 / 1024)
+    assert memory(LARGE, LARGE)["capacity_gib"] == 2.0
+
+
+def test_the_rule_about_stages_is_explained(flag: Flag, spec: Callable[..., str]) -> None:
+    told = flag("explain", spec(LARGE, SMALL))
+    assert "must be a multiple of 2, so that no stage has devices of two node groups" in told.out
+
+
+def test_nothing_is_run_on_a_mixed_cluster_without_a_command_of_the_users_own(
+    flag: Flag, spec: Callable[..., str], project: Project
+) -> None:
+    ran = flag("tune", spec(LARGE, SMALL), "--run-dir", str(project.run_dir))
+    assert (ran.code, ran.out) == (2, "")
+    assert "cluster.groups" in ran.err
+    assert "flag estimate" in ran.err
+    assert "train.command" in ran.err
+    assert not project.run_dir.exists()
+
+
+def test_another_chip_for_a_mixed_cluster_is_wrong_usage(flag: Flag, spec: Callable[..., str]) -> None:
+    ran = flag("estimate", spec(LARGE, SMALL), "--chip", "cpu")
+    assert ran.code == 2
+    assert "cluster.groups" in ran.err
+
+
+def test_a_network_that_nobody_knows_between_groups_is_told(flag: Flag, spec: Callable[..., str]) -> None:
+    unknown = {key: value for key, value in SMALL.items() if key != "nic_bytes_per_second"}
+    ran = flag("estimate", spec(LARGE, unknown))
+    assert ran.code == 0
+    assert "the network between node groups (give nic_bytes_per_second in each of cluster.groups)" in ran.err
