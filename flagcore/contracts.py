@@ -111,7 +111,7 @@ class PruningRule(Protocol):
     says: str
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
-        """Return True for each candidate that should not be tried."""
+        """Return True for each candidate that should not be tried. Asked in pieces: a row must not depend on others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

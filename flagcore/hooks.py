@@ -103,7 +103,8 @@ class EngineHooks:
     def flagcore_pruning_rules(self, task: Task) -> Sequence[PruningRule] | None:
         """Return rules that say which candidates of `task` are not worth a trial, or None. Asked once a task.
 
-        A rule that raises while it prunes is dropped for the run, and told.
+        A rule sees the candidates in pieces, and judges each by itself. One that raises while it prunes is dropped
+        for the run, and told.
         """
 
     @hookspec

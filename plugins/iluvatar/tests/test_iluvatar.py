@@ -48,6 +48,17 @@ def test_a_disputed_figure_is_left_out() -> None:
     assert "int8" not in chip.dense_flops_per_second
 
 
+def test_chips_without_published_collectives_take_those_of_the_same_library_and_link() -> None:
+    loaded = LoadedPlugins.of({"iluvatar": hooks})
+    payload, ranks, stride = np.full(2, 2.0**24), np.array([2, 8]), np.ones(2, dtype=np.int64)
+    times = []
+    for chip in flagcore_chips():
+        costs = loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=8), "megatron")
+        assert costs is not None
+        times.append(costs.seconds("all_reduce", payload, ranks, stride).tolist())
+    assert times == [times[0]] * 3
+
+
 def test_published_collectives_of_two_devices_are_met_and_more_devices_take_longer() -> None:
     loaded = LoadedPlugins.of({"iluvatar": hooks})
     (chip,) = (chip for chip in flagcore_chips() if chip.name == "BI-V150")

@@ -21,15 +21,12 @@ MCCL 2.32 on C500, published in wangzheng422/docker_env 2025.12.metax.mccl.perf.
 island's rate: it is at least this.
 """
 
-NIC_BYTES_PER_SECOND = 50e9 / ISLAND
-"""One 400 Gb/s adapter an island, shared by its devices (same source)."""
-
 BETWEEN_NODES_SECONDS = 34e-6
 """What two nodes add to the start-up of an all-reduce: 48.7 less 14.6 us (same source, 5.3)."""
 
 
-def c500_topology(group: NodeGroup) -> Topology:
-    """Return island, node and, for several nodes, network.
+def c500_topology(group: NodeGroup) -> Topology | None:
+    """Return island, node and, for several nodes, network; None where its rate is not known.
 
     The rates within a node are what a collective reached, so they count in full; the way between the islands is
     shared by the devices of an island.
@@ -42,11 +39,14 @@ def c500_topology(group: NodeGroup) -> Topology:
             Level(name="node", devices=node, bytes_per_second=bus / ISLAND, latency_seconds=latency, efficiency=1.0)
         )
     if group.nodes > 1:
+        network = group.chip.nic_bytes_per_second
+        if network is None:
+            return None
         levels.append(
             Level(
                 name="network",
                 devices=group.devices,
-                bytes_per_second=NIC_BYTES_PER_SECOND,
+                bytes_per_second=network.value,
                 latency_seconds=BETWEEN_NODES_SECONDS,
                 efficiency=NETWORK_EFFICIENCY,
                 compute_taken=NETWORK_COMPUTE_TAKEN,

@@ -8,7 +8,7 @@ import pytest
 from flagcore_metax import hooks
 from flagcore_metax.discover import parse
 
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
 from flagcore.testing.examples import task_on
@@ -107,6 +107,15 @@ def test_published_all_reduces_are_met(
     assert costs is not None
     (found,) = costs.seconds("all_reduce", np.array([float(payload)]), np.array([ranks]), np.array([1]))
     assert found == pytest.approx(measured, rel=within)
+
+
+def test_the_network_that_a_user_gives_is_that_of_a_c500() -> None:
+    levels = [
+        hooks.flagcore_topology(NodeGroup(chip=with_network(chip("C500"), rate), nodes=2, devices_per_node=8)).levels
+        for rate in (None, 5e10)
+    ]
+    assert [level[-1].bytes_per_second for level in levels] == [1.25e10, 5e10]
+    assert levels[0][:-1] == levels[1][:-1]
 
 
 def test_a_pair_across_the_islands_of_a_c500_is_slower_than_one_inside() -> None:
