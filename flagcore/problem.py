@@ -36,7 +36,7 @@ def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     baseline = _baseline(platform, workload)
     space = _space(platform, workload, platform.task, baseline)
     if not len(space):
-        raise NothingFits(_why_nothing_fits(space, None, None))
+        raise NothingFits(_nothing_legal(space, platform, workload))
     space = space.with_candidate(baseline)
     predictions = predict(platform.task, workload, space, platform.costs)
     rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
@@ -68,7 +68,7 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
         if not len(space):
             space = _space(platform, workload, task)
         if not len(space):
-            raise NothingFits(_why_nothing_fits(space, None, None))
+            raise NothingFits(_nothing_legal(space, platform, workload))
         predictions = predict(task, workload, space, platform.costs)
         return space.candidate(workload.rule_of_thumb(space.columns(), predictions))
     axes = workload.axes(task)
@@ -80,12 +80,17 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 
-def _why_nothing_fits(space: Space, predictions: Predictions | None, pruned: Pruned | None) -> str:
+def _nothing_legal(space: Space, platform: Platform, workload: Workload) -> str:
+    """Return one line: what each rule took, and what it says."""
+    task = platform.task
+    says = {rule.name: rule.says for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support))}
+    took = sorted(space.illegal.items(), key=lambda pair: -pair[1])
+    counts = ", ".join(f"{name} {number:,} ({says[name]})" for name, number in took) or "the space is empty"
+    return f"no legal candidate among {space.combinations:,} combinations: {counts}"
+
+
+def _why_nothing_fits(space: Space, predictions: Predictions, pruned: Pruned) -> str:
     """Return one line: what each rule took, and how close the closest candidate came."""
-    took = dict(sorted(space.illegal.items(), key=lambda pair: -pair[1]))
-    if pruned is None or predictions is None or not len(space):
-        counts = ", ".join(f"{name} {number:,}" for name, number in took.items()) or "the space is empty"
-        return f"no legal candidate among {space.combinations:,} combinations: {counts}"
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))

@@ -30,6 +30,6 @@ ModelPath = Annotated[str, Field(min_length=1, max_length=4096, examples=["./Qwe
 Folder = Annotated[str, Field(min_length=1, max_length=4096, examples=["../Megatron-LM"])]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
-Rate = Annotated[float, Field(ge=1e6, le=1e15)]
+Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]

@@ -102,7 +102,7 @@ class GroupSection(Section):
     memory_per_device: Bytes | Amount | None = None
     """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
     nic_bytes_per_second: Rate | None = None
-    """What one device can send to other nodes at once; null: as the chip's plugin has it."""
+    """What one device can send to other nodes (400 Gbit/s is 5.0e+10); null: as the chip's plugin has it."""
 
 
 class ClusterSection(Section):
@@ -119,7 +119,7 @@ class ClusterSection(Section):
     memory_per_device: Bytes | Amount | None = None
     """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
     nic_bytes_per_second: Rate | None = None
-    """What one device can send to other nodes at once; null: as the chip's plugin has it."""
+    """What one device can send to other nodes (400 Gbit/s is 5.0e+10); null: as the chip's plugin has it."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Nodes of different chips, in the order of ranks, instead of the other keys; null: all nodes are equal."""
 

@@ -128,3 +128,51 @@ def test_invalid_record_is_refused_by_its_key(
 @pytest.mark.parametrize("record", [None, 5, [], "x", {}])
 def test_line_that_is_no_record_is_refused(error_of: ErrorOf, record: Any) -> None:
     error_of(read_job, record)
+
+
+SLIPS: dict[str, tuple[tuple[str, ...], object, str, str]] = {
+    "of train": (("train", "seq_len"), 128, "train.seq_len", "did you mean seq_length?"),
+    "of a setting": (("train", "overlap_grad_reduction"), True, "train.overlap_grad_reduction", "overlap_grad_reduce?"),
+    "of settings": (("train", "settings"), {"fp8_gather": True}, "train.settings.fp8_gather", "fp8_param_gather"),
+    "of the cluster": (("cluster", "device_per_node"), 8, "cluster.device_per_node", "did you mean devices_per_node?"),
+    "of the model": (("model", "num_layer"), 8, "model.num_layer", "did you mean num_layers?"),
+    "of the candidate": (("candidate", "tensor_parallel_size"), 2, "candidate.tensor_parallel_size", "tensor_model_"),
+    "a short name": (("candidate", "pp"), 2, "candidate.pp", "did you mean pipeline_model_parallel_size?"),
+    "in another section": (("train", "micro_batch_size"), 2, "train.micro_batch_size", "belongs under candidate"),
+    "a knob at the top": (("micro_batch_size",), 2, "micro_batch_size", "belongs under candidate"),
+    "settings at the top": (("settings",), {}, "settings", "belongs under train"),
+    "of the record": (("rnak",), 1, "rnak", "did you mean rank?"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_key_that_is_misspelt_is_told_with_the_right_one(error_of: ErrorOf, name: str) -> None:
+    path, value, key, fix = SLIPS[name]
+    error = error_of(lambda: read_job(changed(path, value)))
+    assert error.key == key
+    assert "is not a known key" in error.problem
+    assert fix in error.fix
+
+
+def test_what_tells_a_records_source_may_stand_where_sources_put_it() -> None:
+    record = {**RECORD, "notes": "from a table", "comment": "?", "figure": 3, "revision": {"rank_order": 1}}
+    record["cluster"] = {**RECORD["cluster"], "source": "page 2", "notes": ["a"], "nodes": 2}
+    record["train"] = {**RECORD["train"], "source": "page 2", "engine": "megatron"}
+    assert read_job(record) == read_job(RECORD)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "devices"), [({"nodes": 3}, 12), ({"devices": 2}, 2), ({"devices": 2, "nodes": 1}, 2)]
+)
+def test_nodes_may_be_given_where_they_agree(cluster: dict[str, int], devices: int) -> None:
+    assert read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4, **cluster})).devices == devices
+
+
+def test_nodes_that_contradict_the_devices_are_told(error_of: ErrorOf) -> None:
+    error = error_of(lambda: read_job(changed(("cluster", "nodes"), 3)))
+    assert (error.key, error.value) == ("cluster.nodes", 3)
+    assert "must be 2: cluster.devices = 8 at devices_per_node = 4" in error.problem
+    error = error_of(lambda: read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4})))
+    assert (error.key, error.problem) == ("cluster.devices", "is missing")
+    error = error_of(lambda: read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 8, "nodes": 10**6})))
+    assert error.key == "cluster.nodes"

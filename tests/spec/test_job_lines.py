@@ -1,0 +1,37 @@
+"""Lines of a job file: what is wrong is told with file and line."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from flagcore.errors import SpecError
+from flagcore.spec import read_job_lines
+
+WRONG = {
+    "cut short": (b'{"id": "a", ', "cannot be read as JSON"),
+    "a list": (b"[1]", "is no JSON object, but of type list"),
+    "no id": (b"{}", "has no id that is text"),
+    "a number for an id": (b'{"id": 1}', "has no id that is text"),
+    "a key given twice": (b'{"id": "a", "model": {"x": 1, "x": 2}}', "gives the key 'x' twice"),
+    "Latin 1": (b'{"id": "\xe9"}', "is not UTF-8 text"),
+    "deep": (b'{"id": ' + b"[" * 100_000, "is nested too deep"),
+    "long": (b'{"id": "' + b"x" * (2 << 20) + b'"}', "is longer than 1 MiB"),
+    "many digits": (b'{"id": ' + b"9" * 5000 + b"}", "digits"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_line_that_holds_no_record_is_told_by_file_and_number_and_the_next_is_read(name: str) -> None:
+    line, words = WRONG[name]
+    lines = io.BytesIO(b'{"id": "first"}\n\n' + line + b'\n{"id": "last"}')
+    first, error, last = read_job_lines(lines, file="some.jsonl")
+    assert (first, last) == ({"id": "first"}, {"id": "last"})
+    assert isinstance(error, SpecError)
+    assert error.key == "some.jsonl: line 3"
+    assert words in error.problem
+
+
+def test_a_byte_order_mark_is_no_mistake() -> None:
+    assert list(read_job_lines(io.BytesIO(b'\xef\xbb\xbf{"id": "a"}\n'), file="x")) == [{"id": "a"}]
