@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from flagcore.contracts import Costs
+from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.layout import Layout
@@ -35,6 +36,20 @@ def chip(times: float = 1.0) -> Chip:
     rates = {name: Fact(value=rate.value / times, source=SOURCE) for name, rate in CHIP.dense_flops_per_second.items()}
     bandwidth = Fact(value=3e12 / times, source=SOURCE)
     return replace(CHIP, dense_flops_per_second=rates, memory_bandwidth_bytes_per_second=bandwidth)
+
+
+@dataclass(frozen=True)
+class _Sends:
+    """Collectives whose messages travel over another link."""
+
+    others: CollectiveCosts
+    sends: CollectiveCosts
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        return (self.sends if kind == "send" else self.others).seconds(kind, payload_bytes, ranks, stride)
+
+    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        return self.others.compute_taken(ranks, stride)
 
 
 def costs(times: float = 1.0, capacity: float | None = 80e9, **more: Any) -> Costs:
@@ -139,6 +154,23 @@ def test_a_message_between_groups_takes_the_link_between_them() -> None:
     assert (waits(5e9) > 1.5 * waits(50e9)).all()
     assert waits(5e12)[1] == pytest.approx(step_time(work, split, costs())["pp_comm_s"][1], rel=1e-3)
     assert waits(5e9, layout(data=16)).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("schedule", [None, "zb-h1", "v-half"])
+@pytest.mark.parametrize("hidden", [True, False])
+def test_only_stages_at_the_border_wait_for_the_link_between_groups(schedule: str | None, hidden: bool) -> None:
+    options = Options(schedule=schedule, overlap_p2p_comm=hidden)
+    split = halves(data=2, pipeline=8, virtual=[1, 2] if schedule is None else 1, microbatches=32)
+    link = Topology(levels=(replace(NODE, devices=1), replace(NETWORK, bytes_per_second=10e9)))
+    one = costs()
+    mostly = mixed(one, costs(), link)
+    crawling = replace(one, collectives=_Sends(one.collectives, Collectives(topology=link)))
+    none, some, all_ = (seconds(split, made, options=options) for made in (one, mostly, crawling))
+    assert (none < some).all()
+    if schedule == "v-half":
+        np.testing.assert_allclose(some, all_)
+    else:
+        assert (some - none < 0.7 * (all_ - none)).all()
 
 
 def test_gradients_and_optimizer_wait_for_the_slow_group() -> None:

@@ -13,9 +13,8 @@ from flagcore.physics.pipeline import Stage
 from flagcore.physics.placement import Placement
 from flagcore.physics.schedules import named
 from flagcore.physics.schedules.named import SCHEDULES, StageTimes
-from flagcore.physics.time.exchange import integers
+from flagcore.physics.time.messages import Messages
 from flagcore.physics.time.passes import StageTime
-from flagcore.physics.transformer import layer_input_bytes
 
 REFILL_LAUNCHES = 45.0
 """Launches until a device is busy again after a message for which the host waited (megatron-core 0.16
@@ -33,11 +32,15 @@ def pipeline_time(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds in which all stages are through with a step's micro-batches, and those of one message.
 
-    `found` are stages in their order, the last one last; one that is not among them is like the one before it.
+    Where sending blocks, a stage before or behind the border of two node groups works for as much longer as its
+    messages take over it; else all messages take the mean. `found` are stages in their order, the last one last; one
+    that is not among them is like the one before it.
     """
     blocking = np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
-    launching = max(each.kernels.launch_seconds() for each in costs.groups)
-    message = _message_seconds(train, layout, costs, place) + blocking * REFILL_LAUNCHES * launching
+    launching = float(np.max([each.kernels.launch_seconds() for each in costs.groups]))
+    messages, refill = Messages.of(train, layout, costs, place), blocking * REFILL_LAUNCHES * launching
+    mean = messages.mean(layout, place) + refill
+    send = np.where(blocking > 0, messages.usual + refill, mean)
     total = layout.microbatches * times[-1].busy
     paired = _together(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
@@ -50,30 +53,21 @@ def pipeline_time(
             return np.stack([pick(chosen, column) for chosen in which])
 
         name = train.options.schedule or "interleaved"
+        forward, backward = of([time.forward.total for time in times]), of([time.backward.total for time in times])
+        held_up = messages.held_up(int(length), rows, layout, place)
+        if held_up is not None:
+            forward, backward = forward + held_up[0] * blocking[rows], backward + held_up[1] * blocking[rows]
         stage_times = StageTimes(
-            forward=of([time.forward.total for time in times]),
-            backward_input=of([time.backward.total for time in times]),
+            forward=forward,
+            backward_input=backward,
             backward_weight=of([time.weight for time in times]),
-            send=message[rows],
+            send=send[rows],
             blocking=blocking[rows],
             paired=of(paired) if paired else None,
         )
         barrier = not SCHEDULES[name].post_validation
         total[rows] = named.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
-    return total, np.where(layout.pipeline > 1.0, message, 0.0)
-
-
-def _message_seconds(train: Training, layout: Layout, costs: Costs, place: Placement) -> FloatArray:
-    """Return the time of one message to the next stage: the slowest, inside a node group or from one to another."""
-    payload, stride = layer_input_bytes(train, layout), integers(layout.tensor * layout.context * layout.data)
-    if costs.between is None:
-        return costs.collectives.seconds("send", payload, integers(np.minimum(layout.pipeline, 2.0)), stride)
-    counts = [integers(np.clip(count, 1.0, 2.0)) for count in place.stages(layout)]
-    inside = zip((each.collectives for each in costs.groups), counts, strict=True)
-    times = [collectives.seconds("send", payload, ranks, stride) for collectives, ranks in inside]
-    times.append(costs.between.seconds("send", payload, integers(np.minimum(layout.pipeline, 2.0)), stride))
-    slowest: FloatArray = np.maximum.reduce(times)
-    return slowest
+    return total, np.where(layout.pipeline > 1.0, mean, 0.0)
 
 
 def _together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
