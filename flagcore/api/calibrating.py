@@ -75,8 +75,7 @@ def calibrate(
             found = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"the measurement ended without a result ({error})") from None
-    if others >= BUSY:
-        tell([f"others kept {others:.0%} of the processors busy meanwhile: measure again on an idle machine"])
+    tell(_busy(others))
     made = _calibration(chip, here[0], count, found, others)
     return made, Calibrations.of_user().keep(made)
 
@@ -210,6 +209,13 @@ def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[
         f"{whose}, where a node has {usual}: collectives among more than {count} are not measured; "
         "run it on a whole node"
     ]
+
+
+def _busy(others: float) -> list[str]:
+    """Return what is to be said of a machine that others kept busy, by the share of its processors that they had."""
+    if others < BUSY:
+        return []
+    return [f"others kept {others:.0%} of the processors busy meanwhile: measure again on an idle machine"]
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:

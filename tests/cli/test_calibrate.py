@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.api import calibrating
+from flagcore.calibration import Calibration, Calibrations
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -101,3 +102,50 @@ def test_listing_and_forgetting_do_not_go_together(flag: Flag, home: Path) -> No
 def test_a_length_of_time_that_is_none_is_refused(flag: Flag, home: Path, seconds: str) -> None:
     assert flag("calibrate", "--seconds", seconds).code == 2
     assert not home.exists()
+
+
+def test_a_file_of_another_chip_that_cannot_be_read_is_told_and_stops_nothing(
+    flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = project.spec(train={"command": None})
+    before = step_time(flag, spec)
+    home.mkdir(parents=True)
+    (home / "h200--nvidia-h200--driver-1--torch-2.json").write_text("{")
+    assert step_time(flag, spec) == before
+    assert caplog.text.count("h200--nvidia-h200--driver-1--torch-2.json is no calibration that can be read") == 1
+    assert flag("calibrate", "--list", "--json").out == "[]\n"
+    assert flag("estimate", spec, "--chip", "H200").code == 2
+    assert flag("calibrate", "--forget", "H200").code == 0
+    assert not list(home.iterdir())
+
+
+def test_forgetting_what_is_not_kept_is_wrong_usage(flag: Flag, home: Path) -> None:
+    ran = flag("calibrate", "--forget", "foo")
+    assert ran.code == 2
+    assert ran.err.startswith("flag: no calibration of 'foo' is kept in ")
+    Calibrations(home).keep(kept("H200"))
+    assert "did you mean H200?" in flag("calibrate", "--forget", "h20").err
+    assert "kept are those of H200" in flag("calibrate", "--forget", "foo").err
+
+
+def test_a_calibration_of_fewer_devices_than_a_node_has_is_told(
+    flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    Calibrations(home).keep(kept("H200"))
+    spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
+    assert flag("estimate", spec, "--chip", "H200").code == 0
+    assert caplog.text.count("H200 was calibrated on 2 of the 8 devices of a node") == 1
+
+
+def kept(chip: str) -> Calibration:
+    row = {"kernel": "gemm", "precision": "bf16", "m": 4096, "n": 4096, "k": 4096, "us": 250.0}
+    return Calibration(
+        chip=chip,
+        aliases=("NVIDIA H200",),
+        driver="1",
+        torch="2",
+        devices=2,
+        date="2026-11-20T10:00:00+00:00",
+        how="by hand",
+        rows=({**row, "spread": 0.1, "repeats": 9},),
+    )

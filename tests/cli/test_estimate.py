@@ -110,9 +110,9 @@ def test_a_job_is_explained_with_the_table_of_its_model(flag: Flag, tmp_path: Pa
 def test_a_job_that_is_not_there_and_one_that_is_not_known_are_told_apart(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "X1"}})
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
-    assert (
-        flag("estimate", "--jobs", file, "--explain", "moe").out == "unknown: no installed plugin knows the chip 'X1'\n"
-    )
+    assert "did you mean moe?" in flag("estimate", "--jobs", file, "--explain", "mo").err
+    told = flag("estimate", "--jobs", file, "--explain", "moe").out
+    assert told.startswith("unknown: no installed plugin knows the chip 'X1'; known chips: ")
 
 
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:
@@ -194,3 +194,126 @@ def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None
     assert ran.code == 2
     assert "train.settings.overlap_grad_reduction" in ran.err
     assert "overlap_grad_reduce" in ran.err.split("did you mean")[1]
+
+
+def test_a_chip_that_is_nearly_named_is_answered_with_those_that_may_be_meant(
+    flag: Flag, project: Project, tmp_path: Path
+) -> None:
+    near = "did you mean H100-SXM or H100-PCIe?"
+    for ran in (
+        flag("estimate", project.spec(cluster={"chip": "H100"})),
+        flag("estimate", project.spec(), "--chip", "H100"),
+    ):
+        assert (ran.code, ran.out) == (4, "")
+        assert near in ran.err
+    (answer,) = answers(
+        flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": {**JOB["cluster"], "chip": "H100"}}))
+    )
+    assert answer["status"] == "unknown"
+    assert near in answer["reason"]
+
+
+def test_a_bad_line_of_a_job_file_is_told_with_its_place_and_stops_nothing(flag: Flag, tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text(json.dumps(JOB) + '\n{"id": \n' + json.dumps(JOB) + "\n")
+    found = answers(flag("estimate", "--jobs", str(file)))
+    assert [each["status"] for each in found] == ["ok", "invalid", "ok"]
+    assert found[1]["id"] is None
+    assert f"{file}: line 2 cannot be read as JSON" in found[1]["reason"]
+
+
+def test_a_job_file_without_a_record_is_told(flag: Flag, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    ran = flag("estimate", "--jobs", str(tmp_path / "empty.jsonl"))
+    assert (ran.code, ran.out) == (2, "")
+    assert "empty.jsonl holds no job record" in ran.err
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "the network": ({"chip": "C550", "devices": 16}, {}, ("network between nodes of C550", "nic_bytes_per_second")),
+    "the peak": ({"chip": "MLU590-H8"}, {}, ("peak rate of MLU590-H8 in bf16", "link", "`flag calibrate`")),
+    "the memory's rate": ({"chip": "C588"}, {}, ("memory bandwidth of C588", "`flag calibrate`")),
+    "a precision": (
+        {"chip": "A100-80GB"},
+        {"precision": "fp8"},
+        ("peak rate of A100-80GB in fp8", "use one of", "bf16"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_job_whose_time_nobody_can_tell_says_what_is_missing_and_how_to_get_it(
+    name: str, flag: Flag, tmp_path: Path
+) -> None:
+    cluster, train, words = UNKNOWN[name]
+    record = {**JOB, "cluster": {**JOB["cluster"], **cluster}, "train": {**JOB["train"], **train}}
+    file = jobs(tmp_path, record)
+    (answer,) = answers(flag("estimate", "--jobs", file))
+    assert answer["status"] == "ok"
+    assert "step_time_s" not in answer
+    assert answer["memory"]["peak_allocated_gib"] > 0
+    for word in words:
+        assert word in answer["reason"]
+    assert answer["reason"].removeprefix("no time: ") in flag("estimate", "--jobs", file, "--explain", "moe").out
+
+
+def test_a_network_that_the_user_knows_gives_a_time(flag: Flag, tmp_path: Path) -> None:
+    cluster = {**JOB["cluster"], "chip": "C550", "devices": 16, "nic_bytes_per_second": 5e10}
+    slow = {**cluster, "nic_bytes_per_second": 5e9}
+    found = answers(flag("estimate", "--jobs", jobs(tmp_path, *({**JOB, "cluster": each} for each in (cluster, slow)))))
+    assert all("reason" not in each for each in found)
+    assert found[0]["step_time_s"]["value"] < found[1]["step_time_s"]["value"]
+
+
+def test_candidates_without_a_time_say_why(flag: Flag, project: Project) -> None:
+    spec = project.spec(cluster={"chip": "C588", "devices_per_node": 2, "memory_per_device": None})
+    assert "peak rate of C588 in bf16" in json.loads(flag("estimate", spec, "--json").out)[0]["reason"]
+    assert "candidates have no time, and stand last by memory: nobody knows the peak rate" in flag("estimate", spec).err
+
+
+def test_jobs_can_be_a_table(flag: Flag, tmp_path: Path) -> None:
+    file = jobs(tmp_path, JOB, {**JOB, "id": "bad", "candidate": {"tensor_model_parallel_size": 3}})
+    heading, _, good, bad = flag("estimate", "--jobs", file, "--format", "table").out.splitlines()
+    assert heading.split()[:2] == ["id", "status"]
+    assert good.split()[:2] == ["moe", "ok"]
+    assert bad.split()[:2] == ["bad", "invalid"]
+    assert "must divide num_attention_heads" in bad
+    assert flag("estimate", "--jobs", file).out == flag("estimate", "--jobs", file, "--format", "jsonl").out
+
+
+def test_one_in_full_has_no_columns_for_csv(flag: Flag, project: Project, tmp_path: Path) -> None:
+    for arguments in ((project.spec(), "--explain", "1"), ("--jobs", jobs(tmp_path, JOB), "--explain", "moe")):
+        ran = flag("estimate", *arguments, "--format", "csv")
+        assert (ran.code, ran.out) == (2, "")
+        assert "use another --format than csv" in ran.err
+
+
+def test_modules_that_no_candidate_recomputes_are_told(
+    flag: Flag, project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"settings": {"recompute_modules": "mlp"}}
+    assert flag("estimate", project.spec(train=settings)).code == 0
+    assert "train.settings.recompute_modules = 'mlp' does nothing" in caplog.text
+    caplog.clear()
+    space = {"space": {"use_recompute": True, "recompute_granularity": ["selective", "full"]}}
+    assert flag("estimate", project.spec(train=settings, auto_tuner=space)).code == 0
+    assert "does nothing" not in caplog.text
+
+    given = {**JOB, "candidate": {**JOB["candidate"], "recompute_modules": ["mlp"]}}
+    used = {**given, "candidate": {**given["candidate"], "recompute_granularity": "selective"}}
+    idle, busy = answers(flag("estimate", "--jobs", jobs(tmp_path, given, used)))
+    assert "recompute_modules = 'mlp' does nothing" in idle.pop("warnings")[0]
+    assert "warnings" not in busy
+    (plain,) = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB)))
+    assert idle == plain
+
+
+def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: Path) -> None:
+    file = jobs(tmp_path, JOB, {**JOB, "id": "optimizer", "candidate": {"expert_model_parallel_size": 8}})
+    for name in ("moe", "optimizer"):
+        text = flag("estimate", "--jobs", file, "--explain", name).out
+        rows = text.splitlines()
+        total = next(row.split() for row in rows if row.startswith("Total") and "," in row)
+        memory = json.loads(flag("estimate", "--jobs", file, "--explain", name, "--json").out)["memory"]
+        assert sum(map(float, total[2:])) == pytest.approx(memory["peak_allocated_gib"], abs=0.003)
+        assert any(row.startswith("left over") for row in rows)

@@ -149,3 +149,13 @@ def test_every_plugin_of_the_checkout_is_told_with_its_chips_in_each_format(flag
         assert ran.code == 0
         assert "cpu" in ran.out
         assert "loaded" in ran.out
+
+
+def test_chips_are_listed_with_their_aliases_and_what_is_not_known_is_a_dash(flag: Flag) -> None:
+    chips = {chip["chip"]: chip for chip in json.loads(flag("plugins", "chips", "--json").out)}
+    assert "NVIDIA H100 PCIe" in chips["H100-PCIe"]["aliases"]
+    assert chips["C588"]["peak_tflops"] is None
+    row = next(line for line in flag("plugins", "chips").out.splitlines() if line.startswith("C588"))
+    assert row.endswith("MetaX C588, MXC588")
+    assert " - " in row
+    assert json.loads(flag("devices", "--json").out)[0]["aliases"] == chips["cpu"]["aliases"]

@@ -1,0 +1,77 @@
+"""What a calibration tells of the machine and of itself."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flagcore.api import calibrating
+from flagcore.api.load import Load
+from flagcore.calibration import Calibration
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.engine import EngineSupport
+
+BURN = "import time\nwhile time.process_time() < 0.4: pass"
+X1 = Chip(name="X1", vendor="acme", devices_per_node=8)
+RUNS = EngineSupport(support=Support.YES, device_type="acme", distributed_backend="accl")
+
+
+def test_work_of_ones_own_children_is_no_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks of all processors are played: nobody can say what else runs on this machine."""
+    start = psutil.cpu_times()._replace(user=100.0, idle=100.0)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: start)
+    load = Load()
+    subprocess.run([sys.executable, "-S", "-E", "-c", BURN], check=True)
+    monkeypatch.setattr(psutil, "cpu_times", lambda: start._replace(user=100.4, idle=101.6))
+    assert load.by_others() == 0.0
+    monkeypatch.setattr(psutil, "cpu_times", lambda: start._replace(user=110.4, idle=110.4))
+    assert load.by_others() == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    made = {"torch": "2", "seconds": 5.0, "rows": []}
+    told = calibrating._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
+    assert "others on 42% of the processors" in told.how
+    with caplog.at_level(logging.WARNING, logger="flagcore"):
+        calibrating.tell(calibrating._busy(0.42))
+        assert "others kept 42% of the processors busy meanwhile" in caplog.text
+    assert calibrating._busy(0.05) == []
+
+
+@pytest.mark.parametrize(
+    ("here", "count", "words"), [(2, 2, "2 x X1 found, where a node has 8"), (8, 4, "4 of 8 x X1 measured"), (8, 8, "")]
+)
+def test_fewer_devices_than_a_node_has_are_told(here: int, count: int, words: str) -> None:
+    told = calibrating._too_few(X1, RUNS, here, count)
+    assert (words in told[0]) if words else told == []
+
+
+def test_cores_of_one_machine_are_never_too_few() -> None:
+    shared = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+    assert calibrating._too_few(X1, shared, 2, 2) == []
+
+
+def test_the_spread_is_told_in_percent() -> None:
+    row = {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 3.0, "repeats": 9}
+    made = Calibration(
+        chip="X1",
+        aliases=(),
+        driver="",
+        torch="2",
+        devices=1,
+        date="",
+        how="",
+        rows=tuple({**row, "spread": spread} for spread in (0.02, 0.05, 0.4)),
+    )
+    (record,) = calibrating.summary(made)
+    assert record["spread_percent"] == pytest.approx(5.0)
+
+
+def test_a_chip_whose_rates_nobody_published_is_measured_in_the_usual_precisions() -> None:
+    job = calibrating._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0, Path("x"))
+    assert job["precisions"] == ["bf16", "fp16", "fp32"]
