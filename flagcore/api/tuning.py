@@ -193,8 +193,9 @@ def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 def _task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     """Return what must not change while a run goes on: spec, model, hardware, and how trials are started there."""
-    group = problem.platform.task.cluster.groups[0]
-    hardware = {"chip": group.chip.name, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
+    cluster = problem.platform.task.cluster
+    group = cluster.groups[0]
+    hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
     platform = problem.platform
     engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
     given = {"environment": dict(platform.environment), "engine": engine}

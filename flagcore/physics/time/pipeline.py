@@ -40,7 +40,7 @@ def pipeline_time(
     launching = float(np.max([each.kernels.launch_seconds() for each in costs.groups]))
     messages, refill = Messages.of(train, layout, costs, place), blocking * REFILL_LAUNCHES * launching
     mean = messages.mean(layout, place) + refill
-    send = np.where(blocking > 0, messages.usual + refill, mean)
+    send = mean if messages.longer is None else np.where(blocking > 0, messages.usual + refill, mean)
     total = layout.microbatches * times[-1].busy
     paired = _together(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
