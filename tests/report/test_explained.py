@@ -54,3 +54,12 @@ def test_what_is_not_known_is_said() -> None:
     assert "Time: unknown" in text
     assert "nobody knows how much the device has" in text
     assert explained({"status": "unknown", "reason": "no such chip"}) == "unknown: no such chip"
+
+
+def test_the_table_of_memory_adds_up_to_the_peak_whatever_is_gone_by_then() -> None:
+    components = {"embedding": {"params": 1e6, "weights_gib": 3.0, "optimizer_gib": 5.0, "activation_gib": 4.0}}
+    for peak, rest in ((12.0, "0.000"), (11.75, "-0.250"), (14.5, "2.500")):
+        memory = RECORD["memory"] | {"components": components, "peak_allocated_gib": peak}
+        rows = [line.split() for line in explained(RECORD | {"memory": memory}).splitlines()]
+        assert ["left", "over", "0", "0.000", "0.000", rest] in rows
+        assert ["Total", "1,000,000", "3.000", "5.000", f"{peak - 8:.3f}"] in rows
