@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.scores import errors, kendall, ranking
 
@@ -85,6 +86,22 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     once = page, (docs / "accuracy" / "made-up.svg").read_text()
     run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))
     assert once == ((docs / "accuracy.md").read_text(), (docs / "accuracy" / "made-up.svg").read_text())
+
+
+@pytest.mark.parametrize("name", ["ampere", "hopper", "blackwell"])
+def test_shipped_curves_hold_what_a_refit_leaves_fixed(name: str) -> None:
+    fit_curves = pytest.importorskip("benchmarks.fit_curves")  # needs scipy
+    family = fit_curves.FAMILIES[name]
+    for chip in family.chips:
+        path = fit_curves.PLUGINS / family.package / "costs" / chip.casefold() / "curve.yaml"
+        shipped = yaml.safe_load(path.read_text("utf-8"))["curve"]
+        for key, value in family.fixed.items():
+            part, _, precision = key.partition(".")
+            if key != "host_bytes_per_second":  # a chip's own is kept
+                assert (shipped[part][precision] if precision else shipped[part]) == value, (chip, key)
+        kept = fit_curves._arguments(family, family.start)
+        assert kept.keys() == shipped.keys()
+        assert kept["gemm_shares"].keys() == shipped["gemm_shares"].keys()
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
