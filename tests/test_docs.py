@@ -24,6 +24,7 @@ from click.testing import CliRunner
 
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
+from flagcore.physics.schedules.named import SCHEDULES
 from flagcore.report.text import SHORT
 from flagcore.spec import parse_spec, read_spec
 from flagcore.stages.prune import LEARNED
@@ -107,6 +108,23 @@ def test_extras_and_commands_that_a_page_names_exist(page: str) -> None:
 def test_reference_has_the_help_of_every_command_and_of_no_other() -> None:
     held = [" ".join(block.split()) for _, block in FENCE.findall(REFERENCE) if block.startswith("Usage:")]
     assert held == [" ".join(_help(path).split()) for path in sorted(_commands(flag, ()), key=_place)]
+
+
+def test_readme_tells_the_accuracy_that_its_page_has() -> None:
+    table = TEXT["docs/accuracy.md"].split("## Step time")[1].split("##")[0]
+    rows = [row.split(" | ") for row in table.splitlines() if re.match(r"\| .* \| \d+ \| \d+ \| [\d.]+% ", row)]
+    errors = {row[0].strip("| "): float(row[3].rstrip("%")) for row in rows}
+    mean = errors.pop("**mean over sources that print a time**")
+    told = re.search(
+        r"Over (\d+) public sources.*? off by (\d+)% in the mean and by up to (\d+)% on", TEXT["README.md"]
+    )
+    assert told
+    assert told.groups() == (str(len(errors)), f"{mean:.0f}", f"{max(errors.values()):.0f}")
+
+
+def test_spec_page_tells_every_schedule() -> None:
+    told = re.findall(r"^- `([\w-]+)`: ", TEXT["docs/spec.md"].split("`pipeline_schedule` is one of")[1], re.MULTILINE)
+    assert told == list(SCHEDULES)
 
 
 def test_reference_has_every_exit_code_and_no_other() -> None:

@@ -42,7 +42,7 @@ def estimate_command(
 ) -> None:
     """Predict memory and time of every candidate of SPEC, or of job records. Runs nothing.
 
-    With --jobs the default format is jsonl: an answer a line, each as soon as it is known.
+    With --jobs the default format is jsonl, an answer a line.
     """
     if explain is not None and form == "csv":
         raise click.UsageError("--explain tells one in full, which has no columns: use another --format than csv")
