@@ -17,6 +17,7 @@ from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
 from flagcore.stages.discover import discover, present
+from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
@@ -219,3 +220,25 @@ def test_an_unknown_chip_of_a_group_is_named_by_its_place() -> None:
     groups = (GROUPS[0], ClusterSpec(chip="nosuch"))
     with pytest.raises(NoDevice, match=r"cluster\.groups\[1\]\.chip = 'nosuch'"):
         discover(spec(groups=groups), loaded(x=plugin(small.CHIP)))
+
+
+def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
+    plugins = loaded(y=plugin(OTHER))
+    one = discover(spec(chip="other", nodes=2), plugins)
+    two = discover(spec(groups=(GROUPS[1], GROUPS[1])), plugins)
+    layouts = ((8, 1, 2, 0), (4, 2, 2, 0), (8, 1, 2, 1))
+    rows = [
+        {
+            "data_parallel_size": data,
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": pipeline,
+            "num_layers_per_virtual_pipeline_stage": each or None,
+        }
+        for data, tensor, pipeline, each in layouts
+    ]
+    for row in rows:
+        figures = [
+            WORKLOAD.predict(each.task, WORKLOAD.columns(each.task, row), each.costs).row(0) for each in (one, two)
+        ]
+        assert figures[0] == figures[1]
+        assert figures[0].step_time_s is not None
