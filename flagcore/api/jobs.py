@@ -19,7 +19,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.job import Job
 from flagcore.domain.prediction import of_row
-from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
@@ -173,7 +173,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support)):
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
-                broken[number].append(rule.says)
+                broken[number].append(rule.says + _here(rule, rows[number].values, columns, number))
     answers = {
         row.place: {"status": "invalid", "reason": "; ".join(says)}
         for row, says in zip(rows, broken, strict=True)
@@ -183,6 +183,16 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     if legal.size:
         answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _taken(columns, legal))
     return answers
+
+
+def _here(rule: Rule, values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
+    """Return the values that a row has of a rule's knobs; those that are off are left out."""
+    found: dict[str, KnobValue] = {}
+    for knob in rule.knobs:
+        given = values.get(knob)
+        found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
+    told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value not in (None, False, 0))
+    return f" (here {told})" if told else ""
 
 
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:

@@ -50,12 +50,18 @@ def estimate_command(
         raise click.UsageError("give either SPEC or --jobs FILE")
     if jobs is not None and chip is not None:
         raise click.UsageError("--chip goes with SPEC; a job record names its own chip")
+    if jobs is not None and _given("top"):
+        raise click.UsageError("--top goes with SPEC; every job record is answered")
     if jobs is not None:
-        given = click.get_current_context().get_parameter_source("form") is not ParameterSource.DEFAULT
-        _estimate_jobs(jobs, explain, form if given or explain is not None else "jsonl", without)
+        _estimate_jobs(jobs, explain, form if _given("form") or explain is not None else "jsonl", without)
         return
     assert spec is not None
     _estimate_spec(spec, chip, top, explain, form, without)
+
+
+def _given(option: str) -> bool:
+    """Return whether the user gave an option."""
+    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
@@ -174,8 +180,8 @@ def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, 
     from flagcore.report.text import funnel
 
     found = api.explain(spec, chip=chip, without=without)
+    took = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
-        took = {**found.counts.illegal, **found.counts.pruned}
         says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
         click.echo(funnel(found.counts))
         click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
@@ -184,11 +190,13 @@ def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, 
     elif form == "json":
         click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
     else:
-        click.echo(render([asdict(found)], form, {"counts": "counts"}))
+        rows = [{"rule": rule, "took": took.get(rule, 0), "says": says} for rule, says in found.says.items()]
+        click.echo(render(rows if form == "csv" else [asdict(found)], form, EXPLAIN_COLUMNS))
     if found.nothing_fits:
         raise NothingFits(found.nothing_fits)
 
 
+EXPLAIN_COLUMNS = {"rule": "rule", "took": "took", "says": "says"}
 PREDICTED_COLUMNS = {
     "~step s": "step_time_s.value",
     "~tok/s/dev": "tokens_per_second_per_device.value",

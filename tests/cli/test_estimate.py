@@ -317,3 +317,24 @@ def test_the_components_of_a_candidate_add_up_to_its_peak(flag: Flag, tmp_path: 
         memory = json.loads(flag("estimate", "--jobs", file, "--explain", name, "--json").out)["memory"]
         assert sum(map(float, total[2:])) == pytest.approx(memory["peak_allocated_gib"], abs=0.003)
         assert any(row.startswith("left over") for row in rows)
+
+
+def test_what_a_job_breaks_is_told_with_its_values(flag: Flag, tmp_path: Path) -> None:
+    wrong = {**JOB, "candidate": {"tensor_model_parallel_size": 3, "data_parallel_size": 2}}
+    (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, wrong)))
+    assert "must divide num_attention_heads = 16 (here tensor_model_parallel_size = 3)" in answer["reason"]
+    assert "data_parallel_size = 2" in answer["reason"]
+
+
+@pytest.mark.parametrize("option", [("--top", "3"), ("--chip", "H200")])
+def test_options_of_a_spec_are_refused_with_jobs(flag: Flag, tmp_path: Path, option: tuple[str, str]) -> None:
+    ran = flag("estimate", "--jobs", jobs(tmp_path, JOB), *option)
+    assert ran.code == 2
+    assert f"{option[0]} goes with SPEC" in ran.err
+
+
+def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
+    heading, *rows = flag("explain", project.spec(), "--format", "csv").out.splitlines()
+    assert heading == "rule,took,says"
+    assert all(row.split(",")[1].isdigit() for row in rows)
+    assert sum(int(row.split(",")[1]) for row in rows) > 0
