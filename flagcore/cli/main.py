@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
@@ -44,6 +45,16 @@ class Commands(click.Group):
             return None
         command: click.Command = getattr(import_module(COMMANDS[cmd_name]), f"{cmd_name}_command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that is meant. Raises UsageError with the nearest for one that is none."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. A reader that has seen enough (`flag schema | head`) is no failure."""

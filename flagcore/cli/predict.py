@@ -56,6 +56,8 @@ def estimate_command(
         _estimate_jobs(jobs, explain, form if _given("form") or explain is not None else "jsonl", without)
         return
     assert spec is not None
+    if spec.endswith(".jsonl"):
+        raise click.UsageError(f"{spec} has the name of a file of job records; give it to --jobs")
     _estimate_spec(spec, chip, top, explain, form, without)
 
 

@@ -338,3 +338,9 @@ def test_rules_as_csv_have_a_row_each(flag: Flag, project: Project) -> None:
     assert heading == "rule,took,says"
     assert all(row.split(",")[1].isdigit() for row in rows)
     assert sum(int(row.split(",")[1]) for row in rows) > 0
+
+
+def test_a_file_of_jobs_is_no_spec(flag: Flag, tmp_path: Path) -> None:
+    ran = flag("estimate", jobs(tmp_path, JOB))
+    assert (ran.code, ran.out) == (2, "")
+    assert "give it to --jobs" in ran.err
