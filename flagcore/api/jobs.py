@@ -32,6 +32,9 @@ from flagcore.stages.predict import model_table, rank_record, record
 
 AT_ONCE = 1024
 
+OFF = (None, False, 0, 1)
+"""Values of a knob that go without saying."""
+
 Answer = dict[str, Any]
 Line = Mapping[str, Any] | SpecError
 """A record, or what is wrong with the line that should have held one."""
@@ -169,30 +172,30 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     """Return the answers to jobs of one task, by their places."""
     task = rows[0].task
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
-    broken: list[list[str]] = [[] for _ in rows]
+    broken: list[list[Rule]] = [[] for _ in rows]
     for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support)):
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
-                broken[number].append(rule.says + _here(rule, rows[number].values, columns, number))
+                broken[number].append(rule)
     answers = {
-        row.place: {"status": "invalid", "reason": "; ".join(says)}
-        for row, says in zip(rows, broken, strict=True)
-        if says
+        row.place: {"status": "invalid", "reason": _why(rules, row.values, columns, number)}
+        for number, (row, rules) in enumerate(zip(rows, broken, strict=True))
+        if rules
     }
-    legal = np.array([number for number, says in enumerate(broken) if not says], dtype=np.int64)
+    legal = np.array([number for number, rules in enumerate(broken) if not rules], dtype=np.int64)
     if legal.size:
         answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _taken(columns, legal))
     return answers
 
 
-def _here(rule: Rule, values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
-    """Return the values that a row has of a rule's knobs; those that are off are left out."""
+def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
+    """Return what the rules that a row breaks say, and the values of their knobs; those that are off or 1 left out."""
     found: dict[str, KnobValue] = {}
-    for knob in rule.knobs:
+    for knob in (knob for rule in rules for knob in rule.knobs):
         given = values.get(knob)
         found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
-    told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value not in (None, False, 0))
-    return f" (here {told})" if told else ""
+    told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
+    return "; ".join(rule.says for rule in rules) + (f" (here {told})" if told else "")
 
 
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
