@@ -14,7 +14,8 @@ from flagcore.domain.spec import TrainSpec
 class Job:
     """One record. `candidate` has the knobs that were given; an absent one has its engine's default.
 
-    `chip` is a name or an alias of a chip, `nic_bytes_per_second` its network where the record says it, `rank` the global rank whose own figures are wanted.
+    `chip` is a name or an alias of a chip, `nic_bytes_per_second` its network where the record says it, `rank` the
+    global rank whose own figures are wanted.
     `notes` is what its source says of the engine's settings in its own words.
     """
 
