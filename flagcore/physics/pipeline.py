@@ -122,15 +122,14 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     """Return the micro-batches (in units of a whole stage) whose activations stage `index` holds at most.
 
     1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1
-    chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/named.py`).
+    chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). Where the
+    exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
+    further one runs layer by layer beside a backward, which frees as much.
     """
     counts = (index, layout.pipeline, layout.virtual, layout.microbatches)
     if options.schedule:
         return named.in_flight(options.schedule, *counts)
-    held = named.in_flight("interleaved", *counts)
-    if options.overlap_expert_comm:  # a forward pass more before the first backward, to run beside it
-        held = np.minimum(held + 1.0 / layout.virtual, layout.microbatches)
-    return held
+    return named.in_flight("interleaved", *counts)
 
 
 def _deferred(layout: Layout, index: FloatArray, options: Options) -> FloatArray:

@@ -124,7 +124,8 @@ def model_flops(train: Training) -> float:
     """Return the flops of one step that the model needs, forward and backward, nothing computed twice.
 
     Source: `num_floating_point_operations` of Megatron-LM core_v0.16 (6 flops a weight and token, causal half of
-    the attention scores, no router).
+    the attention scores, no router). Weights that adapters leave alone have no gradients: 4 flops; those of the
+    adapters themselves are not counted.
     """
     model = train.model
     h, (query, key, value) = model.hidden_size, widths(model)
@@ -135,7 +136,8 @@ def model_flops(train: Training) -> float:
         projections += kv_rank * model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
     else:
         projections = h * (query + key + value)
-    attention = projections + attended(model) * h + train.sequence / 2 * (query + attended(model))
+    scores = (model.num_layers + model.mtp_num_layers) * train.sequence / 2 * (query + attended(model))
+    attention = projections + attended(model) * h
     dense = ratio * h * model.ffn_hidden_size
     active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
     sparse = ratio * h * active
@@ -143,7 +145,9 @@ def model_flops(train: Training) -> float:
     depths = model.mtp_num_layers
     layers = model.num_layers * attention + dense_layers * dense + (model.num_layers - dense_layers) * sparse
     mtp = depths * (attention + (dense if model.num_moe_experts is None else sparse) + 2 * h * h + 3 * h)
-    return 6.0 * train.global_batch * train.sequence * (layers + mtp + h * model.vocab_size * (1 + depths))
+    weights = layers + mtp + h * model.vocab_size * (1 + depths)
+    each = 4.0 if train.options.adapters else 6.0
+    return train.global_batch * train.sequence * (each * weights + 6.0 * scores)
 
 
 def attended(model: Model) -> int:

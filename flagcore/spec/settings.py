@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from flagcore.domain.spec import SettingValue
+from flagcore.errors import SpecError
 from flagcore.spec.limits import AtLeastOne, Devices, Factor, Fraction, NoLayers, Text, Word
 from flagcore.spec.validate import Section
 
@@ -116,7 +117,10 @@ Settings = create_model(
 
 
 def settings_of(section: Section, *, but: Collection[str] = ()) -> dict[str, SettingValue]:
-    """Return the settings of a section that are not null, sorted by name. Lists become one text with commas."""
+    """Return the settings of a section that are not null, sorted by name. Lists become one text with commas.
+
+    Raises SpecError where one is given beside its opposite and they contradict each other.
+    """
     settings: dict[str, SettingValue] = {}
     given = section.model_dump(include=SETTINGS.keys() - set(but))
     for key, value in sorted(given.items()):
@@ -126,6 +130,9 @@ def settings_of(section: Section, *, but: Collection[str] = ()) -> dict[str, Set
             items = sorted(set(value)) if key in _UNORDERED else value
             settings[key] = ",".join(map(str, items))
         elif key in _OPPOSITE:
+            if given.get(_OPPOSITE[key]) is value:
+                problem = f"is the opposite of {_OPPOSITE[key]}, which is {str(value).lower()} too"
+                raise SpecError(key=f"train.settings.{key}", value=value, problem=problem, fix="give one of the two")
             settings[_OPPOSITE[key]] = not value
         else:
             settings[key] = value

@@ -19,6 +19,7 @@ from flagcore.physics.memory.device import PlainMemory
 from flagcore.physics.memory.training import training_memory
 from flagcore.physics.options import Options
 from flagcore.physics.time.step import rank_time, step_time
+from flagcore.physics.transformer import model_flops
 
 ASSUMED = Source(kind="estimated", detail="round figures")
 CHIP = Chip(
@@ -284,3 +285,14 @@ def test_groups_without_a_topology_take_no_share_of_compute() -> None:
     overlapping = with_options(overlap_grad_reduce=True)
     assert np.isnan(total(overlapping, bare))
     assert np.isfinite(total(overlapping, bare, data=1.0))
+
+
+def test_model_flops_of_weights_that_adapters_leave_alone_need_no_gradients_of_weights() -> None:
+    """6 flops a weight and token, 4 without its gradient; causal attention's scores take as many as ever."""
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256
+    every = model_flops(TRAIN)
+    alone = model_flops(with_options(adapters=True))
+    assert every - alone == pytest.approx(2.0 * weights * TRAIN.sequence * TRAIN.global_batch)
+    assert alone == pytest.approx(
+        TRAIN.sequence * TRAIN.global_batch * (4.0 * weights + 6.0 * 32 * 4096 * TRAIN.sequence)
+    )

@@ -78,6 +78,15 @@ def test_settings_may_stand_in_three_places(path: tuple[str, ...]) -> None:
     assert not {"exp_avg_dtype", "no_overlap_p2p_communication"} & set(found)
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_a_setting_and_its_opposite_may_not_contradict_each_other(value: bool) -> None:
+    given = {"overlap_p2p_comm": value, "no_overlap_p2p_communication": value}
+    with pytest.raises(SpecError, match=r"no_overlap_p2p_communication.*is the opposite of overlap_p2p_comm.*one of"):
+        read_job(changed(("train", "settings"), given))
+    agreed = read_job(changed(("train", "settings"), given | {"overlap_p2p_comm": not value})).train.settings
+    assert agreed["overlap_p2p_comm"] is not value
+
+
 def test_a_candidates_own_word_counts_before_that_of_its_job() -> None:
     record = changed(("train", "settings"), {"pipeline_schedule": "1f1b", "expert_tensor_parallel_size": 4})
     job = read_job(record)

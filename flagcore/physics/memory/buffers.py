@@ -13,6 +13,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory.experts import gathered_tokens
 from flagcore.physics.memory.modules import Sizes
+from flagcore.physics.memory.states import State
 from flagcore.physics.pipeline import Stage, block_layers
 from flagcore.physics.transformer import attended, layer_parameters, padded_vocab, widths
 
@@ -76,16 +77,18 @@ def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at
         inputs = inputs + again - 0.5 * ((again > 0) & (stage.index > 0) & (stage.dense == 0))  # the stage's own input
         if "moe" in train.options.recompute_modules:
             inputs = inputs + (stage.moe + stage.mtp) * layout.selective
-        inputs = inputs + 2.0 * stage.mtp * (layout.uniform > 0)  # a depth's own input, too
+        uniform = np.where(layout.uniform > 0, 2.0, (first > 0) * 1.0) if at_most else 2.0 * (layout.uniform > 0)
+        inputs = inputs + stage.mtp * uniform  # a depth's own input, too
         routing = (3.0 * model.num_moe_experts + 8.0 * model.moe_router_topk) * sizes.rows * (stage.moe + stage.mtp)
     left: FloatArray = 2.0 * sizes.hidden * inputs + routing
     return left
 
 
-def unsharded(train: Training, layout: Layout) -> FloatArray:
+def unsharded(train: Training, layout: Layout, dense: State, experts: State) -> FloatArray:
     """Return the bytes of weights and gradients that are whole for a while where all ranks share them.
 
-    Those of the layer at work, and those of the next, which is fetched meanwhile (Megatron-FSDP; ZeRO-3).
+    Those of the layer at work, and those of the next, which is fetched meanwhile (Megatron-FSDP; ZeRO-3): at most all
+    that the other ranks hold of a stage, whose shares on this rank are given.
     """
     if not train.options.fsdp:
         return np.zeros(())
@@ -93,7 +96,11 @@ def unsharded(train: Training, layout: Layout) -> FloatArray:
     layers = [sum(layer_parameters(train, layout, moe=moe).values(), np.zeros(())) for moe in kinds]
     table = padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     largest: FloatArray = np.maximum(np.max(np.stack(layers), axis=0), table)
-    return 2.0 * (train.value_bytes + train.options.grad_bytes) * largest
+    width = train.value_bytes + train.options.grad_bytes * (not train.options.adapters)
+    elsewhere = (dense.weights + dense.gradients) * (layout.data * layout.context - 1.0)
+    elsewhere = elsewhere + (experts.weights + experts.gradients) * (layout.expert_replicas() - 1.0)
+    whole: FloatArray = np.minimum(2.0 * width * largest, elsewhere)
+    return whole
 
 
 def step_bytes(train: Training, layout: Layout, dense: FloatArray, experts: FloatArray) -> FloatArray:

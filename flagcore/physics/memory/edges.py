@@ -38,11 +38,14 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     ]
 
 
-def depths(train: Training, layout: Layout, sizes: Sizes, kept: FloatArray, above: FloatArray) -> list[Module]:
+def depths(
+    train: Training, layout: Layout, sizes: Sizes, kept: FloatArray, above: FloatArray, layers: FloatArray
+) -> list[Module]:
     """Return multi-token prediction: for each depth one more layer, which keeps `kept` and needs `above`, and a loss.
 
     Besides, a depth keeps an embedding of all tokens, two norms' inputs and their outputs side by side, its output
-    before and after a norm, and a copy of that beside the others' outputs. Full recompute keeps inputs alone.
+    before and after a norm, and a copy of that beside the others' outputs. Uniform recompute keeps inputs alone, and
+    has an output besides, where the stage's other `layers` and depths spare as much.
     """
     number = train.model.mtp_num_layers
     if not number:
@@ -52,7 +55,9 @@ def depths(train: Training, layout: Layout, sizes: Sizes, kept: FloatArray, abov
     spared = 3.0 * sizes.hidden
     logits = _logits(train, layout, sizes)
     gradients = number * sizes.hidden  # of all depths' outputs, side by side
-    work = gradients + np.where(full, one - spared + above + sizes.hidden, above)
+    others = (number - 1.0) * (one - spared) + layers * (kept - sizes.hidden)
+    output = np.clip(others, 0.0, sizes.hidden)
+    work = gradients + np.where(full, one - spared + above + output, above)
     return [
         Module("mtp", {"mtp": number * np.where(full, spared, one)}, work),
         Module("mtp", {"mtp_logits": number * logits.kept}, np.maximum(logits.forward, logits.backward)),

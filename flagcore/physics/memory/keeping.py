@@ -2,122 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory.activations import attention, ffn
 from flagcore.physics.memory.edges import depths, embedding, head
 from flagcore.physics.memory.experts import mixture
-from flagcore.physics.memory.modules import Dropped, Module, Sizes, kept, sent_away, without, worst
+from flagcore.physics.memory.layers import Layer
+from flagcore.physics.memory.modules import Module, Sizes, kept, worst
+from flagcore.physics.memory.savings import OFFLOADED, dropped, saving
 from flagcore.physics.pipeline import Stage, block_layers
-from flagcore.physics.transformer import Parts, add_parts, attended
-
-EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
-"""What a mixture of experts keeps besides its input."""
-
-OFFLOADED = {
-    "attn_norm": ("attn_norm",),
-    "qkv_linear": ("qkv_linear", "latent"),
-    "core_attn": ("qkv",),
-    "attn_proj": ("context", "attn_proj"),
-    "mlp_norm": ("mlp_norm",),
-    "expert_fc1": ("expert_fc1",),
-    "moe_act": ("moe_first",),
-}
-"""What offload of a module sends to the host: its inputs."""
+from flagcore.physics.transformer import Parts, add_parts
 
 PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
 """Inputs of linear layers: what the gradients of weights need."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer of one kind, bytes of one micro-batch: what it keeps, and how far its worst moment lies above that."""
+class Rows:
+    """The modules of a layer without and with experts (without experts alone, one row), and of a stage's edges."""
+
+    sizes: Sizes
+    layers: tuple[list[Module], ...]
+    entry: Module
+    head: list[Module]
+
+    @classmethod
+    def of(cls, train: Training, layout: Layout) -> Rows:
+        """Return the modules of each candidate, with nothing recomputed or sent to the host."""
+        sizes = Sizes.of(train, layout)
+        heads = attention(train, layout, sizes)
+        layers = [[*heads, *ffn(train, layout, sizes)]]
+        if train.model.num_moe_experts is not None:
+            layers.append([*heads, *mixture(train, layout, sizes)])
+        return cls(sizes, tuple(layers), embedding(train, layout, sizes), head(train, layout, sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Multi-token prediction and the head: what they keep, by component too, and how far their worst moment lies above
+    that.
+    """
 
     parts: Parts
     kept: FloatArray
     above: FloatArray
 
     @classmethod
-    def of(cls, row: Sequence[Module]) -> Layer:
+    def of(cls, row: Sequence[Module]) -> Exit:
         """Add up a row of modules."""
         parts: Parts = {}
         for module in row:
             add_parts(parts, {module.component: module.kept})
         return cls(parts, kept(row), worst(row))
 
-    def where(self, condition: BoolArray, other: Layer) -> Layer:
-        """Return this layer where the condition holds, and the other elsewhere."""
-        parts = {name: np.where(condition, value, other.parts[name]) for name, value in self.parts.items()}
-        return Layer(parts, np.where(condition, self.kept, other.kept), np.where(condition, self.above, other.above))
-
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What the stages of each candidate are made of. `offloaded` are the layers of stages whose activations go to the
-    host; `deferred` is what a layer holds of a micro-batch whose weights' gradients alone are left to compute.
+    """What the stages of each candidate are made of. `recomputed` is 1 where selective recompute drops a module.
+    `deferred` is what a layer holds of a micro-batch whose weights' gradients alone are left to compute.
     """
 
-    sizes: Sizes
+    rows: Rows
+    recomputed: Mapping[str, FloatArray]
     dense: Layer
     moe: Layer
-    offloaded: tuple[Layer, Layer] | None
-    entry: Module
-    exit: Layer
+    exit: Exit
     deferred: FloatArray
+    away: Collection[str] = field(default_factory=frozenset)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of tensors that recur."""
+        return self.rows.sizes
 
     @classmethod
-    def of(cls, train: Training, layout: Layout) -> Kinds:
-        """Return the kinds of layers; without experts both are the same."""
-        sizes = Sizes.of(train, layout)
-        heads = attention(train, layout, sizes)
-        rows = [[*heads, *ffn(train, layout, sizes)]]
-        if train.model.num_moe_experts is not None:
-            rows.append([*heads, *mixture(train, layout, sizes)])
-        dropped, offloaded = _dropped(train, layout, sizes), None
-        layers = [_selected(layout, row, dropped) for row in rows]
-        if train.options.offload_modules:
-            away = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
-            spared = [_selected(layout, sent_away(row, away), dropped) for row in rows]
-            offloaded = (spared[0], spared[-1])
-        last = layers[-1]
-        ends = [*depths(train, layout, sizes, last.kept, last.above), *head(train, layout, sizes)]
-        products = [value for module in rows[-1] for name, value in module.tensors.items() if name in PRODUCTS]
+    def of(cls, train: Training, layout: Layout, rows: Rows | None = None) -> Kinds:
+        """Return the kinds of layers; without experts both are the same. `rows` are theirs where they are known."""
+        rows, on = rows or Rows.of(train, layout), bool(layout.selective.any())
+        recomputed = dict.fromkeys(sorted(train.options.recompute_modules), layout.selective) if on else {}
+        away = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
+        named = 1.0 if not train.options.offload_stages else 0.0
+        layers = _layers(train, rows, recomputed, away if named else (), named)
+        products = [value for module in rows.layers[-1] for name, value in module.tensors.items() if name in PRODUCTS]
         return cls(
-            sizes=sizes,
+            rows=rows,
+            recomputed=recomputed,
             dense=layers[0],
-            moe=last,
-            offloaded=offloaded,
-            entry=embedding(train, layout, sizes),
-            exit=Layer.of(ends),
+            moe=layers[-1],
+            exit=Exit.of(rows.head),
             deferred=2.0 * sum(products, np.zeros(())),
+            away=away,
         )
 
     def on(self, train: Training, stage: Stage) -> tuple[Layer, Layer]:
         """Return the layers of a stage without and with experts; without named stages all offload."""
-        if self.offloaded is None:
+        if not self.away or not train.options.offload_stages:
             return self.dense, self.moe
-        named = train.options.offload_stages
-        here = np.isin(stage.index, named) if named else np.ones(stage.index.shape, dtype=bool)
-        return self.offloaded[0].where(here, self.dense), self.offloaded[1].where(here, self.moe)
+        here = np.isin(stage.index, train.options.offload_stages).astype(np.float64)
+        found = _layers(train, self.rows, self.recomputed, self.away, here)
+        return found[0], found[-1]
+
+    def ends(self, train: Training, layout: Layout, stage: Stage) -> Exit:
+        """Return what follows the layers of the last stage; multi-token prediction sends nothing to the host."""
+        depth = train.model.mtp_num_layers
+        if not depth:
+            return self.exit
+        last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.away else self.moe
+        layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
+        layers = layers * (not self.away)
+        above = last.above(depth + layers, stage.in_flight < layout.microbatches)
+        return Exit.of([*depths(train, layout, self.sizes, last.kept, above, layers), *self.rows.head])
+
+
+def _layers(
+    train: Training,
+    rows: Rows,
+    recomputed: Mapping[str, FloatArray],
+    away: Collection[str],
+    here: FloatArray | float,
+) -> list[Layer]:
+    drops = dropped(train, rows.sizes, recomputed)
+    found = []
+    for row in rows.layers:
+        split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
+        front = split if train.options.overlap_expert_comm else 0
+        found.append(Layer.of(saving(row, drops, away, here), front))
+    return found
 
 
 def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return the bytes that a stage sends to the host for each micro-batch, and fetches back."""
     kinds = Kinds.of(train, layout)
     dense, moe = kinds.on(train, stage)
-    return stage.dense * (kinds.dense.kept - dense.kept) + stage.moe * (kinds.moe.kept - moe.kept)
+    here = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
+    return stage.dense * (here[0].kept - dense.kept) + stage.moe * (here[-1].kept - moe.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     """A stage at its worst moment of forward and backward.
 
-    Numbers of layers that keep all their tensors, without and with experts, and of inputs of recomputed ones; bytes
+    Numbers of layers that keep all their tensors, without and with experts; bytes of the inputs of recomputed ones,
     that all held micro-batches keep, and that are allocated above.
     """
 
@@ -135,32 +165,135 @@ def held(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> Held:
     all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
     with the first layers of each virtual stage.
     """
-    dense, moe = kinds.on(train, stage)
-    hidden, chunk, uniform = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0), layout.uniform > 0
-    block = np.where(uniform, 0.0, block_layers(layout, stage.index, train.options))
-    again = np.where(uniform, stage.layers, np.minimum(block * layout.virtual, stage.layers))
-    again_dense = np.minimum(again, stage.dense)
-    plain_dense, plain_moe = stage.dense - again_dense, stage.moe - (again - again_dense)
-    chunks = np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
-    inputs = np.where(uniform, chunks, again)
-    one = plain_dense * dense.kept + plain_moe * moe.kept + inputs * hidden
-
-    routed = stage.moe > 0
-    last_kept, last_above = np.where(routed, moe.kept, dense.kept), np.where(routed, moe.above, dense.above)
-    plain = np.maximum(last_above, dense.above - np.minimum(stage.moe / layout.virtual, chunk) * moe.kept)
-    # Beside the recomputed layers' tensors lies their output; their first input is the one that was kept.
-    repeated = np.minimum(np.where(uniform, layout.uniform, 1.0), chunk) * last_kept + last_above
-    later = np.maximum(chunk - block, 0.0) * last_kept
-    beside = np.where(later > 0, plain + hidden * (stage.last == 0), 0.0)
-    above = np.where(uniform, repeated, np.where(block > 0, np.maximum(beside, repeated - later), plain))
-    above = np.maximum(above, stage.first * (kinds.entry.work - one / layout.virtual))
+    work = _Work.of(train, layout, stage, kinds)
+    full = (layout.uniform > 0) | (work.block > 0)
+    dense, moe, inputs = work.split(work.block)
+    above = work.plain
+    if np.any(full):
+        several, chunks = layout.uniform > 1, np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
+        dense, moe = np.where(several, 0.0, dense), np.where(several, 0.0, moe)
+        inputs = np.where(several, chunks * work.input, inputs)
+        least = np.where(several, work.in_chunks(inputs), work.in_blocks())
+        above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
+    one = work.bytes(dense, moe, inputs)
+    above = np.maximum(above, stage.first * (kinds.rows.entry.work - one / layout.virtual))
     loop, loop_at_loss = _held_by_the_loop(layout, stage)
-    above = above + loop * hidden
-    at_loss = np.maximum(kinds.exit.above + loop_at_loss * hidden, above - kinds.exit.kept)
+    above = above + loop * kinds.sizes.hidden
+    ends = kinds.ends(train, layout, stage)
+    at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.kept)
     above = np.where(stage.last > 0, at_loss, above)
     waiting = stage.deferred * stage.layers * kinds.deferred
-    ends = kinds.exit.kept * stage.last + kinds.entry.kept * stage.first * stage.in_flight + waiting
-    return Held(plain_dense, plain_moe, inputs, one * stage.in_flight + ends, above)
+    rest = ends.kept * stage.last + kinds.rows.entry.kept * stage.first * stage.in_flight + waiting
+    return Held(dense, moe, inputs, one * stage.in_flight + rest, above)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The layers of a stage, and how full recompute changes what they hold.
+
+    `plain` is how far backward of layers that are kept whole lies above what is kept, `input` the bytes that are kept
+    of one that is not.
+    """
+
+    layout: Layout
+    stage: Stage
+    dense: Layer
+    moe: Layer
+    chunk: FloatArray
+    block: FloatArray
+    input: FloatArray
+    hidden: FloatArray
+    plain: FloatArray
+
+    @classmethod
+    def of(cls, train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> _Work:
+        """Put the layers of a stage together. All layers in chunks of one are recomputed as all in one block."""
+        dense, moe = kinds.on(train, stage)
+        hidden, chunk = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0)
+        block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
+        block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
+        least = np.minimum(hidden, np.minimum(dense.kept, moe.kept)) if kinds.away else hidden
+        return cls(layout, stage, dense, moe, chunk, block, least, hidden, _backward(layout, stage, dense, moe, block))
+
+    def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return the layers without and with experts that are kept whole, and the bytes of the others' inputs."""
+        dense, moe = _whole(self.layout, self.stage, block)
+        return dense, moe, (self.stage.layers - dense - moe) * self.input
+
+    def bytes(self, dense: FloatArray, moe: FloatArray, inputs: FloatArray) -> FloatArray:
+        """Return what a micro-batch keeps."""
+        total: FloatArray = dense * self.dense.kept + moe * self.moe.kept + inputs
+        return total
+
+    def again(self, number: FloatArray) -> FloatArray:
+        """Return what so many recomputed layers, of the kind of the last, hold at their own worst moment."""
+        found = number * self.moe.kept + self.moe.above(number)
+        if self.dense is self.moe:
+            return found
+        return np.where(self.stage.moe > 0, found, number * self.dense.kept + self.dense.above(number))
+
+    def in_chunks(self, inputs: FloatArray) -> FloatArray:
+        """Return the worst moment, with all that is kept, of uniform recompute: never more than without."""
+        found = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
+        return np.minimum(found, self._without())
+
+    def in_blocks(self) -> FloatArray:
+        """Return the worst moment, with all that is kept, of block recompute: never more than with a smaller block.
+
+        It is in the last recomputed layer, whose inputs before it were kept, or in the last layer of all, beside the
+        output of the recomputed ones. The former grows by an input a layer where one micro-batch is in flight, and
+        Megatron with it; the least of all smaller blocks lies where they meet, where the kind of layer changes, at
+        none, or at the block itself, since both are straight lines between.
+        """
+        repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
+        beside = self.plain + self.hidden * (self.stage.last == 0)
+        none = np.zeros(())
+
+        def moment(block: FloatArray) -> FloatArray:
+            dense, moe, inputs = self.split(block)
+            later = self.bytes(dense, moe, none) / virtual
+            above = np.maximum(np.where(self.chunk > block, beside, 0.0), repeated - later)
+            total: FloatArray = self.stage.in_flight * self.bytes(dense, moe, inputs) + above
+            return total
+
+        leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
+        meet = leading + behind - (repeated - beside) / np.maximum(self.moe.kept, 1.0)
+        turns = [meet]
+        if self.dense is not self.moe:
+            short = repeated - beside - behind * self.moe.kept
+            turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.kept, 1.0)]
+        found = np.minimum(moment(self.block), self._without())
+        for turn in turns:
+            found = np.minimum(found, moment(np.clip(turn, 0.0, np.minimum(self.block, self.chunk - 1.0))))
+        return found
+
+    def _without(self) -> FloatArray:
+        return self.stage.in_flight * self.bytes(self.stage.dense, self.stage.moe, np.zeros(())) + self.plain
+
+
+def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the layers without and with experts that a block at the start of each virtual stage leaves."""
+    again = np.minimum(block * layout.virtual, stage.layers)
+    dense = np.minimum(again, stage.dense)
+    return stage.dense - dense, stage.moe - (again - dense)
+
+
+def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
+    """Return how far backward of a stage's layers that are kept whole lies above what they keep.
+
+    It begins with the last layer, and reaches the leading dense ones when those behind are done. Where a forward pass
+    runs beside it, that has taken their place by then.
+    """
+    crossed, whole = stage.in_flight < layout.microbatches, _whole(layout, stage, block)
+    first = dense.above(whole[0] * stage.in_flight, crossed)
+    if dense is moe:
+        return first
+    behind = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.kept
+    if dense.crossing is not None:
+        behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
+    last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
+    found: FloatArray = np.maximum(last, first - behind)
+    return found
 
 
 def held_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: Held) -> Parts:
@@ -169,48 +302,11 @@ def held_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, foun
     parts: Parts = {}
     add_parts(parts, dense.parts, found.dense * stage.in_flight)
     add_parts(parts, moe.parts, found.moe * stage.in_flight)
-    add_parts(parts, {"norms": kinds.sizes.hidden}, found.inputs * stage.in_flight)
-    add_parts(parts, kinds.exit.parts, stage.last)
-    add_parts(parts, {"embedding": kinds.entry.kept}, stage.first * stage.in_flight)
+    add_parts(parts, {"norms": found.inputs}, stage.in_flight)
+    add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last)
+    add_parts(parts, {"embedding": kinds.rows.entry.kept}, stage.first * stage.in_flight)
     waiting = stage.deferred * stage.layers * kinds.deferred
     return {**parts, "deferred_weight_gradients": waiting}
-
-
-def _dropped(train: Training, layout: Layout, sizes: Sizes) -> list[Dropped]:
-    """Return what selective recompute drops; `moe_fc1` and `router` are not among Megatron's own modules.
-
-    A module that is recomputed as a whole has its output besides, until its backward is done; one whose output alone
-    is recomputed has it twice (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward
-    reaches the block behind them. In transformer-engine's layers that are a norm and a projection in one, the norm's
-    output is not dropped.
-    """
-    modules, model, hidden = train.options.recompute_modules, train.model, sizes.hidden
-    context = sizes.unit * sizes.local * attended(model)
-    apart = not train.transformer_engine
-    normed = {"qkv_linear": apart or model.multi_latent_attention, "mlp_input": apart or model.num_moe_experts}
-    block = "ffn" if model.num_moe_experts is None else "experts"
-    known = {
-        "moe": [Dropped(EXPERTS, output=hidden)],
-        "mlp": [Dropped(("mlp_first", "mlp_act"), output=hidden)],
-        "core_attn": [Dropped(("scores",), output=context)],
-        "mla_up_proj": [Dropped(("qkv",), copies=2.0)],
-        "layernorm": [
-            Dropped((name,), at, copies=2.0)
-            for name, at in (("qkv_linear", "out_proj"), ("mlp_input", block))
-            if normed[name]
-        ],
-        "moe_act": [Dropped(("moe_act",), copies=2.0)],
-        "moe_fc1": [Dropped(("moe_first",))],
-        "router": [Dropped(("routing",))],
-        "shared_experts": [Dropped(("shared_first", "shared_act"), output=hidden)],
-    }
-    return [drop for module, drops in known.items() if module in modules for drop in drops]
-
-
-def _selected(layout: Layout, row: Sequence[Module], dropped: Sequence[Dropped]) -> Layer:
-    """Return a layer with selective recompute where candidates ask for it."""
-    whole = Layer.of(row)
-    return Layer.of(without(row, dropped)).where(layout.selective > 0, whole) if dropped else whole
 
 
 def _held_by_the_loop(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,56 +42,6 @@ def worst(modules: Sequence[Module]) -> FloatArray:
         above = np.maximum(above, module.work - behind)
         behind = behind + module.kept
     return above
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Tensors that a row does not keep, by name, because they are recomputed together.
-
-    They come back when backward reaches the last module that had one, or the component `at` behind it. Each stays until
-    its own module is done, `copies` times; `output` lies beside until all of them are.
-    """
-
-    names: Collection[str]
-    at: str = ""
-    copies: float = 1.0
-    output: FloatArray | float = 0.0
-
-
-def without(modules: Sequence[Module], dropped: Sequence[Dropped]) -> list[Module]:
-    """Return a row that does not keep what is dropped. A tensor that several drop belongs to the first."""
-    row = list(modules)
-    for drop in dropped:
-        gone = [_bytes_of(module, drop.names) for module in row]
-        owners = [place for place, value in enumerate(gone) if value is not None]
-        if not owners:
-            continue
-        behind = [place for place, module in enumerate(row) if module.component == drop.at]
-        back = np.zeros(())
-        for place in range(owners[0], max(owners + behind) + 1):
-            module, own = row[place], gone[place]
-            back = back + (drop.copies * own if own is not None else 0.0)
-            rest = {name: value for name, value in module.tensors.items() if name not in drop.names}
-            row[place] = replace(module, tensors=rest, work=module.work + back + drop.output)
-    return row
-
-
-def sent_away(modules: Sequence[Module], names: Collection[str]) -> list[Module]:
-    """Return a row whose named tensors are on the host.
-
-    In backward a layer has its own, and each that it is done with makes room for that of the layer before, which is
-    fetched meanwhile: all of one layer's are there at all times (megatron-core 0.16
-    `fine_grained_activation_offload.py`).
-    """
-    away = sum((value for module in modules if (value := _bytes_of(module, names)) is not None), np.zeros(()))
-    rest = [{name: value for name, value in module.tensors.items() if name not in names} for module in modules]
-    return [replace(module, tensors=left, work=module.work + away) for module, left in zip(modules, rest, strict=True)]
-
-
-def _bytes_of(module: Module, names: Collection[str]) -> FloatArray | None:
-    """Return the bytes of the named tensors that a module keeps, None where it keeps none of them."""
-    found = [value for name, value in module.tensors.items() if name in names]
-    return sum(found, np.zeros(())) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

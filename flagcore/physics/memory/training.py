@@ -131,27 +131,41 @@ def _component(count: FloatArray, bytes_: State, activation: FloatArray) -> Comp
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """What the stages of a call share. `whole` is the same work with nothing recomputed or sent to the host; None where
-    that is so anyway.
+    """What the stages of a call share.
+
+    `selective` is the same work with the settings' modules recomputed in place of all layers one by one, which is not
+    said to need more. `before` is the same work without the recompute that leaves more behind a step: of whole layers,
+    and of whole mixtures of experts. Both are None where they would not differ.
     """
 
     train: Training
     layout: Layout
     kinds: Kinds
     workspace_bytes: FloatArray | float
-    whole: _Estimate | None
+    selective: _Estimate | None = None
+    before: _Estimate | None = None
 
     @classmethod
     def of(cls, train: Training, layout: Layout, workspace_bytes: FloatArray | float) -> _Estimate:
         """Add up layers."""
-        spares = np.any(layout.selective + layout.uniform + layout.block > 0)
-        whole = None
-        if spares or train.options.recompute_stage_layers or train.options.offload_modules:
-            none = np.zeros_like(layout.data)
-            options = replace(train.options, recompute_stage_layers=(), offload_modules=frozenset())
-            bare = replace(layout, selective=none, uniform=none, block=none)
-            whole = cls.of(replace(train, options=options), bare, workspace_bytes)
-        return cls(train, layout, Kinds.of(train, layout), workspace_bytes, whole)
+        modules, every = train.options.recompute_modules, layout.uniform == 1
+        whole = np.any(layout.uniform + layout.block > 0) or bool(train.options.recompute_stage_layers)
+        experts = train.model.num_moe_experts is not None
+        found = cls(train, layout, Kinds.of(train, layout), workspace_bytes)
+        if every.any():
+            found = replace(found, selective=found._with(modules))
+        if experts and (whole or ("moe" in modules and layout.selective.any())):
+            found = replace(found, before=found._with(modules - {"moe"}))
+        return found
+
+    def _with(self, modules: frozenset[str]) -> _Estimate:
+        """Return the same work with these modules recomputed where others or all layers one by one are."""
+        none = np.zeros_like(self.layout.data)
+        on = np.maximum(self.layout.selective, self.layout.uniform == 1)
+        options = replace(self.train.options, recompute_stage_layers=(), recompute_modules=modules)
+        train = replace(self.train, options=options)
+        layout = replace(self.layout, selective=on, uniform=none, block=none)
+        return _Estimate(train, layout, Kinds.of(train, layout, self.kinds.rows), self.workspace_bytes)
 
     def engine_bytes(self, where: Stage) -> FloatArray:
         """Return what belongs to the engine and stays."""
@@ -159,16 +173,23 @@ class _Estimate:
         return own + workspaces(self.train) * self.workspace_bytes
 
     def activation(self, where: Stage) -> FloatArray:
-        """Return what a stage holds at the worst moment of forward and backward: never more than without recompute."""
+        """Return what a stage holds at the worst moment of forward and backward."""
         found = held(self.train, self.layout, where, self.kinds)
-        total = found.kept + found.above + unsharded(self.train, self.layout)
-        return total if self.whole is None else np.minimum(total, self.whole.activation(where))
+        total = found.kept + found.above
+        if self.selective is not None:
+            total = np.where(self.layout.uniform == 1, np.minimum(total, self.selective.activation(where)), total)
+        return total
 
     def parts(self, where: Stage) -> Parts:
         """Return the same by component, with what is above all that is kept as `backward`."""
         found = held(self.train, self.layout, where, self.kinds)
         parts = held_parts(self.train, self.layout, where, self.kinds, found)
-        return {**parts, "backward": self.activation(where) - found.kept}
+        whole = unsharded(self.train, self.layout, *self.states(where))
+        return {**parts, "backward": self.activation(where) + whole - found.kept}
+
+    def states(self, where: Stage) -> tuple[State, State]:
+        """Return the states of the weights that all data-parallel ranks replicate, and of those of the experts."""
+        return _states(self.train, self.layout, stage_parameters(self.train, self.layout, where))
 
     def memory(self, where: Stage) -> Memory:
         """Return the memory of one stage.
@@ -177,24 +198,27 @@ class _Estimate:
         which leaves more, is not said to need more.
         """
         train, layout = self.train, self.layout
-        params = stage_parameters(train, layout, where)
-        dense, experts = split_parameters(params)
-        base = _states(train, layout, params, dense, experts) + self.engine_bytes(where)
+        dense, experts = split_parameters(stage_parameters(train, layout, where))
+        states = self.states(where)
+        base = states[0].total + states[1].total + self.engine_bytes(where)
         static = base + left_over(train, layout, where, self.kinds.sizes)
-        activation, step = self.activation(where), step_bytes(train, layout, dense, experts)
+        step, whole = step_bytes(train, layout, dense, experts), unsharded(train, layout, *states)
+        activation = self.activation(where) + whole
         left = left_over(train, layout, where, self.kinds.sizes, at_most=True) + step
-        if self.whole is not None:
-            least = left_over(self.whole.train, self.whole.layout, where, self.kinds.sizes) + step
-            left = np.minimum(left, np.maximum(least, self.whole.activation(where)))
+        if self.before is not None:
+            for less in (self.before, self.selective or self.before):
+                least = left_over(less.train, less.layout, where, self.kinds.sizes) + step
+                left = np.minimum(left, np.maximum(least, less.activation(where) + whole))
         peak = base + np.maximum(activation, left)
         return Memory(static=static, activation=activation, peak=peak, worst_stage=where.index.astype(np.int64))
 
 
-def _states(train: Training, layout: Layout, params: Parts, dense: FloatArray, experts: FloatArray) -> FloatArray:
+def _states(train: Training, layout: Layout, params: Parts) -> tuple[State, State]:
+    dense, experts = split_parameters(params)
     linear = sum((params[name] for name in LINEAR_PARTS if name in params and name not in EXPERT_PARTS), np.zeros(()))
     filled = dense + padding(layout, dense, experts=False)
-    total = state(train, layout, filled, experts=False, linear=linear).total
+    total = state(train, layout, filled, experts=False, linear=linear)
     if train.model.num_moe_experts is None:
-        return total
+        return total, State.zero(np.zeros(()))
     filled = experts + padding(layout, experts, experts=True)
-    return total + state(train, layout, filled, experts=True, linear=experts).total
+    return total, state(train, layout, filled, experts=True, linear=experts)

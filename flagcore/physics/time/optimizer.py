@@ -114,5 +114,9 @@ def _behind(seconds: FloatArray, window: FloatArray, taken: FloatArray) -> Float
 
 
 def _gathered_bytes(train: Training) -> float:
-    """Return the bytes of a weight when it is gathered: those of its format if it is kept so, else two."""
-    return 1.0 if train.options.fp8_param_gather else float(train.value_bytes)
+    """Return the bytes of a weight when it is gathered: one if it is kept in fp8, else those of an activation.
+
+    mxfp8 is quantised after it was gathered in 16 bits, once for each direction of a product (megatron-core 0.16,
+    `reuse_grad_buf_for_mxfp8_param_ag`).
+    """
+    return 1.0 if train.options.fp8_param_gather and train.precision != "mxfp8" else float(train.value_bytes)

@@ -6,7 +6,10 @@
 - `tp_comm_overlap`: on in dense models with a distributed optimizer, sequence parallelism, fused attention and
   transformer-engine's layers: the published recipes of such runs turn it on.
 - `grad_reduce_in_bf16`: on with these overlaps in 8 and 4 bits, as in the recipes of NeMo and Megatron-Bridge
-  (`grad_reduce_in_fp32` is off in their performance scripts: from recall; most of these runs would not fit otherwise).
+  (`grad_reduce_in_fp32` is off in the latter's `scripts/performance/configs`; most of these runs would not fit
+  otherwise).
+- `fp8_param_gather`: on with those in 8 bits: Megatron-Bridge's `training/mixed_precision.py` turns it on for delayed
+  and current scaling and for mxfp8, which `scripts/performance/utils/precision.py` takes; with nvfp4 it refuses it.
 - `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
 - `cp_comm_type`: p2p.
 - `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as when models still were
@@ -93,6 +96,7 @@ def _defaults(
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and sharded,
         "grad_reduce_in_bf16": _tuned(task, kind, given, overlaps and sharded),
+        "fp8_param_gather": _tuned(task, kind, given, overlaps and sharded) and task.spec.train.precision != "nvfp4",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": kind != "local",
         "cp_comm_type": "p2p",

@@ -1,7 +1,7 @@
 """What Megatron refuses, and which candidates are the same to it.
 
 Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
-`pipeline_parallel/schedules.py`; Megatron-LM core_v0.16 `arguments.py`.
+`pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _says_split(split: Split) -> str:
 
 
 def _recompute(task: Task) -> Sequence[Rule]:
-    split = Split.of(task)
+    split, depths = Split.of(task), task.spec.model.mtp_num_layers
     return (
         Rule(
             name="recompute_granularity",
@@ -227,6 +227,12 @@ def _recompute(task: Task) -> Sequence[Rule]:
                 & (c[RECOMPUTE_LAYERS] > 0)
                 & _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
             ),
+        ),
+        Rule(
+            name="multi_token_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            says=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
+            broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
         ),
         Rule(
             name="recompute_num_layers",

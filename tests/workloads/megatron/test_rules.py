@@ -136,6 +136,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**UNIFORM, PP: 2, VIRTUAL: 2, LAYERS: 2},
         {"model": WIDE},
     ),
+    "multi-token prediction is recomputed depth by depth": (
+        "multi_token_recompute",
+        {**UNIFORM, LAYERS: 2},
+        {**UNIFORM, LAYERS: 1},
+        {"model": dataclasses.replace(small.DENSE, mtp_num_layers=1)},
+    ),
+    "block recompute leaves multi-token prediction out": (
+        "multi_token_recompute",
+        {**UNIFORM, LAYERS: 2},
+        {**BLOCK, LAYERS: 2},
+        {"model": dataclasses.replace(small.DENSE, mtp_num_layers=1)},
+    ),
     "block recompute need not fill a stage": ("uniform_recompute", {**UNIFORM, LAYERS: 3}, {**BLOCK, LAYERS: 3}, {}),
 }
 
