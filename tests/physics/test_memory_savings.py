@@ -12,7 +12,7 @@ from flagcore.domain.model import Model
 from flagcore.physics import pipeline
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory.keeping import Kinds
-from flagcore.physics.memory.training import rank_memory, training_memory
+from flagcore.physics.memory.training import component_table, rank_memory, training_memory
 from flagcore.physics.options import Options
 from flagcore.physics.schedules.named import SCHEDULES
 from tests.physics.candidates import DEEPSEEK_16B, LATENT, LLAMA, MOE, layout, train
@@ -207,3 +207,27 @@ def test_fully_sharded_layers_are_whole_one_after_another() -> None:
     alone = rank_memory(train(LLAMA), split, 0).activation
     assert rank_memory(job, split, 0).activation - alone == pytest.approx(2 * (2 + 4) * layer)
     assert rank_memory(adapters, split, 0).activation - alone == pytest.approx(2 * 2 * layer)
+
+
+@each_model
+@pytest.mark.parametrize("knob", ["tensor", "pipeline", "context", "expert", "sharded_optimizer"])
+def test_states_of_a_finer_split_never_need_more(model: Model, knob: str) -> None:
+    """On the stage that has most; what a step leaves behind, an engine's buffers and filled-up shards aside."""
+    draw = np.random.default_rng(7)
+
+    def most(job: Training, split: Layout) -> np.ndarray:
+        found = []
+        for where in pipeline.stages(model, split, job.options):
+            table = component_table(job, split, where.index)
+            found.append(sum(part.static for name, part in table.items() if name not in ("buffers", "padding")))
+        return np.max(np.stack(found), axis=0)
+
+    for _ in range(PAIRS):
+        job, split = work(draw, model, schedule=None), full(layouts(draw, model), virtual=1)
+        if knob == "sharded_optimizer":
+            finer = full(split, sharded_optimizer=1)
+        else:
+            finer = dataclasses.replace(split, **{knob: 2 * getattr(split, knob)})
+        if knob == "tensor":  # a rank has no smaller share of an expert than of the rest
+            finer = dataclasses.replace(finer, expert_tensor=2 * split.expert_tensor)
+        assert (most(job, finer) <= most(job, split) * (1 + 1e-12)).all(), job.options

@@ -343,3 +343,11 @@ def test_settings_of_all_candidates_stand_for_knobs_that_are_not_given() -> None
     values = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     layout = layout_of(task, WORKLOAD.columns(task, values))
     np.testing.assert_array_equal([layout.first_layers, layout.last_layers, layout.expert_tensor], [[1], [0], [1]])
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("bf16", False), ("fp8", True), ("mxfp8", True), ("nvfp4", False)])
+def test_published_runs_in_8_bits_keep_their_weights_in_fp8(precision: str, kept: bool) -> None:
+    values = {"use_distributed_optimizer": True}
+    assert published(values, precision=precision).fp8_param_gather is kept
+    assert not published({"use_distributed_optimizer": False}, precision=precision).fp8_param_gather
+    assert not published(values, settings={"fp8_param_gather": False}, precision=precision).fp8_param_gather
