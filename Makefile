@@ -8,7 +8,7 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup tune test lint bench bench-estimate accuracy clean
+.PHONY: setup tune test lint bench bench-estimate bench-replay accuracy clean
 
 setup: $(VENV)/.done
 
@@ -35,6 +35,10 @@ bench: bench-estimate
 
 bench-estimate: setup
 	$(BIN)/python benchmarks/estimate.py --build build
+
+# DATA is a file of job records with what was measured; without it, the sweeps in benchmarks/sweeps.
+bench-replay: setup
+	$(BIN)/python benchmarks/replay.py $(DATA)
 
 # DATA is a folder of job records with what was measured; writes docs/accuracy.md and its plots.
 accuracy: setup

@@ -130,19 +130,20 @@ def main() -> None:
 def _family(family: Family, runs: Runs) -> tuple[dict[str, float], dict[str, Any]]:
     everything = np.ones(len(runs.measured), dtype=bool)
     parameters = _fit(family, runs, everything)
-    fitted = np.abs(runs.predicted(_curve(family, parameters)) / runs.measured - 1.0)
+    fitted = np.abs(runs.predicted(curve_of(family, parameters)) / runs.measured - 1.0)
     sources = np.array(runs.sources)
     told: dict[str, Any] = {}
     outside = []
     for source in dict.fromkeys(runs.sources):
         inside = sources == source
         without = parameters if inside.all() else _fit(family, runs, ~inside)
-        ratio = runs.measured[inside] / runs.predicted(_curve(family, without))[inside]
+        ratio = runs.measured[inside] / runs.predicted(curve_of(family, without))[inside]
         outside.append(ratio)
         told[source] = {
             "runs": int(inside.sum()),
             "fitted_mape": round(float(fitted[inside].mean()), 4),
             "left_out_mape": None if inside.all() else round(float(np.abs(1.0 / ratio - 1.0).mean()), 4),
+            "left_out_parameters": dict(family.start) if inside.all() else without,
             "left_out_measured_over_predicted": [round(float(np.quantile(ratio, at)), 3) for at in (0.1, 0.5, 0.9)],
         }
     return parameters, {"sources": told}
@@ -157,7 +158,7 @@ def _fit(family: Family, runs: Runs, used: BoolArray) -> dict[str, float]:
     names = list(family.start)
 
     def errors(shifts: Sequence[float]) -> FloatArray:
-        curve = _curve(family, _shifted(family, names, shifts))
+        curve = curve_of(family, _shifted(family, names, shifts))
         error = np.log(runs.predicted(curve)[used] / runs.measured[used])
         return np.concatenate([10.0 * weight[used] * error, np.asarray(shifts) / SPREAD])
 
@@ -169,7 +170,8 @@ def _shifted(family: Family, names: Iterable[str], shifts: Iterable[float]) -> d
     return {name: family.start[name] * float(np.exp(shift)) for name, shift in zip(names, shifts, strict=True)}
 
 
-def _curve(family: Family, parameters: Mapping[str, float]) -> Curve:
+def curve_of(family: Family, parameters: Mapping[str, float]) -> Curve:
+    """Return the curve of a family with these parameters."""
     return Curve(**_arguments(family, parameters))
 
 

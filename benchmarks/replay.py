@@ -1,0 +1,174 @@
+"""Replay measured sweeps: what a search would have found, and after how many trials, had it run on these machines.
+
+    python benchmarks/replay.py [FILE] [--strategy NAME]... [--seconds-off 1] [--memory-off 1]
+
+FILE holds job records with what was measured; without it the sweeps in `benchmarks/sweeps/`, measured on CPU. Records
+that differ in their candidate alone are a sweep. A trial's answer is the measured row, its cost the seconds of its
+steps; starting is not counted. A search that says it is done, the best within the tolerance not among its trials, has
+lost it: it is charged the whole sweep. The last line of stdout is one JSON object, of means over sweeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from searchers import Search, Searcher, by_strategy, flagscale, random, tpe
+from sweeps import Sweep, read_sweeps
+
+from flagcore import plugins
+from flagcore.api.telling import loaded_plugins
+from flagcore.errors import FlagError
+
+SHIPPED = Path(__file__).with_name("sweeps")
+TOLERANCES = {"5pct": 0.05, "1pct": 0.01, "0pct": 0.0}
+LOOKED_AT = 5
+DEFAULT = ("learned", "predicted", "by_prediction", "grid")
+"""flagcore's strategies to compare, as far as they are installed; the first of them is its figure in the last line."""
+OTHERS = {
+    "flagscale": flagscale(),
+    "flagscale_priority_performance": flagscale("performance"),
+    "flagscale_priority_memory": flagscale("memory"),
+    "flagscale_memory_model": flagscale(memory_model=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One search on one sweep. `trials` and `seconds` are by tolerance; `untried` is None if it never says done."""
+
+    trials: Mapping[str, float]
+    seconds: Mapping[str, float]
+    reached: Mapping[str, bool]
+    regret: float
+    untried: float | None
+    regret_when_done: float | None
+
+
+def main() -> None:
+    """Print a table, and one JSON object at the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--strategy", action="append", help="one of flagcore's; may be given again; the first counts")
+    parser.add_argument("--seconds-off", type=float, default=1.0, help="multiply every predicted time")
+    parser.add_argument("--memory-off", type=float, default=1.0, help="multiply every predicted memory")
+    parser.add_argument("--seeds", type=int, default=5, help="of TPE; chance has its own")
+    parser.add_argument("--by-sweep", action="store_true", help="print a line of every sweep, too")
+    given = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    logging.getLogger("flagcore").setLevel(logging.ERROR)
+    files = [given.file] if given.file else sorted(SHIPPED.glob("*.jsonl"))
+    records = [json.loads(line) for file in files for line in file.read_text("utf-8").splitlines() if line.strip()]
+    with tempfile.TemporaryDirectory() as nothing_calibrated:
+        os.environ["FLAGCORE_HOME"] = nothing_calibrated
+        with loaded_plugins(()) as loaded:
+            sweeps = read_sweeps(records, loaded, seconds_off=given.seconds_off, memory_off=given.memory_off)
+        if not sweeps:
+            sys.exit("no sweep: no eight measured records that differ in their candidate alone")
+        ours = _ours(given.strategy)
+        searchers = {**ours, **OTHERS, "tpe": tpe(given.seeds), "random": random}
+        scores = {name: [_scores(sweep, search) for sweep in sweeps] for name, search in searchers.items()}
+    if given.by_sweep:
+        _print_sweeps(sweeps, scores)
+    figures = {name: _figures(each) for name, each in scores.items()}
+    _print_table(sweeps, figures)
+    named = {"flagcore": next(iter(ours)), "flagscale": "flagscale", "tpe": "tpe", "random": "random"}
+    short = {short: round(figures[name]["trials_to_within_1pct"], 3) for short, name in named.items()}
+    last: dict[str, Any] = {"trials_to_within_1pct": short, "sweeps": len(sweeps), "strategy": named["flagcore"]}
+    last["candidates"] = sum(len(sweep.seconds) for sweep in sweeps)
+    print(json.dumps({**last, "figures": figures}))
+
+
+def _ours(names: Sequence[str] | None) -> dict[str, Searcher]:
+    found = {}
+    for name in names or DEFAULT:
+        try:
+            found[name] = by_strategy(plugins.strategy(name))
+        except FlagError as error:
+            if names:
+                sys.exit(str(error))
+    return found
+
+
+def _scores(sweep: Sweep, search: Searcher) -> Score:
+    """Return the mean score of a searcher's runs on a sweep."""
+    every = [_score(sweep, run) for run in search(sweep)]
+    done = [each for each in every if each.untried is not None]
+    return Score(
+        trials={tol: float(np.mean([each.trials[tol] for each in every])) for tol in TOLERANCES},
+        seconds={tol: float(np.mean([each.seconds[tol] for each in every])) for tol in TOLERANCES},
+        reached={tol: all(each.reached[tol] for each in every) for tol in TOLERANCES},
+        regret=float(np.mean([each.regret for each in every])),
+        untried=float(np.mean([each.untried for each in done])) if done else None,
+        regret_when_done=float(np.mean([each.regret_when_done for each in done])) if done else None,
+    )
+
+
+def _score(sweep: Sweep, run: Search) -> Score:
+    steps = np.nan_to_num(sweep.seconds, nan=np.inf)
+    slowest = np.nanmax(sweep.seconds)  # what a user has who found nothing that runs
+    so_far = np.minimum.accumulate(np.minimum(steps[list(run.rows)], slowest)) if run.rows else np.array([slowest])
+    spent, every = np.cumsum([0.0, *run.seconds]), float(np.nansum(sweep.seconds)) * 5
+    trials, seconds, reached = {}, {}, {}
+    for name, tolerance in TOLERANCES.items():
+        hits = np.flatnonzero(so_far <= sweep.best * (1 + tolerance)) if run.rows else np.zeros(0, dtype=np.int64)
+        reached[name] = bool(hits.size)
+        trials[name] = float(hits[0] + 1) if hits.size else float(len(steps))
+        seconds[name] = float(spent[hits[0] + 1]) if hits.size else max(every, float(spent[-1]))
+    return Score(
+        trials=trials,
+        seconds=seconds,
+        reached=reached,
+        regret=float(so_far[:LOOKED_AT][-1] / sweep.best - 1),
+        untried=1 - len(run.rows) / len(steps) if run.says_done else None,
+        regret_when_done=float(so_far[-1] / sweep.best - 1) if run.says_done else None,
+    )
+
+
+def _figures(scores: Sequence[Score]) -> dict[str, Any]:
+    """Return means over sweeps; of what is never said, None."""
+    figures: dict[str, Any] = {}
+    for tol in TOLERANCES:
+        figures[f"trials_to_within_{tol}"] = float(np.mean([score.trials[tol] for score in scores]))
+        figures[f"trial_seconds_to_within_{tol}"] = float(np.mean([score.seconds[tol] for score in scores]))
+    figures["regret_at_5_trials"] = float(np.mean([score.regret for score in scores]))
+    figures["worst_regret_at_5_trials"] = float(np.max([score.regret for score in scores]))
+    done = [score for score in scores if score.untried is not None and score.regret_when_done is not None]
+    figures["never_tried_when_done"] = float(np.mean([score.untried for score in done])) if done else None
+    kept = [score.regret_when_done is not None and score.regret_when_done <= TOLERANCES["1pct"] for score in done]
+    figures["best_not_lost"] = float(np.mean(kept)) if done else None
+    figures["regret_when_done"] = float(np.mean([score.regret_when_done for score in done])) if done else None
+    return {name: value if value is None else round(value, 4) for name, value in figures.items()}
+
+
+def _print_table(sweeps: Sequence[Sweep], figures: Mapping[str, Mapping[str, Any]]) -> None:
+    sizes = sorted(len(sweep.seconds) for sweep in sweeps)
+    print(f"{len(sweeps)} sweeps of {sizes[0]} to {sizes[-1]} candidates, {sum(sizes)} in all; means over sweeps")
+    print("| search | trials to 5% | 1% | best | trial seconds to 1% | regret at 5 | never tried | best kept |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, told in figures.items():
+        trials = (f"{told[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
+        done = (told["never_tried_when_done"], told["best_not_lost"])
+        shares = ("never says" if share is None else f"{share:.1%}" for share in done)
+        cells = (*trials, f"{told['trial_seconds_to_within_1pct']:.1f}", f"{told['regret_at_5_trials']:.2%}", *shares)
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def _print_sweeps(sweeps: Sequence[Sweep], scores: Mapping[str, Sequence[Score]]) -> None:
+    for at, sweep in enumerate(sweeps):
+        trials = ", ".join(f"{name} {each[at].trials['1pct']:.1f}" for name, each in scores.items())
+        print(f"{sweep.name} ({len(sweep.seconds)}): {trials}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Measured sweeps as tuning tasks: job records that differ in their candidate alone, posed as `flag tune` poses a task.
+
+The space of a sweep is what was measured, nothing else: a candidate that nobody ran is not in it. Predictions are those
+of `flag estimate`, but where the curve of the chip was fitted to the sweep's own source, with the curve of the fit that
+left this source out (`left_out_parameters` of `fitted.json`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fit_curves import FAMILIES, curve_of
+
+from flagcore import plugins
+from flagcore.contracts import Costs, Platform, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Chip
+from flagcore.domain.job import Job
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Axis, FloatArray, IntArray, Space
+from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, Task
+from flagcore.errors import FlagError
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.plugins import LoadedPlugins
+from flagcore.problem import Problem
+from flagcore.spec import read_job
+from flagcore.stages.build import canonical
+from flagcore.stages.discover import discover
+from flagcore.stages.prune import prune
+
+FITTED = Path(__file__).with_name("fitted.json")
+FEWEST = 8
+"""A sweep has so many measured candidates, or it is no search."""
+EACH, VIRTUAL = "num_layers_per_virtual_pipeline_stage", "virtual_pipeline_model_parallel_size"
+PIPELINE = "pipeline_model_parallel_size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One tuning task of which every candidate was measured. Arrays have one element a row of the problem's space.
+
+    `seconds` are of a step, NaN where the candidate ran out of memory; `peak_bytes` is NaN where nobody told.
+    """
+
+    name: str
+    source: str
+    problem: Problem
+    workload: Workload
+    seconds: FloatArray
+    peak_bytes: FloatArray
+
+    @property
+    def best(self) -> float:
+        """The fastest measured step."""
+        return float(np.nanmin(self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    job: Job
+    task: Task
+    columns: Mapping[str, IntArray]
+    measured: Mapping[str, Any]
+
+
+def read_sweeps(
+    records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins, *, seconds_off: float = 1.0, memory_off: float = 1.0
+) -> list[Sweep]:
+    """Return the sweeps among job records, in their order. Records that cannot be predicted are left out.
+
+    `seconds_off` and `memory_off` multiply every prediction, to see what a wrong model costs.
+    """
+    groups: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
+    for record in records:
+        measured = record.get("measured") or {}
+        if measured.get("step_time_s") or measured.get("oom"):
+            job = read_job(record)
+            alone = job.model, job.chip, job.devices, job.devices_per_node, job.train, job.notes, _extras(job)
+            groups[f"{record.get('source')}: {alone!r}"].append((job, {**measured, "source": record.get("source", "")}))
+    sweeps = []
+    for members in groups.values():
+        if sum(bool(measured.get("step_time_s")) for _, measured in members) >= FEWEST:
+            sweep = _sweep(members, loaded, seconds_off, memory_off)
+            sweeps += [sweep] if len(sweep.problem.space) >= FEWEST else []
+    return sweeps
+
+
+def _extras(job: Job) -> tuple[object, ...]:
+    """Return what a record's candidate has beyond the knobs of a space: it makes another task."""
+    return tuple((knob, job.candidate.get(knob)) for knob in ("expert_tensor_parallel_size", *_ENDS))
+
+
+_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+def _sweep(
+    members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins, seconds_off: float, memory_off: float
+) -> Sweep:
+    first, source = members[0][0], str(members[0][1]["source"])
+    workload, platform = plugins.workload(first.train.engine), _platform(first, loaded)
+    costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
+    rows = [row for job, measured in members for row in _row(job, measured, workload, platform.task)]
+    space = _space(rows, workload)
+    at = np.array([space.find(_candidate(row, space.axes)) for row in rows])
+    _, order = np.unique(at, return_index=True)
+    predictions = _distorted(_predicted(rows, workload, costs).take(order), seconds_off, memory_off)
+    task = rows[0].task
+    platform = replace(platform, task=task, costs=costs)
+    rules = (*workload.pruning_rules(task), *platform.pruning_rules)
+    pruned = prune(space, predictions, workload, rules, ())
+    problem = Problem(
+        platform=platform,
+        space=space,
+        predictions=predictions,
+        pruned=pruned,
+        baseline=_baseline(task, workload, space, predictions),
+    )
+    name = f"{first.model.name}, {first.devices} x {first.chip}, batch {first.train.global_batch_size}"
+    return Sweep(
+        name=f"{name}, sequence {first.train.seq_length}",
+        source=source,
+        problem=problem,
+        workload=workload,
+        seconds=_figure(rows, at, "step_time_s", 1.0),
+        peak_bytes=_figure(rows, at, "peak_gib", 2.0**30),
+    )
+
+
+def _platform(job: Job, loaded: LoadedPlugins) -> Platform:
+    devices = min(job.devices_per_node, job.devices)
+    cluster = ClusterSpec(chip=job.chip, nodes=job.devices // devices, devices_per_node=devices)
+    return discover(Spec(model=job.model, cluster=cluster, train=job.train, control=Control()), loaded)
+
+
+def left_out(costs: Costs, chip: Chip, source: str) -> Costs:
+    """Return `costs` with a curve that was never fitted to `source`."""
+    told = json.loads(FITTED.read_text(encoding="utf-8"))
+    for name, family in FAMILIES.items():
+        if chip.name in family.chips and source in told[name]["sources"]:
+            parameters = told[name]["sources"][source]["left_out_parameters"]
+            return replace(costs, kernels=Roofline(chip=chip, curve=curve_of(family, parameters)))
+    return costs
+
+
+def _row(job: Job, measured: Mapping[str, Any], workload: Workload, bare: Task) -> list[_Row]:
+    """Return a record ready to be predicted, none if it says what cannot be."""
+    try:
+        task, values, _ = workload.published(bare, job.candidate, job.notes)
+        columns = workload.columns(task, values)
+    except FlagError:
+        return []
+    return [_Row(job, task, canonical(columns, workload.merges(task)), measured)]
+
+
+def _candidate(row: _Row, axes: Sequence[Axis]) -> Candidate:
+    codes = {axis.knob: int(row.columns[axis.knob][0]) for axis in axes}
+    virtual = int(row.columns[VIRTUAL][0])
+    if virtual > 1 and not codes[EACH]:
+        codes[EACH] = row.job.model.num_layers // (virtual * codes[PIPELINE])
+    return Candidate(tuple((axis.knob, axis.decode(codes[axis.knob])) for axis in axes))
+
+
+def _space(rows: Sequence[_Row], workload: Workload) -> Space:
+    """Return the space of what was measured."""
+    axes = workload.axes(rows[0].task)
+    found = [_candidate(row, axes).as_dict() for row in rows]
+    axes = tuple(
+        replace(axis, values=tuple(axis.decode(code) for code in sorted({axis.encode(v[axis.knob]) for v in found})))
+        for axis in axes
+    )
+    codes = tuple(np.array(sorted({axis.encode(v) for v in (*axis.values, axis.neutral)})) for axis in axes)
+    space = Space(axes=axes, codes=codes, rows=np.zeros(0, dtype=np.int64), combinations=0)
+    for values in found:
+        space = space.with_candidate(Candidate.of(values))
+    return space
+
+
+def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predictions:
+    """Return the predictions of `rows`, those of one task together."""
+    tasks: dict[str, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        tasks[repr(row.task.spec.train)].append(place)
+    parts = []
+    for places in tasks.values():
+        columns = {knob: np.concatenate([rows[at].columns[knob] for at in places]) for knob in rows[0].columns}
+        parts.append(workload.predict(rows[places[0]].task, columns, costs))
+    return Predictions.join(parts).take(np.argsort(np.concatenate([*tasks.values()])))
+
+
+def _distorted(predictions: Predictions, seconds: float, memory: float) -> Predictions:
+    """Return predictions of a model that is wrong by these factors."""
+    times = {each: getattr(predictions, each) * seconds for each in ("step_time_s", "low_s", "high_s")}
+    sizes = {each.name: getattr(predictions, each.name) * memory for each in fields(Predictions) if _is_size(each.name)}
+    parts = {name: part * seconds for name, part in predictions.time_s.items()}
+    return replace(predictions, **times, **sizes, time_s=parts)
+
+
+def _is_size(name: str) -> bool:
+    return name.endswith("_bytes") and name != "capacity_bytes"
+
+
+def _baseline(task: Task, workload: Workload, space: Space, predictions: Predictions) -> Candidate:
+    """Return what `flag tune` would begin with: the rule of thumb among the usual candidates that were measured."""
+    columns = space.columns()
+    usual = np.ones(len(space), dtype=np.bool_)
+    for axis in space.axes:
+        allowed = workload.usual_space(task).get(axis.knob, AUTO)
+        if not isinstance(allowed, str):
+            codes = [axis.encode(value) for value in (*allowed, axis.neutral)]
+            usual &= np.isin(columns[axis.knob], codes)
+    rows = np.flatnonzero(usual) if usual.any() else np.arange(len(space))
+    row = workload.rule_of_thumb(space.columns(rows), predictions.take(rows))
+    return space.candidate(int(rows[row]))
+
+
+def _figure(rows: Sequence[_Row], at: IntArray, name: str, unit: float) -> FloatArray:
+    """Return a measured figure by row of the space, the median of what was measured twice."""
+    figures = np.array([float(row.measured.get(name) or np.nan) * unit for row in rows])
+    return np.array([np.median(figures[at == place]) for place in range(int(at.max()) + 1)])
