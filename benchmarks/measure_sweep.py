@@ -1,10 +1,11 @@
 """Measure every candidate of a spec with flagcore's own trials, into job records that can be replayed.
 
-    python benchmarks/measure_sweep.py SPEC OUT.jsonl [--rounds 2]
+    python benchmarks/measure_sweep.py SPEC OUT.jsonl [--rounds 2] [--quiet 0.25]
 
 Candidates run in another random order each round, none is ended early. `rounds_s` are the medians of the steps of each
-run; a record's step time is the least of them, since other work on the machine can only make a run slower. What runs
-out of memory is kept as `oom`. The file is written anew after every run, and a later call adds rounds to it.
+run, `others` what share of the machine's processors other work took meanwhile; a record's step time is the least of
+them, since other work can only make a run slower. A run beside too much of it is repeated once at the end of a round.
+What runs out of memory is kept as `oom`. The file is written anew after every run, and a later call adds to it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import json
 import os
 import platform
 import random
+import resource
 import sys
 import tempfile
-from collections import defaultdict
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from flagcore import plugins
 from flagcore.api.telling import loaded_plugins
 from flagcore.contracts import Workload
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.problem import Problem, pose
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.launch import launch
@@ -49,24 +53,25 @@ def main() -> None:
     parser.add_argument("spec", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quiet", type=float, default=0.25, help="share of the processors that others may take")
     given = parser.parse_args()
     data = spec_as_data(given.spec)
     spec = parse_spec(data, file=str(given.spec), base=given.spec.parent)
-    workload, runs = plugins.workload(spec.train.engine), defaultdict[int, list[Trial]](list)
-    before = _records(given.out)
-    first = max((len(each["measured"].get("rounds_s", ())) for each in before.values()), default=0)
+    workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
         problem = pose(spec, loaded, workload)
-        for round_ in range(first, first + given.rounds):
-            rows = list(range(len(problem.space)))
-            random.Random(round_).shuffle(rows)
-            for place, row in enumerate(rows):
-                done = _run(problem, workload, row)
-                runs[row].append(done)
-                told = done.measurement.step_time_s if done.measurement else done.reason
-                print(f"round {round_ + 1}, {place + 1} of {len(rows)}: {done.candidate}: {told}", file=sys.stderr)
-                record = _record(data, problem, row, runs[row], before)
-                _write(given.out, {**_records(given.out), record["id"]: record})
+    for round_ in range(given.rounds):
+        rows = list(range(len(problem.space)))
+        random.Random(f"{round_} {len(_records(given.out))}").shuffle(rows)
+        for place, row in enumerate(rows):  # which grows by those to repeat
+            done, others = _run(problem, workload, row)
+            if others > given.quiet and place < len(problem.space):
+                rows.append(row)
+            told = done.measurement.step_time_s if done.measurement else done.reason
+            print(f"round {round_ + 1}, {place + 1}: {done.candidate}: {told}, others {others:.0%}", file=sys.stderr)
+            records = _records(given.out)
+            record = _record(data, problem, row, done, others, records)
+            _write(given.out, {**records, record["id"]: record})
 
 
 def _records(out: Path) -> dict[str, dict[str, Any]]:
@@ -74,13 +79,24 @@ def _records(out: Path) -> dict[str, dict[str, Any]]:
     return {record["id"]: record for record in map(json.loads, lines)}
 
 
-def _run(problem: Problem, workload: Workload, row: int) -> Trial:
+def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
+    """Return a finished trial, and the share of the processors that others took meanwhile."""
     launcher, candidate = plugins.launcher("local"), problem.space.candidate(row)
     trial = Trial(number=row, candidate=candidate, role=Role.SEARCH, state=TrialState.RUNNING)
     seconds = problem.platform.task.spec.control.max_time_per_task
+    began, others = time.monotonic(), _others()
     with tempfile.TemporaryDirectory() as folder:
         running = launch(problem.platform, workload, launcher, candidate, folder, seconds)
-        return measure(running, problem.platform, workload, trial, folder, None)
+        done = measure(running, problem.platform, workload, trial, folder, None)
+    took = (time.monotonic() - began) * (os.cpu_count() or 1)
+    return done, max(0.0, (_others() - others) / took)
+
+
+def _others() -> float:
+    """Return the processor seconds so far that neither this process nor its children used."""
+    every = psutil.cpu_times()
+    own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return float(every.user + every.nice + every.system) - sum(use.ru_utime + use.ru_stime for use in own)
 
 
 def _write(out: Path, records: dict[str, dict[str, Any]]) -> None:
@@ -89,12 +105,12 @@ def _write(out: Path, records: dict[str, dict[str, Any]]) -> None:
 
 
 def _record(
-    data: dict[str, Any], problem: Problem, row: int, trials: list[Trial], before: dict[str, dict[str, Any]]
+    data: dict[str, Any], problem: Problem, row: int, done: Trial, others: float, before: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    task, name = problem.platform.task, f"{problem.platform.task.spec.model.name}-{row:04d}"
-    earlier = before.get(name, {}).get("measured", {}).get("rounds_s", [])
+    task = problem.platform.task
+    name = f"{task.spec.model.name}-{row:04d}"
+    known = before.get(name, {}).get("measured", {})
     group, train = task.cluster.groups[0], task.spec.train
-    measured = [trial.measurement for trial in trials if trial.state is TrialState.MEASURED and trial.measurement]
     settings = {key: settings_in_force(train).get(key, value) for key, value in PUBLISHED.items()}
     return {
         "id": name,
@@ -117,26 +133,28 @@ def _record(
             **settings,
         },
         "candidate": {knob: value for knob, value in problem.space.candidate(row).items if value is not None},
-        "measured": _figures(measured, earlier) if measured else _failure(trials),
+        "measured": _measured(done, others, known),
         "provenance": {
             "how": "benchmarks/measure_sweep.py",
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "software": dict(measured[0].versions) if measured else {},
+            "software": dict(done.measurement.versions) if done.measurement else {},
             "date": date.today().isoformat(),
         },
     }
 
 
-def _figures(measured: list[Measurement], earlier: list[float]) -> dict[str, Any]:
-    medians = [*earlier, *(round(each.step_time_s, 5) for each in measured)]
-    figures: dict[str, Any] = {"step_time_s": min(medians), "rounds_s": medians}
-    peaks = [each.peak_allocated_bytes for each in measured if each.peak_allocated_bytes]
-    return figures | ({"peak_gib": round(max(peaks) / 2**30, 4)} if peaks else {})
-
-
-def _failure(trials: list[Trial]) -> dict[str, Any]:
-    out_of_memory = any(trial.state is TrialState.OUT_OF_MEMORY for trial in trials)
-    return {"oom": True} if out_of_memory else {"failed": trials[-1].reason}
+def _measured(done: Trial, others: float, known: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a candidate with those of one more run."""
+    if done.state is not TrialState.MEASURED or done.measurement is None:
+        return known or ({"oom": True} if done.state is TrialState.OUT_OF_MEMORY else {"failed": done.reason})
+    medians = [*known.get("rounds_s", ()), round(done.measurement.step_time_s, 5)]
+    figures = {
+        "step_time_s": min(medians),
+        "rounds_s": medians,
+        "others": [*known.get("others", ()), round(others, 3)],
+    }
+    peak = done.measurement.peak_allocated_bytes
+    return figures | ({"peak_gib": round(peak / 2**30, 4)} if peak else {})
 
 
 if __name__ == "__main__":
