@@ -1,6 +1,6 @@
 """Measure every candidate of a spec with flagcore's own trials, into job records that can be replayed.
 
-    python benchmarks/measure_sweep.py SPEC OUT.jsonl [--rounds 2] [--quiet 0.25]
+    python benchmarks/measure_sweep.py SPEC OUT.jsonl [--rounds 2] [--quiet 0.25] [--again]
 
 Candidates run in another random order each round, none is ended early. `rounds_s` are the medians of the steps of each
 run, `others` what share of the machine's processors other work took meanwhile; a record's step time is the least of
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quiet", type=float, default=0.25, help="share of the processors that others may take")
+    parser.add_argument("--again", action="store_true", help="only what the file has already")
     given = parser.parse_args()
     data = spec_as_data(given.spec)
     spec = parse_spec(data, file=str(given.spec), base=given.spec.parent)
@@ -61,11 +62,13 @@ def main() -> None:
     with loaded_plugins(()) as loaded:
         problem = pose(spec, loaded, workload)
     for round_ in range(given.rounds):
-        rows = list(range(len(problem.space)))
-        random.Random(f"{round_} {len(_records(given.out))}").shuffle(rows)
+        known = _records(given.out)
+        rows = [row for row in range(len(problem.space)) if not given.again or _name(problem, row) in known]
+        random.Random(round_).shuffle(rows)
+        planned = len(rows)
         for place, row in enumerate(rows):  # which grows by those to repeat
             done, others = _run(problem, workload, row)
-            if others > given.quiet and place < len(problem.space):
+            if others > given.quiet and place < planned:
                 rows.append(row)
             told = done.measurement.step_time_s if done.measurement else done.reason
             print(f"round {round_ + 1}, {place + 1}: {done.candidate}: {told}, others {others:.0%}", file=sys.stderr)
@@ -77,6 +80,10 @@ def main() -> None:
 def _records(out: Path) -> dict[str, dict[str, Any]]:
     lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
     return {record["id"]: record for record in map(json.loads, lines)}
+
+
+def _name(problem: Problem, row: int) -> str:
+    return f"{problem.platform.task.spec.model.name}-{row:04d}"
 
 
 def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
@@ -108,7 +115,7 @@ def _record(
     data: dict[str, Any], problem: Problem, row: int, done: Trial, others: float, before: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     task = problem.platform.task
-    name = f"{task.spec.model.name}-{row:04d}"
+    name = _name(problem, row)
     known = before.get(name, {}).get("measured", {})
     group, train = task.cluster.groups[0], task.spec.train
     settings = {key: settings_in_force(train).get(key, value) for key, value in PUBLISHED.items()}
@@ -121,7 +128,6 @@ def _record(
             "chip": group.chip.name,
             "devices": task.cluster.devices,
             "devices_per_node": group.devices_per_node,
-            "memory_bytes_per_device": group.memory_bytes,
         },
         "train": {
             "seq_length": train.seq_length,
@@ -139,6 +145,7 @@ def _record(
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "software": dict(done.measurement.versions) if done.measurement else {},
             "date": date.today().isoformat(),
+            "memory_bytes_per_device": group.memory_bytes,
         },
     }
 

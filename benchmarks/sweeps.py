@@ -82,7 +82,9 @@ def read_sweeps(
         if measured.get("step_time_s") or measured.get("oom"):
             job = read_job(record)
             alone = job.model, job.chip, job.devices, job.devices_per_node, job.train, job.notes, _extras(job)
-            groups[f"{record.get('source')}: {alone!r}"].append((job, {**measured, "source": record.get("source", "")}))
+            capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
+            told = {"source": record.get("source", ""), "capacity": capacity}
+            groups[f"{told}: {alone!r}"].append((job, {**measured, **told}))
     sweeps = []
     for members in groups.values():
         if sum(bool(measured.get("step_time_s")) for _, measured in members) >= FEWEST:
@@ -103,7 +105,7 @@ def _sweep(
     members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins, seconds_off: float, memory_off: float
 ) -> Sweep:
     first, source = members[0][0], str(members[0][1]["source"])
-    workload, platform = plugins.workload(first.train.engine), _platform(first, loaded)
+    workload, platform = plugins.workload(first.train.engine), _platform(first, members[0][1]["capacity"], loaded)
     costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
     rows = [row for job, measured in members for row in _row(job, measured, workload, platform.task)]
     space = _space(rows, workload)
@@ -120,6 +122,7 @@ def _sweep(
         predictions=predictions,
         pruned=pruned,
         baseline=_baseline(task, workload, space, predictions),
+        rules=rules,
     )
     name = f"{first.model.name}, {first.devices} x {first.chip}, batch {first.train.global_batch_size}"
     return Sweep(
@@ -132,9 +135,15 @@ def _sweep(
     )
 
 
-def _platform(job: Job, loaded: LoadedPlugins) -> Platform:
+def _platform(job: Job, capacity: int | None, loaded: LoadedPlugins) -> Platform:
+    """Return what plugins say of the cluster; `capacity` is a device's memory in bytes, None for the chip's own."""
     devices = min(job.devices_per_node, job.devices)
-    cluster = ClusterSpec(chip=job.chip, nodes=job.devices // devices, devices_per_node=devices)
+    cluster = ClusterSpec(
+        chip=job.chip,
+        nodes=job.devices // devices,
+        devices_per_node=devices,
+        memory_bytes_per_device=capacity,
+    )
     return discover(Spec(model=job.model, cluster=cluster, train=job.train, control=Control()), loaded)
 
 
