@@ -1,0 +1,107 @@
+"""Measured records become tuning tasks that `flag tune` would recognise, predicted by a model that never saw them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore import api
+from flagcore.api.telling import loaded_plugins
+from flagcore.plugins import LoadedPlugins
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 8, "vocab_size": 8192}
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import sweeps
+
+    yield sweeps
+    for name in ("sweeps", "fit_curves"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def loaded() -> Iterator[LoadedPlugins]:
+    with loaded_plugins(()) as found:
+        yield found
+
+
+def records(**changes: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"{tensor} {micro_batch}",
+            "source": "Made up",
+            "kind": "train",
+            "model": SHAPE,
+            "cluster": {"chip": "cpu", "devices": 4, "devices_per_node": 4},
+            "train": {"seq_length": 128, "global_batch_size": 32, "precision": "bf16"},
+            "candidate": {"tensor_model_parallel_size": tensor, "micro_batch_size": micro_batch},
+            "measured": {"step_time_s": float(tensor * micro_batch)},
+            **changes,
+        }
+        for tensor in (1, 2, 4)
+        for micro_batch in (1, 2, 4, 8)
+    ]
+
+
+def test_every_source_that_a_curve_was_fitted_to_has_parameters_of_the_fit_without_it() -> None:
+    told = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))
+    for family in told.values():
+        for source in family["sources"].values():
+            assert source["left_out_parameters"]["gemm_share"] > 0
+
+
+def test_a_sweep_of_a_fitted_source_is_predicted_by_the_curve_of_the_fit_without_it(
+    sweeps: Any, loaded: LoadedPlugins
+) -> None:
+    cluster = {"chip": "A100-80GB", "devices": 4, "devices_per_node": 4}
+    source = "vTrain ground truth (A100)"
+    (own,) = sweeps.read_sweeps(records(cluster=cluster, source=source), loaded)
+    (strange,) = sweeps.read_sweeps(records(cluster=cluster), loaded)
+    assert not np.allclose(own.problem.predictions.step_time_s, strange.problem.predictions.step_time_s, rtol=1e-6)
+    told = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))["ampere"]["sources"][source]
+    curve = own.problem.platform.costs.kernels.curve
+    assert {name: getattr(curve, name) for name in told["left_out_parameters"]} == told["left_out_parameters"]
+
+
+def test_a_sweep_is_predicted_as_its_records_are(sweeps: Any, loaded: LoadedPlugins) -> None:
+    some = records()
+    (sweep,) = sweeps.read_sweeps(some, loaded)
+    by_id = {answer["id"]: answer["step_time_s"]["value"] for answer in api.estimate_jobs(some)}
+    for row in range(len(sweep.problem.space)):
+        values = sweep.problem.space.candidate(row).as_dict()
+        name = f"{values['tensor_model_parallel_size']} {values['micro_batch_size']}"
+        assert sweep.problem.predictions.step_time_s[row] == pytest.approx(by_id[name])
+        assert sweep.seconds[row] == values["tensor_model_parallel_size"] * values["micro_batch_size"]
+
+
+def test_a_wrong_model_is_wrong_by_the_factors_asked_for(sweeps: Any, loaded: LoadedPlugins) -> None:
+    (right,) = sweeps.read_sweeps(records(), loaded)
+    (wrong,) = sweeps.read_sweeps(records(), loaded, seconds_off=3.0, memory_off=0.7)
+    before, after = right.problem.predictions, wrong.problem.predictions
+    for name in ("step_time_s", "low_s", "high_s"):
+        assert np.allclose(getattr(after, name), 3.0 * getattr(before, name))
+    for name in ("static_bytes", "peak_allocated_bytes", "device_used_bytes"):
+        assert np.allclose(getattr(after, name), 0.7 * getattr(before, name))
+    assert after.capacity_bytes == before.capacity_bytes
+    assert np.array_equal(wrong.seconds, right.seconds)
+
+
+def test_records_of_another_batch_are_another_sweep_and_the_baseline_is_one_of_the_measured(
+    sweeps: Any, loaded: LoadedPlugins
+) -> None:
+    other = records(train={"seq_length": 128, "global_batch_size": 64, "precision": "bf16"})
+    found = sweeps.read_sweeps([*records(), *other], loaded)
+    assert [len(sweep.problem.space) for sweep in found] == [12, 12]
+    for sweep in found:
+        assert sweep.problem.space.find(sweep.problem.baseline) is not None
+        assert sweep.problem.baseline.as_dict()["micro_batch_size"] == 1
