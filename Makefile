@@ -8,7 +8,7 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup tune test lint bench bench-estimate bench-replay accuracy clean
+.PHONY: setup tune test lint bench bench-estimate bench-replay sweeps accuracy clean
 
 setup: $(VENV)/.done
 
@@ -39,6 +39,11 @@ bench-estimate: setup
 # DATA is a file of job records with what was measured; without it, the sweeps in benchmarks/sweeps.
 bench-replay: setup
 	$(BIN)/python benchmarks/replay.py $(DATA)
+
+# Adds two rounds to what is measured in benchmarks/sweeps; wants a quiet machine and half an hour.
+SWEEPS := $(wildcard benchmarks/sweeps/*.yaml)
+sweeps: setup
+	$(foreach spec,$(SWEEPS),$(BIN)/python benchmarks/measure_sweep.py $(spec) $(spec:.yaml=.jsonl) &&) true
 
 # DATA is a folder of job records with what was measured; writes docs/accuracy.md and its plots.
 accuracy: setup
