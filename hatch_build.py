@@ -18,6 +18,7 @@ CORE = (
     "click>=8.1",
     "numpy>=1.24",
     "optuna>=4.2",
+    "scikit-learn>=1.3",
     "packaging>=23",
     "pluggy>=1.5",
     "psutil>=5.9",

@@ -33,7 +33,7 @@ from flagcore.errors import FlagError
 SHIPPED = Path(__file__).with_name("sweeps")
 TOLERANCES = {"5pct": 0.05, "1pct": 0.01, "0pct": 0.0}
 LOOKED_AT = 5
-DEFAULT = ("learned", "predicted", "by_prediction", "grid")
+DEFAULT = ("learned", "predicted", "grid")
 """flagcore's strategies to compare, as far as they are installed; the first of them is its figure in the last line."""
 OTHERS = {
     "flagscale": flagscale(),
@@ -75,7 +75,7 @@ def main() -> None:
             sweeps = read_sweeps(records, loaded, seconds_off=given.seconds_off, memory_off=given.memory_off)
         if not sweeps:
             sys.exit("no sweep: no eight measured records that differ in their candidate alone")
-        ours = _ours(given.strategy)
+        ours = _ours(given.strategy, sweeps)
         searchers = {**ours, **OTHERS, "tpe": tpe(given.seeds), "random": random}
         scores = {name: [_scores(sweep, search) for sweep in sweeps] for name, search in searchers.items()}
     if given.by_sweep:
@@ -89,11 +89,13 @@ def main() -> None:
     print(json.dumps({**last, "figures": figures}))
 
 
-def _ours(names: Sequence[str] | None) -> dict[str, Searcher]:
+def _ours(names: Sequence[str] | None, sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
     found = {}
     for name in names or DEFAULT:
         try:
-            found[name] = by_strategy(plugins.strategy(name))
+            found[name] = by_strategy(plugins.strategy(name), sweeps)
+            if name == "learned":
+                found["learned, first run on a chip"] = by_strategy(plugins.strategy(name))
         except FlagError as error:
             if names:
                 sys.exit(str(error))

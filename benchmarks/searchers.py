@@ -6,7 +6,8 @@ itself: `learn`, `prune`, `rank`, `spent`, the baseline first, hopeless trials e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,14 +15,17 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.contracts import Strategy
+from flagcore.contracts import Scene, Strategy
 from flagcore.domain.budget import spent
+from flagcore.domain.experience import Observed, Past
+from flagcore.domain.knowledge import Lessons, Pruned
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.learning.trials import LEAST_NOISE
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import HOPELESS
 from flagcore.stages.predict import record
 from flagcore.stages.prune import prune
-from flagcore.stages.rank import rank
+from flagcore.stages.rank import rank, scene
 
 ITERATIONS, WARMUP = 5, 1
 """Steps of a trial, and those of them that do not count: the defaults of `flag tune`; FlagScale's are the same."""
@@ -43,12 +47,40 @@ Searcher = Callable[[Sweep], list[Search]]
 """Runs on a sweep, several times where there is chance in it."""
 
 
-def by_strategy(strategy: Strategy) -> Searcher:
-    """Return a search by one of flagcore's strategies, without any limit but its own."""
-    return lambda sweep: [_tuned(sweep, strategy)]
+def by_strategy(strategy: Strategy, others: Sequence[Sweep] = ()) -> Searcher:
+    """Return a search by one of flagcore's strategies, without any limit but its own.
+
+    It knows what was measured in those of `others` that are of the same chip and of another model: what earlier runs
+    leave behind.
+    """
+    taught = [(one, _measured(one, number)) for number, one in enumerate(others, start=1)]
+
+    def search(sweep: Sweep) -> list[Search]:
+        known = Observed.join([observed for one, observed in taught if _teaches(one, sweep)])
+        return [_tuned(sweep, strategy, replace(Past.nothing(), time=known))]
+
+    return search
 
 
-def _tuned(sweep: Sweep, strategy: Strategy) -> Search:
+def _teaches(one: Sweep, other: Sweep) -> bool:
+    here, there = one.problem.platform.task, other.problem.platform.task
+    return here.cluster.groups[0].chip == there.cluster.groups[0].chip and here.spec.model != there.spec.model
+
+
+def _measured(sweep: Sweep, number: int) -> Observed:
+    rows = np.flatnonzero(np.isfinite(sweep.seconds))
+    ratio = np.log(sweep.seconds[rows] / sweep.problem.predictions.step_time_s[rows])
+    seen = _scene(sweep, sweep.problem.pruned, learn(()), Past.nothing()).features(rows)
+    return Observed(seen, ratio, np.full(rows.size, LEAST_NOISE), np.full(rows.size, number))
+
+
+def _scene(sweep: Sweep, pruned: Pruned, lessons: Lessons, past: Past) -> Scene:
+    problem = sweep.problem
+    task = problem.platform.task
+    return scene(task, sweep.workload, problem.space, problem.predictions, pruned, lessons, past)
+
+
+def _tuned(sweep: Sweep, strategy: Strategy, past: Past) -> Search:
     problem, trials, cost = sweep.problem, list[Trial](), list[float]()
     task, space = problem.platform.task, problem.space
     control = replace(task.spec.control, max_trials=len(space) + 1, max_time=None)
@@ -60,11 +92,11 @@ def _tuned(sweep: Sweep, strategy: Strategy) -> Search:
         trials.append(trial)
         cost.append(seconds)
         lessons = learn(trials)
-        pruned = prune(space, problem.predictions, sweep.workload, (), lessons.trials, pruned)
+        pruned = prune(space, problem.predictions, sweep.workload, problem.rules, lessons.trials, pruned)
         role = Role.SEARCH
         if spent(control, lessons, sum(cost)) is not None:
             break
-        row = rank(strategy, space, problem.predictions, pruned, lessons)
+        row = rank(strategy, _scene(sweep, pruned, lessons, past)).row
     found = [space.find(trial.candidate) for trial in trials]
     return Search(rows=tuple(at for at in found if at is not None), seconds=tuple(cost), says_done=True)
 
@@ -131,7 +163,12 @@ def flagscale(priority: str | None = None, *, memory_model: bool = False) -> Sea
 
 def tpe(seeds: int) -> Searcher:
     """Return Optuna's TPE over the knobs that vary; what is not in the space or known already costs nothing."""
-    return lambda sweep: [_sampled(sweep, optuna.samplers.TPESampler(seed=seed), seed) for seed in range(seeds)]
+
+    def search(sweep: Sweep) -> list[Search]:
+        own = zlib.crc32(repr((sweep.name, sweep.source)).encode())  # or all sweeps begin with the same few suggestions
+        return [_sampled(sweep, optuna.samplers.TPESampler(seed=own + seed), own + seed) for seed in range(seeds)]
+
+    return search
 
 
 def _sampled(sweep: Sweep, sampler: optuna.samplers.BaseSampler, seed: int) -> Search:

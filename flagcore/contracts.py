@@ -10,6 +10,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.experience import Features, Past
 from flagcore.domain.launch import Exit, FailurePattern, Launch
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
@@ -195,6 +196,12 @@ class Workload(Protocol):
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
         """Return the figures of one global rank of the candidate in `columns`, which have one row."""
 
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        """Return what the speed of kernels depends on in each row, whatever the model: logarithms to base 2.
+
+        Errors of predictions are learned over them, so they should be few and mean the same in every task.
+        """
+
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
         """Return the weights of the model by its parts, before anything is split."""
 
@@ -272,13 +279,44 @@ class Launcher(Protocol):
         """Start `launch` in a process group of its own. Raises FlagError if it cannot be started."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What a strategy sees when the next trial is to be chosen.
+
+    `open_rows` (never empty) are rows of `space` that no rule removed and no trial settled. `trials` is one a
+    candidate, in order. `features` gives what errors of predictions may depend on for some rows, and `past` is what
+    trials of other runs were measured at. `seconds_left` is None without a limit.
+    """
+
+    task: Task
+    space: Space
+    predictions: Predictions
+    open_rows: IntArray
+    trials: Sequence[Trial]
+    features: Callable[[IntArray], Features]
+    past: Past
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The row to try next, or None if no further trial is worth its cost; `because` says why, in one line.
+
+    `belief` is what the strategy expects of it now, as plain data in the format of predictions.
+    """
+
+    row: int | None
+    because: str
+    belief: Mapping[str, object] = field(default_factory=dict)
+
+
 class Strategy(Protocol):
     """The order in which candidates are tried."""
 
     name: str
 
-    def next(self, open_rows: IntArray, predictions: Predictions, space: Space, trials: Sequence[Trial]) -> int:
-        """Return one of `open_rows` (never empty): the candidate to try next."""
+    def next(self, scene: Scene) -> Choice:
+        """Return what to try next."""
 
 
 class TrialStore(Protocol):

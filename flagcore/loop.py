@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flagcore.contracts import Event, Launcher, OnEvent, Plugins, Strategy, TrialStore, Workload
+from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Scene, Strategy, TrialStore, Workload
 from flagcore.domain.budget import allowance, pair_to_repeat, seconds_left, spent
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.experience import Past
 from flagcore.domain.plan import Plan, summarise
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import Role, Trial, TrialState
@@ -20,7 +21,7 @@ from flagcore.stages.learn import learn
 from flagcore.stages.measure import measure
 from flagcore.stages.predict import record
 from flagcore.stages.prune import prune
-from flagcore.stages.rank import rank
+from flagcore.stages.rank import rank, scene
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Parts:
     strategy: Strategy
     open_store: Callable[[Problem], TrialStore]
     on_event: OnEvent
+    past: Callable[[Problem], Past] = lambda problem: Past.nothing()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class _Session:
         self.control = problem.platform.task.spec.control
         self.spent_before = sum(trial.duration_s for trial in self.store.trials())
         self.started = time.monotonic()
-        self.pruned, self.lessons = problem.pruned, learn(())
+        self.pruned, self.lessons, self.past = problem.pruned, learn(()), parts.past(problem)
         self._learn()
 
     def search(self) -> str:
@@ -78,10 +80,10 @@ class _Session:
         if self.problem.baseline not in self.lessons.settled:
             self._run(self.problem.baseline, Role.BASELINE)
         while (because := spent(self.control, self.lessons, self.elapsed)) is None:
-            row = rank(self.parts.strategy, self.problem.space, self.problem.predictions, self.pruned, self.lessons)
-            if row is None:
-                return "every candidate is settled"
-            self._run(self.problem.space.candidate(row), Role.SEARCH)
+            choice = rank(self.parts.strategy, self._scene())
+            if choice.row is None:
+                return choice.because
+            self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
         return because
 
     def repeat(self) -> None:
@@ -92,12 +94,21 @@ class _Session:
                 if len(self.lessons.repeats_of(trial.candidate)) <= round_ and not out_of_time:
                     self._run(trial.candidate, Role.REPEAT)
 
-    def _run(self, candidate: Candidate, role: Role) -> None:
+    def _scene(self) -> Scene:
+        problem, most = self.problem, self.control.max_time
+        left = None if most is None else most - self.elapsed
+        task, workload = problem.platform.task, self.parts.workload
+        known = self.pruned, self.lessons, self.past
+        return scene(task, workload, problem.space, problem.predictions, *known, left)
+
+    def _run(self, candidate: Candidate, role: Role, choice: Choice | None = None) -> None:
         """Launch, measure, keep and learn one trial. An interrupt is kept as such, and passes."""
         platform, workload = self.problem.platform, self.parts.workload
         row = self.problem.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
         predicted = record(platform.task, self.problem.predictions.row(row))
+        if choice:
+            predicted |= {"chosen_because": choice.because, "believed": dict(choice.belief)}
         trial = self.store.begin(candidate, role, predicted)
         self._tell("trial_started", trial)
         folder, began = self.store.folder(trial), time.monotonic()
@@ -123,7 +134,8 @@ class _Session:
     def _learn(self) -> None:
         space, predictions = self.problem.space, self.problem.predictions
         self.lessons = learn(self.store.trials())
-        self.pruned = prune(space, predictions, self.parts.workload, (), self.lessons.trials, self.pruned)
+        rules = self.problem.rules
+        self.pruned = prune(space, predictions, self.parts.workload, rules, self.lessons.trials, self.pruned)
 
     @property
     def elapsed(self) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.contracts import Platform, Plugins, Workload
+from flagcore.contracts import Platform, Plugins, PruningRule, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Pruned
 from flagcore.domain.prediction import Predictions
@@ -28,6 +28,7 @@ class Problem:
     predictions: Predictions
     pruned: Pruned
     baseline: Candidate
+    rules: tuple[PruningRule, ...] = ()
 
 
 def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
@@ -41,7 +42,9 @@ def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     predictions = predict(platform.task, workload, space, platform.costs)
     rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
     pruned = prune(space, predictions, workload, rules, ())
-    return Problem(platform=platform, space=space, predictions=predictions, pruned=pruned, baseline=baseline)
+    return Problem(
+        platform=platform, space=space, predictions=predictions, pruned=pruned, baseline=baseline, rules=rules
+    )
 
 
 def must_fit(problem: Problem) -> None:

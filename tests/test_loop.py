@@ -24,7 +24,7 @@ from flagcore.hooks import hookimpl
 from flagcore.loop import Ending, Parts, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.store import OptunaStore
-from flagcore.strategies.by_prediction import STRATEGY
+from flagcore.strategies.predicted import STRATEGY
 from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins, tell_of_problem
+from flagcore.api.experienced import past as past_of
+from flagcore.api.telling import loaded_plugins, tell, tell_of_problem
+from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.experience import Past
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
 from flagcore.errors import EveryTrialFailed, Interrupted, RunError, UsageError
@@ -73,10 +76,17 @@ def tune(
     workload.ready(spec)
     directory = RunDirectory(Path(run_dir) if run_dir else RUNS / file.stem)
 
+    name, experience = "", Experience.of_user()
+
+    def past(problem: Problem) -> Past:
+        chip = problem.platform.task.cluster.groups[0].chip
+        return past_of(experience.records(chip, spec.train.engine, but=name), chip, loaded, workload)
+
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)
         tell_of_problem(problem)
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
+        nonlocal name
         name = directory.claim(_task(data, problem), fixed)
         write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
         return OptunaStore(directory.path, _choices(problem), run=name, objective=spec.objective, url=storage)
@@ -95,9 +105,11 @@ def tune(
                 strategy=strategy,
                 open_store=open_store,
                 on_event=on_event or _unseen,
+                past=past,
             )
             ending = run_loop(replace(spec, baseline=baseline), parts)
             outcome = _keep(ending, workload, directory.path, _anywhere(data, file.parent))
+            _remember(experience, name, ending)
         finally:
             directory.close()
     if isinstance(ending.error, Interrupted):
@@ -150,6 +162,14 @@ def _keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, 
             write(run_dir / "best.yaml", _best_spec(plan.best.candidate, spec))
     run_best = problem.platform.task.spec.control.run_best
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=run_best)
+
+
+def _remember(experience: Experience, run: str, ending: Ending) -> None:
+    """Keep what was measured for the runs to come. A run is none the worse if that fails."""
+    try:
+        experience.keep(run, ending.problem.platform.task, ending.plan.trials)
+    except RunError as error:
+        tell([f"later runs will not learn from this one: {error}"])
 
 
 def _script(plan: Plan, launch: Launch) -> str:

@@ -1,6 +1,7 @@
 """Calibrations: what was measured on devices of this user, kept between runs, and the costs that it makes."""
 
 from flagcore.calibration.costs import collective_table, kernel_table
+from flagcore.calibration.experience import Experience
 from flagcore.calibration.store import Calibration, Calibrations
 
-__all__ = ["Calibration", "Calibrations", "collective_table", "kernel_table"]
+__all__ = ["Calibration", "Calibrations", "Experience", "collective_table", "kernel_table"]

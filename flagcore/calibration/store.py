@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,7 @@ class Calibration:
 
     def is_of(self, chip: Chip) -> bool:
         """Return whether it was measured on `chip`: the same name, and, where both say more, the same processor."""
-        names = {name.casefold() for name in self.aliases}, {name.casefold() for name in chip.aliases}
-        return self.chip.casefold() == chip.name.casefold() and (names[0] == names[1] or bool(names[0] & names[1]))
+        return same_chip(self.chip, self.aliases, chip)
 
 
 class Calibrations:
@@ -126,6 +125,12 @@ class Calibrations:
             except RunError as error:
                 bad.append((path, error))
         return tuple(sorted(good, key=lambda pair: pair[1].date, reverse=True)), tuple(bad)
+
+
+def same_chip(name: str, aliases: Iterable[str], chip: Chip) -> bool:
+    """Return whether `chip` is what something was measured on: the same name, and, if both say it, processor."""
+    names = {alias.casefold() for alias in aliases}, {alias.casefold() for alias in chip.aliases}
+    return name.casefold() == chip.name.casefold() and (names[0] == names[1] or bool(names[0] & names[1]))
 
 
 def read(path: Path) -> Calibration:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.space import IntArray
+from flagcore.domain.space import BoolArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
 
 DOES_NOT_FIT = "does_not_fit"
@@ -18,10 +18,12 @@ DOES_NOT_FIT = "does_not_fit"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
     """Which rule removed each row. `rule` is 0 for an open row, else a place in `rules` plus one; `trial` is the
-    number of the trial behind a learned rule, -1 for none. `seen` are the trials already applied."""
+    number of the trial behind a learned rule, -1 for none. `too_much` marks the rows that are believed not to fit,
+    `seen` are the trials already applied."""
 
     rule: NDArray[np.int16]
     trial: IntArray
+    too_much: BoolArray
     rules: tuple[str, ...] = ()
     broken_rules: tuple[str, ...] = ()
     seen: frozenset[int] = field(default_factory=frozenset)

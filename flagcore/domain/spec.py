@@ -74,7 +74,7 @@ class Spec:
     baseline: Mapping[str, KnobValue] | None = None
     control: Control = Control()
     objective: str = "tokens_per_second_per_device"
-    strategy: str = "by_prediction"
+    strategy: str = "learned"
     launcher: str = "local"
     envs: Mapping[str, str] = field(default_factory=dict)
 

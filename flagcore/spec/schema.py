@@ -177,7 +177,7 @@ class TunerSection(Section):
     """How long to look."""
     objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
     """The figure to optimise: more tokens a second and device, or fewer seconds a step."""
-    strategy: Word = "by_prediction"
+    strategy: Word = "learned"
     """Name of the search strategy."""
     launcher: Word = "local"
     """Name of the launcher that starts trials."""

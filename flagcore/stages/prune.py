@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,21 +12,20 @@ from flagcore.contracts import PruningRule, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import DOES_NOT_FIT, Pruned
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Columns, IntArray, Space
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError
+from flagcore.learning.memory import least_share
 
 CHUNK = 1 << 16
 """Candidates of which a rule is asked at once."""
 
 AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
-PREDICTED_SLOWER = "predicted_slower_than_a_measured_one"
 LEARNED = {
     DOES_NOT_FIT: "its predicted memory is more than a device has",
     AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
     AS_MUCH_WORK: "a trial was measured, and this one does the same work and recomputes more",
-    PREDICTED_SLOWER: "its predicted interval lies above that of a candidate that was measured",
 }
 """What the rules of this stage say, by name."""
 
@@ -40,19 +40,36 @@ def prune(
 ) -> Pruned:
     """Return what is ruled out by prediction, by `rules` and by what `trials` proved.
 
-    With `before`, the outcome of an earlier call, only trials that are new are applied.
+    What trials used of memory corrects what is predicted of all candidates. With `before`, the outcome of an earlier
+    call, only trials that are new are applied, unless others fit now than did then.
     """
-    pruned = before or _by_prediction(space, predictions, rules)
+    need = predictions.device_used_bytes * _least_share(space, predictions, trials)
+    too_much = np.zeros(len(space), dtype=np.bool_)
+    if predictions.capacity_bytes is not None:
+        too_much = need > predictions.capacity_bytes
+    pruned = before
+    if pruned is None or not np.array_equal(pruned.too_much, too_much):
+        pruned = _by_prediction(space, predictions, rules, too_much)
     for trial in trials:
         if trial.number not in pruned.seen:
             pruned = replace(_by_trial(pruned, space, predictions, workload, trial), seen=pruned.seen | {trial.number})
     return pruned
 
 
-def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[PruningRule]) -> Pruned:
+def _least_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
+    """Return the share of its predicted memory that a candidate needs at least, after `trials`."""
+    ratios = []
+    for trial in trials:
+        row, measured = space.find(trial.candidate), trial.measurement
+        if row is not None and trial.state is TrialState.MEASURED and measured and measured.device_used_bytes:
+            ratios.append(math.log(measured.device_used_bytes / float(predictions.device_used_bytes[row])))
+    return least_share(ratios)
+
+
+def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[PruningRule], too_much: BoolArray) -> Pruned:
     size = len(space)
-    start = Pruned(rule=np.zeros(size, dtype=np.int16), trial=np.full(size, -1, dtype=np.int64))
-    pruned = _remove(start, DOES_NOT_FIT, np.arange(size), ~predictions.fits)
+    start = Pruned(rule=np.zeros(size, dtype=np.int16), trial=np.full(size, -1, dtype=np.int64), too_much=too_much)
+    pruned = _remove(start, DOES_NOT_FIT, np.arange(size), too_much)
     for rule in rules:
         rows = pruned.open_rows
         try:
@@ -78,17 +95,23 @@ def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: 
     rows = pruned.open_rows
     if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
         return pruned
-    columns = space.columns(rows)
+    columns, row = space.columns(rows), space.find(trial.candidate)
+    other = ~_is(columns, space, trial.candidate)
     if trial.state is TrialState.OUT_OF_MEMORY:
-        mask = workload.needs_at_least(columns, trial.candidate) & ~_is(columns, space, trial.candidate)
-        return _remove(pruned, AS_MUCH_MEMORY, rows, mask, trial.number)
-    mask = workload.takes_at_least(columns, trial.candidate) & ~_is(columns, space, trial.candidate)
-    pruned = _remove(pruned, AS_MUCH_WORK, rows, mask, trial.number)
-    row = space.find(trial.candidate)
-    if row is None or not np.isfinite(predictions.high_s[row]):
-        return pruned
-    rows = pruned.open_rows
-    return _remove(pruned, PREDICTED_SLOWER, rows, predictions.low_s[rows] > predictions.high_s[row], trial.number)
+        mask = workload.needs_at_least(columns, trial.candidate) & other
+        return _remove(
+            pruned, AS_MUCH_MEMORY, rows, mask & _not_less(predictions.device_used_bytes, rows, row), trial.number
+        )
+    mask = workload.takes_at_least(columns, trial.candidate) & other
+    return _remove(pruned, AS_MUCH_WORK, rows, mask & _not_less(predictions.step_time_s, rows, row), trial.number)
+
+
+def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
+    """Return which rows the model, too, gives as much as the row of the trial; all where it says nothing."""
+    if row is None or not np.isfinite(predicted[row]):
+        return np.ones(rows.shape, dtype=np.bool_)
+    less: BoolArray = predicted[rows] < predicted[row]
+    return ~less
 
 
 def _is(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:

@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.contracts import Strategy
+from flagcore.contracts import Choice, Scene, Strategy, Workload
+from flagcore.domain.experience import Features, Past
 from flagcore.domain.knowledge import Lessons, Pruned
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import IntArray, Space
+from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
+from flagcore.learning import features
 
 
-def rank(strategy: Strategy, space: Space, predictions: Predictions, pruned: Pruned, lessons: Lessons) -> int | None:
-    """Return the row to try next, or None when nothing is left: what was interrupted, else what `strategy` wants."""
-    rows = untried(space, pruned, lessons)
-    for trial in lessons.trials:
-        if trial.state is TrialState.INTERRUPTED and (row := space.find(trial.candidate)) in rows:
-            return row
-    return strategy.next(rows, predictions, space, lessons.trials) if rows.size else None
+def rank(strategy: Strategy, scene: Scene) -> Choice:
+    """Return what to try next: what was interrupted, else what `strategy` wants."""
+    if not scene.open_rows.size:
+        return Choice(row=None, because="every candidate is settled")
+    for trial in scene.trials:
+        if trial.state is TrialState.INTERRUPTED and (row := scene.space.find(trial.candidate)) in scene.open_rows:
+            return Choice(row=row, because="it was interrupted")
+    return strategy.next(scene)
+
+
+def scene(
+    task: Task,
+    workload: Workload,
+    space: Space,
+    predictions: Predictions,
+    pruned: Pruned,
+    lessons: Lessons,
+    past: Past,
+    seconds_left: float | None = None,
+) -> Scene:
+    """Return what a strategy sees."""
+
+    def of_rows(rows: IntArray) -> Features:
+        columns = space.columns(rows)
+        return features(space.axes, columns, predictions.take(rows), workload.sizes(task, columns))
+
+    return Scene(
+        task=task,
+        space=space,
+        predictions=predictions,
+        open_rows=untried(space, pruned, lessons),
+        trials=lessons.trials,
+        features=of_rows,
+        past=past,
+        seconds_left=seconds_left,
+    )
 
 
 def untried(space: Space, pruned: Pruned, lessons: Lessons) -> IntArray:

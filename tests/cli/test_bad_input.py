@@ -115,7 +115,7 @@ def test_a_spec_that_is_wrong(name: str, flag: Flag, project: Project) -> None:
     assert not (project.folder / "runs").exists()
 
 
-@pytest.mark.parametrize(("key", "known"), [("strategy", "by_prediction"), ("launcher", "local")])
+@pytest.mark.parametrize(("key", "known"), [("strategy", "learned"), ("launcher", "local")])
 def test_a_part_that_is_not_installed_is_refused_before_anything_runs(
     key: str, known: str, flag: Flag, project: Project
 ) -> None:

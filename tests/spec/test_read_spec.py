@@ -31,7 +31,7 @@ def test_absent_keys_have_the_defaults_of_the_domain(read: Read) -> None:
     )
     assert spec.train == TrainSpec(engine="megatron", seq_length=128, global_batch_size=8, precision="bf16")
     assert (spec.cluster, spec.control, spec.baseline, spec.envs) == (ClusterSpec(), Control(), None, {})
-    assert (spec.objective, spec.strategy, spec.launcher) == ("tokens_per_second_per_device", "by_prediction", "local")
+    assert (spec.objective, spec.strategy, spec.launcher) == ("tokens_per_second_per_device", "learned", "local")
 
 
 def test_space_always_has_its_13_knobs(read: Read) -> None:

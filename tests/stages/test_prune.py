@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from flagcore.stages import prune as prune_module
 from flagcore.stages.build import build
 from flagcore.stages.learn import learn
 from flagcore.stages.predict import predict
-from flagcore.stages.prune import AS_MUCH_MEMORY, AS_MUCH_WORK, PREDICTED_SLOWER, prune
+from flagcore.stages.prune import AS_MUCH_MEMORY, AS_MUCH_WORK, prune
 from flagcore.stages.rank import untried
 from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
@@ -128,14 +129,39 @@ def test_more_work_than_a_measured_candidate_is_pruned() -> None:
     assert recomputed in rows_of(found, AS_MUCH_WORK)
 
 
-def test_what_surely_loses_against_a_measured_candidate_is_pruned() -> None:
+def test_more_work_is_no_reason_where_the_model_predicts_less_time() -> None:
+    one = small.candidate(data_parallel_size=4, micro_batch_size=1)
+    recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
     of = predictions()
-    fastest = int(np.argmin(of.high_s))
-    found = pruned([trial(SPACE.candidate(fastest), TrialState.MEASURED)], of=of)
-    hopeless = rows_of(found, PREDICTED_SLOWER)
-    assert hopeless
-    assert all(of.low_s[row] > of.high_s[fastest] for row in hopeless)
-    assert all(of.low_s[row] <= of.high_s[fastest] for row in found.open_rows)
+    faster = of.step_time_s.copy()
+    faster[recomputed] = 0.5 * faster[SPACE.find(one)]
+    found = pruned([trial(one, TrialState.MEASURED)], of=replace(of, step_time_s=faster))
+    assert recomputed in found.open_rows.tolist()
+
+
+def test_what_fits_after_all_comes_back_when_trials_need_less_than_predicted() -> None:
+    need = predictions().device_used_bytes
+    capacity = 0.9 * float(need.min())
+    of = predictions(capacity)
+    ran = [used(row, 0.7 * float(need[row]), number) for number, row in enumerate((0, 1, 2))]
+    assert not pruned(of=of).open_rows.size
+    after = prune(SPACE, of, WORKLOAD, [Rule()], ran, pruned(of=of))
+    assert set(rows_of(after, "does_not_fit")) >= set(np.flatnonzero(0.7 * need > capacity).tolist())
+    assert rows_of(after, "no_small_batches")
+    assert after.open_rows.size
+
+
+def test_what_was_predicted_to_fit_goes_when_trials_need_more() -> None:
+    need = predictions().device_used_bytes
+    of = predictions(1.01 * float(need.max()))
+    ran = [used(row, 1.4 * float(need[row]), row) for row in (0, 1, 2)]
+    assert rows_of(pruned(ran, of=of), "does_not_fit")
+
+
+def used(row: int, memory: float, number: int) -> Trial:
+    done = trial(SPACE.candidate(row), TrialState.MEASURED, number)
+    assert done.measurement
+    return replace(done, measurement=replace(done.measurement, device_used_bytes=int(memory)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
-from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
 from flagcore.workloads.megatron import (
@@ -70,6 +70,10 @@ class Megatron:
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
         """Return the figures of one rank of one candidate."""
         return predict.rank_figures(task, columns, rank, costs)
+
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        """Return the sizes of a device's matrix products, as logarithms to base 2."""
+        return predict.sizes(task, columns)
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
         """Return the weights of the model by its parts."""

@@ -56,6 +56,17 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
     }
 
 
+def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
+    """Return the sizes of a device's matrix products: tokens of a micro-batch, width of the model, and its split."""
+    train, layout = training(task), layout_of(task, columns)
+    width = np.full_like(layout.tensor, float(train.model.hidden_size))
+    return {
+        "tokens": np.log2(layout.tokens(train.sequence)),
+        "hidden_size": np.log2(width),
+        "tensor_model_parallel_size": np.log2(layout.tensor),
+    }
+
+
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
     train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))

@@ -1,0 +1,76 @@
+"""What earlier runs teach: their measurements beside what is predicted of them today."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Plugins, Workload
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.experience import Observed, Past
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.errors import FlagError
+from flagcore.learning import features
+from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.spec import read_job
+from flagcore.stages.build import canonical
+from flagcore.stages.discover import costs
+
+GIB = 2**30
+MOST = 500
+"""Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
+
+
+def past(records: Iterable[Mapping[str, Any]], chip: Chip, plugins: Plugins, workload: Workload) -> Past:
+    """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over."""
+    tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
+    for record in islice(records, MOST):
+        with suppress(FlagError, KeyError, TypeError, ValueError):
+            job = read_job(record)
+            train = replace(job.train, command=tuple(record["train"].get("command") or ()) or None)
+            nodes = job.devices // job.devices_per_node
+            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=train)
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)))
+            tasks[repr((job.model, train, group))].append((task, job.candidate, record["measured"]))
+    found = []
+    for number, members in enumerate(tasks.values(), start=1):
+        with suppress(FlagError, ValueError, ArithmeticError):
+            found.append(_observed(number, members, plugins, workload))
+    return Past(
+        time=Observed.join([time for time, _ in found]),
+        memory=Observed.join([memory for _, memory in found]),
+    )
+
+
+def _observed(
+    number: int,
+    members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
+    plugins: Plugins,
+    workload: Workload,
+) -> tuple[Observed, Observed]:
+    """Return times and memory of the records of one task."""
+    task = members[0][0]
+    each = [workload.columns(task, candidate) for _, candidate, _ in members]
+    columns = {knob: np.concatenate([some[knob] for some in each]) for knob in each[0]}
+    columns = canonical(columns, workload.merges(task))
+    predicted = workload.predict(task, columns, costs(task.cluster, plugins, task.spec.train.engine))
+    known = features(workload.axes(task), columns, predicted, workload.sizes(task, columns))
+    figures = (("step_time_s", predicted.step_time_s, 1.0), ("device_used_gib", predicted.device_used_bytes, GIB))
+    both = []
+    for name, expected, unit in figures:
+        measured = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.log(measured) - np.log(expected)
+        rows = np.flatnonzero(np.isfinite(ratio))
+        least = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
+        both.append(Observed(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
+    return both[0], both[1]

@@ -1,0 +1,113 @@
+"""What trials were measured at, kept between runs as job records: one file a run, in the user's data folder.
+
+Measurements are kept, not errors of predictions: these are worked out anew with the model of the day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flagcore.calibration.store import HOME_VARIABLE, Calibrations, same_chip
+from flagcore.domain.chip import Chip
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.errors import RunError
+from flagcore.files import read_regular
+
+GIB = 2**30
+
+
+class Experience:
+    """The measured trials in a folder, which need not exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_user(cls) -> Experience:
+        """Return that in FLAGCORE_HOME, beside the calibrations."""
+        return cls(Calibrations.of_user().folder.parent / "experience")
+
+    def keep(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
+        """Write what a run measured, in one step, in place of what it wrote before. Raises RunError."""
+        records = [_record(run, task, trial) for trial in trials if trial.state is TrialState.MEASURED]
+        if not records:
+            return None
+        path = self.folder / f"{run}.jsonl"
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
+            os.replace(draft, path)
+        except OSError as error:
+            with suppress(OSError):
+                draft.unlink()
+            fix = f"set {HOME_VARIABLE} to a folder that can be written"
+            raise RunError(f"{path} cannot be written: {error.strerror or error}; {fix}") from None
+        return path
+
+    def records(self, chip: Chip, engine: str, *, but: str | None = None) -> Iterator[Mapping[str, Any]]:
+        """Yield the records of a chip and an engine, those of the latest run first, without those of the run `but`.
+
+        What cannot be read is passed over: nothing depends on it.
+        """
+        for path in sorted(self.folder.glob("*.jsonl"), key=_age, reverse=True):
+            if path.stem == but:
+                continue
+            with suppress(OSError, ValueError):
+                lines = [json.loads(line) for line in read_regular(path).splitlines()]
+                yield from (line for line in lines if _is_of(line, chip, engine))
+
+
+def _is_of(line: Any, chip: Chip, engine: str) -> bool:
+    with suppress(KeyError, TypeError, AttributeError):
+        if line["train"]["engine"] == engine:
+            return same_chip(line["cluster"]["chip"], line["measured"]["chip_aliases"], chip)
+    return False
+
+
+def _age(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
+    """Return a trial as a job record."""
+    group, train, measured = task.cluster.groups[0], task.spec.train, trial.measurement
+    assert measured is not None
+    used = measured.device_used_bytes
+    job = {
+        "seq_length": train.seq_length,
+        "global_batch_size": train.global_batch_size,
+        "precision": train.precision,
+        "attention": train.attention,
+        "implementation": train.implementation,
+        "settings": dict(train.settings),
+        "engine": train.engine,
+        "command": train.command,
+    }
+    return {
+        "id": f"{run}/{trial.number}",
+        "kind": "train",
+        "model": {name: value for name, value in asdict(task.spec.model).items() if value is not None},
+        "cluster": {
+            "chip": group.chip.name,
+            "devices": group.devices,
+            "devices_per_node": group.devices_per_node,
+        },
+        "train": {name: value for name, value in job.items() if value is not None},
+        "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},
+        "measured": {
+            "chip_aliases": list(group.chip.aliases),
+            "step_time_s": measured.step_time_s,
+            "noise": measured.spread_s / measured.step_time_s if measured.step_time_s else 0.0,
+            **({"device_used_gib": used / GIB} if used else {}),
+        },
+    }

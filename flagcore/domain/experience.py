@@ -1,0 +1,92 @@
+"""What trials were measured at, beside what was predicted of them: the ground on which predictions are corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """One element a candidate in each array; arrays that a candidate of another task lacks are 0 there.
+
+    `parts` are the shares of the predicted step time, `sizes` and `knobs` logarithms to base 2. `sizes` are what
+    kernels' speed depends on, whatever the model; `knobs` are the candidate.
+    """
+
+    parts: Mapping[str, FloatArray]
+    sizes: Mapping[str, FloatArray]
+    knobs: Mapping[str, FloatArray]
+
+    def __len__(self) -> int:
+        return next((values.size for each in fields(self) for values in getattr(self, each.name).values()), 0)
+
+    def take(self, rows: IntArray) -> Features:
+        """Return the features of some rows."""
+        return Features(
+            *({name: values[rows] for name, values in getattr(self, each.name).items()} for each in fields(self))
+        )
+
+    @classmethod
+    def join(cls, several: Sequence[Features]) -> Features:
+        """Put rows of several tasks together."""
+        joined = []
+        for each in fields(cls):
+            groups = [getattr(some, each.name) for some in several]
+            names = dict.fromkeys(name for group in groups for name in group)
+            counts = [np.zeros(len(some)) for some in several]
+            pairs = [list(zip(groups, counts, strict=True))] * len(names)
+            joined.append(
+                {
+                    name: np.concatenate([group.get(name, zeros) for group, zeros in pair])
+                    for name, pair in zip(names, pairs, strict=True)
+                }
+            )
+        return cls(*joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Measurements: logarithms of measured over predicted, the standard deviation of their noise, and their task.
+
+    `task` is any number that is the same for all candidates of one task; 0 is the task at hand.
+    """
+
+    features: Features
+    log_ratio: FloatArray
+    noise: FloatArray
+    task: IntArray
+
+    def __len__(self) -> int:
+        return int(self.log_ratio.size)
+
+    @classmethod
+    def nothing(cls) -> Observed:
+        """Return no measurement."""
+        return cls(Features({}, {}, {}), np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
+
+    @classmethod
+    def join(cls, several: Sequence[Observed]) -> Observed:
+        """Put measurements together."""
+        some = [each for each in several if len(each)]
+        if not some:
+            return cls.nothing()
+        arrays = [np.concatenate([getattr(each, name) for each in some]) for name in ("log_ratio", "noise", "task")]
+        return cls(Features.join([each.features for each in some]), *arrays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What trials of other tasks on the same chip and engine were measured at: step time, and memory in use."""
+
+    time: Observed
+    memory: Observed
+
+    @classmethod
+    def nothing(cls) -> Past:
+        """Return what is known where nothing has run."""
+        return cls(time=Observed.nothing(), memory=Observed.nothing())

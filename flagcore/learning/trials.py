@@ -1,0 +1,84 @@
+"""From the trials of a run to what they say of the predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from flagcore.contracts import Scene
+from flagcore.domain.experience import Observed
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.trial import Measurement, Trial, TrialState
+from flagcore.learning.ratios import MEMORY, Ratios
+
+LEAST_NOISE = 0.01
+"""Relative noise of a step time that is repeated a minute later, at the least."""
+
+PARTIAL_NOISE = 0.05
+"""Of one whose trial was ended early."""
+
+MEMORY_NOISE = 0.01
+
+BEYOND, FARTHEST = 0.02, 0.5
+"""How much more than the capacity a trial that ran out of memory is taken to have needed, at the least; and how much
+more than predicted at the most: beyond, something else went wrong."""
+
+
+def observed_times(scene: Scene) -> Observed:
+    """Return measured over predicted step times. Without a prediction the ratio is to a second."""
+    found = [(trial, row) for trial, row in _rows(scene) if trial.measurement and trial.measurement.step_time_s > 0]
+    rows = np.array([row for _, row in found], dtype=np.int64)
+    predicted = unit_where_unknown(scene)[rows]
+    measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
+    noise = np.array([_noise(trial.measurement) for trial, _ in found if trial.measurement])
+    return _observed(scene, rows, np.log(measured) - np.log(predicted), noise)
+
+
+def observed_memory(scene: Scene) -> Observed:
+    """Return measured over predicted memory in use.
+
+    A trial that ran out of memory is a bound: it counts as what is believed of it without, or the capacity and
+    a little more, whichever is the larger.
+    """
+    predicted, capacity = scene.predictions.device_used_bytes, scene.predictions.capacity_bytes
+    found = [(row, used) for trial, row in _rows(scene) if (used := _used(trial.measurement))]
+    rows = np.array([row for row, _ in found], dtype=np.int64)
+    ratio = np.log(np.array([used for _, used in found], dtype=np.float64)) - np.log(predicted[rows])
+    known = _observed(scene, rows, ratio, np.full(len(rows), MEMORY_NOISE))
+    failed = [row for trial, row in _rows(scene) if trial.state is TrialState.OUT_OF_MEMORY]
+    if not failed or capacity is None:
+        return known
+    rows = np.array(failed, dtype=np.int64)
+    seen = scene.features(rows)
+    expected = Ratios(Observed.join((scene.past.memory, known)), seen, MEMORY).of(seen).mean
+    bound = np.minimum(math.log(capacity) + BEYOND - np.log(predicted[rows]), FARTHEST)
+    return Observed.join((known, _observed(scene, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
+
+
+def unit_where_unknown(scene: Scene) -> FloatArray:
+    """Return the predicted step times; where none is known, one second for all, so that trials alone tell them."""
+    step = scene.predictions.step_time_s
+    known = np.isfinite(step)
+    return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
+
+
+def _rows(scene: Scene) -> Sequence[tuple[Trial, int]]:
+    return [(trial, row) for trial in scene.trials if (row := scene.space.find(trial.candidate)) is not None]
+
+
+def _observed(scene: Scene, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:
+    if not rows.size:
+        return Observed.nothing()
+    return Observed(scene.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
+
+
+def _noise(measured: Measurement) -> float:
+    spread = measured.spread_s / measured.step_time_s / math.sqrt(max(len(measured.step_times_s), 1))
+    return max(PARTIAL_NOISE if measured.partial else LEAST_NOISE, spread)
+
+
+def _used(measured: Measurement | None) -> float:
+    """Return the memory that a trial used, on the same scale as what is predicted, or 0."""
+    return float(measured.device_used_bytes or 0) if measured and not measured.partial else 0.0

@@ -1,0 +1,21 @@
+"""Any open candidate: what a search has to beat."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.contracts import Choice, Scene
+
+
+class Random:
+    """Picks among the open candidates with equal chances; the same again when a run goes on."""
+
+    name = "random"
+
+    def next(self, scene: Scene) -> Choice:
+        """Return an open row, drawn by the number of trials so far."""
+        row = np.random.default_rng(len(scene.trials)).choice(scene.open_rows)
+        return Choice(row=int(row), because="drawn by chance")
+
+
+STRATEGY = Random()

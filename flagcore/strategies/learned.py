@@ -1,0 +1,130 @@
+"""What trials taught decides: the most expected gain for its expected cost, and an end when nothing is left to gain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from scipy.special import ndtr
+
+from flagcore.contracts import Choice, Scene
+from flagcore.domain.experience import Features, Observed
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.learning import MEMORY, TIME, Ratios, chance_to_gain, expected_gain
+from flagcore.learning.trials import observed_memory, observed_times, unit_where_unknown
+
+LOOKED_AT = 8192
+"""Of the open candidates as many are weighed, the fastest predicted ones."""
+
+TOGETHER = 256
+"""Of these as many, the likeliest to gain, are weighed together when the search asks whether to go on."""
+
+LEAST_GAIN, LEAST_CHANCE = 0.01, 0.05
+"""The search ends when the chance that any open candidate is faster than the best by more than the first is less than
+the second."""
+
+TAIL = 1.2815515655446004
+"""Standard deviations from the middle to the end of an 80% interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What is believed of some open rows: logarithm of seconds, chance to fit, seconds of a trial."""
+
+    rows: IntArray
+    features: Features
+    ratios: Ratios
+    log_time: FloatArray
+    deviation: FloatArray
+    fits: FloatArray
+    cost: FloatArray
+
+
+class Learned:
+    """Corrects predictions by what trials of this run, and of earlier ones on the same chip, were measured at."""
+
+    name = "learned"
+
+    def next(self, scene: Scene) -> Choice:
+        """Return the trial with the most expected gain for its expected cost, or none if hardly any gain is left."""
+        view = _view(scene)
+        measured = [trial.measurement.step_time_s for trial in scene.trials if _counts(trial) and trial.measurement]
+        if not measured:
+            score = np.log(view.fits + 1e-12) - view.log_time
+            place = int(np.argmax(score))
+            return _choice(view, place, "nothing is measured yet: the fastest predicted that is likely to fit")
+        best = math.log(min(measured))
+        gain = view.fits * expected_gain(view.log_time, view.deviation, best)
+        chance, most = _left(view, gain, best)
+        told = (
+            f"the chance that an untried candidate is more than {LEAST_GAIN:.0%} faster than the best is {chance:.1%}; "
+            f"it could be {most:.1%} faster at most (95%)"
+        )
+        if chance < LEAST_CHANCE:
+            return Choice(row=None, because=told)
+        place = int(np.argmax(gain / view.cost))
+        return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {told}")
+
+
+def _view(scene: Scene) -> _View:
+    """Weigh the open rows that are predicted to be the fastest."""
+    predicted = unit_where_unknown(scene)
+    rows = scene.open_rows
+    if rows.size > LOOKED_AT:
+        rows = np.sort(rows[np.argpartition(predicted[rows], LOOKED_AT)[:LOOKED_AT]])
+    found = scene.features(rows)
+    ratios = Ratios(Observed.join((scene.past.time, observed_times(scene))), found, TIME)
+    time = ratios.of(found)
+    log_time = np.log(predicted[rows]) + time.mean
+    return _View(rows, found, ratios, log_time, time.deviation, _fits(scene, rows, found), _cost(scene, log_time))
+
+
+def _fits(scene: Scene, rows: IntArray, found: Features) -> FloatArray:
+    """Return the chance that each row fits."""
+    capacity = scene.predictions.capacity_bytes
+    if capacity is None:
+        return np.ones(rows.size)
+    memory = Ratios(Observed.join((scene.past.memory, observed_memory(scene))), found, MEMORY).of(found)
+    room = math.log(capacity) - np.log(scene.predictions.device_used_bytes[rows]) - memory.mean
+    chance: FloatArray = ndtr(room / np.maximum(memory.deviation, 1e-6))
+    return chance
+
+
+def _cost(scene: Scene, log_time: FloatArray) -> FloatArray:
+    """Return the expected seconds of a trial: what trials took beside their steps, and the steps."""
+    steps = scene.task.spec.control.train_iters
+    beside = [
+        trial.duration_s - steps * trial.measurement.step_time_s
+        for trial in scene.trials
+        if _counts(trial) and trial.measurement
+    ]
+    cost: FloatArray = (max(median(beside), 0.0) if beside else 0.0) + steps * np.exp(log_time)
+    return cost
+
+
+def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
+    """Return the chance that an open row gains enough to matter, and how much one may gain."""
+    likeliest = np.argsort(-gain, kind="stable")[:TOGETHER]
+    covariance = view.ratios.joint(view.features.take(likeliest)).covariance
+    assert covariance is not None
+    return chance_to_gain(view.log_time[likeliest], covariance, view.fits[likeliest], best, LEAST_GAIN)
+
+
+def _choice(view: _View, place: int, because: str) -> Choice:
+    middle, spread = view.log_time[place], TAIL * view.deviation[place]
+    step = {"value": math.exp(middle), "low": math.exp(middle - spread), "high": math.exp(middle + spread)}
+    return Choice(
+        row=int(view.rows[place]),
+        because=because,
+        belief={"step_time_s": step, "chance_to_fit": float(view.fits[place])},
+    )
+
+
+def _counts(trial: Trial) -> bool:
+    return trial.state is TrialState.MEASURED
+
+
+STRATEGY = Learned()

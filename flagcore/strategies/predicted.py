@@ -1,0 +1,23 @@
+"""The fastest predicted candidate first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.contracts import Choice, Scene
+
+
+class Predicted:
+    """Tries candidates in the order of their predicted step time, unknown ones last and by memory."""
+
+    name = "predicted"
+
+    def next(self, scene: Scene) -> Choice:
+        """Return the open row to try; of equal predictions, the one that needs least memory."""
+        rows = scene.open_rows
+        time = np.nan_to_num(scene.predictions.step_time_s[rows], nan=np.inf)
+        first = np.lexsort((scene.predictions.device_used_bytes[rows], time))[0]
+        return Choice(row=int(rows[first]), because="the fastest predicted of those left")
+
+
+STRATEGY = Predicted()

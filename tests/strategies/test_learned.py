@@ -1,0 +1,92 @@
+"""The search that learns: near the best in few trials, and honest about the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import FloatArray
+from flagcore.domain.trial import Trial
+from flagcore.strategies.learned import STRATEGY
+from tests.strategies.scenes import SPACE, distorted, predictions, ran, scene
+
+
+def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
+    """Run the strategy to its end against made-up truth."""
+    trials: list[Trial] = []
+    while len(trials) < len(SPACE):
+        row = STRATEGY.next(scene(known, trials)).row
+        if row is None:
+            break
+        need = memory * float(known.device_used_bytes[row])
+        trials.append(ran(row, float(real[row]) if need <= capacity else None, len(trials), need))
+    return trials
+
+
+def best_of(trials: list[Trial]) -> float:
+    return min(trial.measurement.step_time_s for trial in trials if trial.measurement)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_ends_near_the_best_after_few_trials(seed: int) -> None:
+    known = predictions()
+    real = distorted(known, seed, spread=0.01)
+    trials = search(known, real)
+    assert len(trials) <= 0.2 * len(SPACE)
+    assert best_of(trials) <= 1.02 * real.min()
+
+
+def test_a_model_three_times_off_still_ends_near_the_best() -> None:
+    known = predictions()
+    real = distorted(known, 1, spread=0.01, times=3.0)
+    trials = search(known, real)
+    assert len(trials) <= 0.3 * len(SPACE)
+    assert best_of(trials) <= 1.02 * real.min()
+
+
+def test_without_any_predicted_time_the_trials_alone_teach() -> None:
+    known = predictions()
+    nothing = np.full(len(SPACE), np.nan)
+    blind = replace(known, step_time_s=nothing, low_s=nothing, high_s=nothing)
+    trials: list[Trial] = []
+    for number in range(25):
+        row = STRATEGY.next(scene(blind, trials)).row
+        if row is None:
+            break
+        trials.append(ran(row, float(known.step_time_s[row]), number))
+    chance = np.random.default_rng(0).choice(known.step_time_s, (200, 25)).min(axis=1).mean()
+    assert best_of(trials) <= chance
+
+
+def test_trials_that_ran_out_of_memory_teach_to_avoid_their_like() -> None:
+    known = predictions()
+    capacity = float(np.quantile(known.device_used_bytes, 0.5))
+    known = replace(known, capacity_bytes=capacity)
+    real = distorted(known, 2, spread=0.01)
+    fits = 1.3 * known.device_used_bytes <= capacity
+    trials = search(known, real, capacity, memory=1.3)
+    lost = [trial for trial in trials if trial.measurement is None]
+    assert len(lost) <= 6
+    assert best_of(trials) <= 1.03 * real[fits].min()
+
+
+def test_it_says_how_likely_a_gain_is_left_when_it_ends() -> None:
+    known = predictions()
+    trials = search(known, known.step_time_s)
+    told = STRATEGY.next(scene(known, trials))
+    assert told.row is None
+    assert "the chance that an untried candidate is more than 1% faster than the best is" in told.because
+
+
+def test_a_choice_tells_what_is_believed_of_it() -> None:
+    known = predictions()
+    first = int(np.argmin(known.step_time_s))
+    chosen = STRATEGY.next(scene(known, [ran(first, 2.0 * float(known.step_time_s[first]), 0)]))
+    assert chosen.row is not None
+    step = chosen.belief["step_time_s"]
+    assert isinstance(step, dict)
+    assert step["low"] < step["value"] < step["high"]
+    assert step["value"] == pytest.approx(2.0 * known.step_time_s[chosen.row], rel=0.25)
