@@ -60,6 +60,13 @@ class Predictions:
     model_flops: float
 
     @property
+    def share_in_use(self) -> FloatArray:
+        """Memory in use as a share of the capacity; NaN where that is not known."""
+        capacity = np.nan if self.capacity_bytes is None else self.capacity_bytes
+        share: FloatArray = self.device_used_bytes / capacity
+        return share
+
+    @property
     def fits(self) -> BoolArray:
         """Whether each candidate fits; True where the capacity is not known."""
         if self.capacity_bytes is None:

@@ -42,18 +42,18 @@ def observed_memory(scene: Scene) -> Observed:
     A trial that ran out of memory is a bound: it counts as what is believed of it without, or the capacity and
     a little more, whichever is the larger.
     """
-    predicted, capacity = scene.predictions.device_used_bytes, scene.predictions.capacity_bytes
+    predicted, share = scene.predictions.device_used_bytes, scene.predictions.share_in_use
     found = [(row, used) for trial, row in _rows(scene) if (used := _used(trial.measurement))]
     rows = np.array([row for row, _ in found], dtype=np.int64)
     ratio = np.log(np.array([used for _, used in found], dtype=np.float64)) - np.log(predicted[rows])
     known = _observed(scene, rows, ratio, np.full(len(rows), MEMORY_NOISE))
-    failed = [row for trial, row in _rows(scene) if trial.state is TrialState.OUT_OF_MEMORY]
-    if not failed or capacity is None:
+    failed = [row for trial, row in _rows(scene) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
+    if not failed:
         return known
     rows = np.array(failed, dtype=np.int64)
     seen = scene.features(rows)
     expected = Ratios(Observed.join((scene.past.memory, known)), seen, MEMORY).of(seen).mean
-    bound = np.minimum(math.log(capacity) + BEYOND - np.log(predicted[rows]), FARTHEST)
+    bound = np.minimum(BEYOND - np.log(share[rows]), FARTHEST)
     return Observed.join((known, _observed(scene, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
 
 

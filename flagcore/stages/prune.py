@@ -43,10 +43,7 @@ def prune(
     What trials used of memory corrects what is predicted of all candidates. With `before`, the outcome of an earlier
     call, only trials that are new are applied, unless others fit now than did then.
     """
-    need = predictions.device_used_bytes * _least_share(space, predictions, trials)
-    too_much = np.zeros(len(space), dtype=np.bool_)
-    if predictions.capacity_bytes is not None:
-        too_much = need > predictions.capacity_bytes
+    too_much = predictions.share_in_use * _least_share(space, predictions, trials) > 1.0
     pruned = before
     if pruned is None or not np.array_equal(pruned.too_much, too_much):
         pruned = _by_prediction(space, predictions, rules, too_much)

@@ -83,13 +83,13 @@ def _view(scene: Scene) -> _View:
 
 
 def _fits(scene: Scene, rows: IntArray, found: Features) -> FloatArray:
-    """Return the chance that each row fits."""
-    capacity = scene.predictions.capacity_bytes
-    if capacity is None:
+    """Return the chance that each row fits, 1 where the capacity is not known."""
+    share = scene.predictions.share_in_use[rows]
+    if np.isnan(share).all():
         return np.ones(rows.size)
     memory = Ratios(Observed.join((scene.past.memory, observed_memory(scene))), found, MEMORY).of(found)
-    room = math.log(capacity) - np.log(scene.predictions.device_used_bytes[rows]) - memory.mean
-    chance: FloatArray = ndtr(room / np.maximum(memory.deviation, 1e-6))
+    room = -np.log(share) - memory.mean
+    chance: FloatArray = np.nan_to_num(ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
     return chance
 
 
