@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -13,6 +13,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.experience import Features, Past
 from flagcore.domain.launch import Exit, FailurePattern, Launch
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement, Role, Trial
@@ -153,6 +154,18 @@ class Platform:
     telemetry: tuple[Telemetry, ...]
     prepare_launch: Callable[[Launch], Launch]
 
+    def prepared(self, planned: Launch) -> Launch:
+        """Return `planned` with the plugins' environment, then the spec's, and whatever plugins change in it."""
+        environment = {**planned.environment, **self.environment, **self.task.spec.envs}
+        return self.prepare_launch(replace(planned, environment=environment))
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """What the processes of a node may take where they live in its own memory; None where devices have theirs."""
+        group = self.task.cluster.groups[0]
+        memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
+        return memory if self.support.shared_devices else None
+
 
 class Plugins(Protocol):
     """The hooks as typed methods. A plugin that fails costs only its own answer."""
@@ -232,8 +245,8 @@ class Workload(Protocol):
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         """Return the row of the usual space that an expert would write down."""
 
-    def ready(self, spec: Spec) -> None:
-        """Return if trials of `spec` can run here. Raises SpecError or NoDevice with what is in the way."""
+    def ready(self, spec: Spec, *, probe: bool = False) -> None:
+        """Return if trials of `spec`, or probes, can run here. Raises SpecError or NoDevice with what is in the way."""
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Write what a run needs into `folder` and return how to start it.
@@ -252,6 +265,15 @@ class Workload(Protocol):
 
         Raises flagcore.errors.FlagError with one line that says what is missing.
         """
+
+    def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
+        """Return the global ranks of a candidate that tell most of it when one device plays them, in order."""
+
+    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str) -> Launch:
+        """Write what a probe of one rank needs into `folder` and return how to start it."""
+
+    def read_probe(self, task: Task, folder: str) -> RankMeasurement:
+        """Return what a finished probe measured. Raises flagcore.errors.FlagError with what is missing."""
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what this engine's own log lines mean."""

@@ -4,6 +4,7 @@ from flagcore.api.calibrating import calibrate, calibrations, forget, summary
 from flagcore.api.estimating import Estimate, Explanation, estimate, explain
 from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
 from flagcore.api.jobs import AT_ONCE, estimate_jobs
+from flagcore.api.probing import Probed, probe
 from flagcore.api.tuning import Outcome, run_best, tune
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Estimate",
     "Explanation",
     "Outcome",
+    "Probed",
     "calibrate",
     "calibrations",
     "chip_table",
@@ -21,6 +23,7 @@ __all__ = [
     "explain",
     "forget",
     "plugin_table",
+    "probe",
     "run_best",
     "summary",
     "tune",

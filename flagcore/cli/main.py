@@ -26,6 +26,7 @@ COMMANDS = {
     "estimate": "flagcore.cli.predict",
     "explain": "flagcore.cli.predict",
     "plugins": "flagcore.cli.inspect",
+    "probe": "flagcore.cli.probe",
     "run": "flagcore.cli.tune",
     "schema": "flagcore.cli.inspect",
     "tune": "flagcore.cli.tune",

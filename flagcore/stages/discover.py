@@ -92,8 +92,11 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
     return (plugins.topology(more) or topology_of(more)).levels[-1]
 
 
-def present(platform: Platform, devices: tuple[Device, ...]) -> None:
-    """Raise NoDevice unless devices of the platform are on this machine, so that trials can run here."""
+def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
+    """Raise NoDevice unless devices of the platform are on this machine, so that trials can run here.
+
+    `needed` is how many of them it takes, by default a node's.
+    """
     cluster, support, train = platform.task.cluster, platform.support, platform.task.spec.train
     if train.command is None and (support.device_type is None or support.distributed_backend is None):
         raise NoDevice(f"no installed plugin says how {train.engine} runs on {cluster.chips}; give a train.command")
@@ -101,7 +104,7 @@ def present(platform: Platform, devices: tuple[Device, ...]) -> None:
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
         raise NoDevice(f"no {cluster.chips} on this machine, so nothing can be run; `flag estimate` plans without it")
-    if len(here) < group.devices_per_node and not support.shared_devices:
+    if len(here) < (needed or group.devices_per_node) and not support.shared_devices:
         raise NoDevice(
             f"cluster.devices_per_node = {group.devices_per_node}, but this machine has {len(here)} {group.chip.name}"
         )

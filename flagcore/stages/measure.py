@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import re
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from flagcore.contracts import Platform, Running, Telemetry, Workload
-from flagcore.domain.launch import Exit, FailurePattern
+from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
+from flagcore.domain.launch import Exit
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
-from flagcore.files import open_regular
 
 LOG = logging.getLogger("flagcore")
 HOPELESS = 1.5
 POLL_SECONDS = 0.5
-TAIL_BYTES = 256 * 1024
-LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
 def measure(
@@ -67,7 +63,7 @@ def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload
             return replace(trial, state=TrialState.STOPPED, reason=reason, measurement=replace(measured, partial=True))
         return _judged(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
-    state, reason = classify(ended, _tail(folder), patterns)
+    state, reason = classify(ended, log_tail(folder), patterns)
     return replace(trial, state=state, reason=reason)
 
 
@@ -96,53 +92,9 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
     return None
 
 
-def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
-    """Return the kind of a failure and one line that says why, from who ended it, its log and its exit code."""
-    lines = [shown for line in log.splitlines() if (shown := _printable(line))]
-    last = lines[-1][:LONGEST_REASON] if lines else "(none)"
-    if ended.ended_by == "timeout":
-        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s; last line: {last}"
-    if ended.ended_by == "memory":
-        peak = (ended.peak_memory_bytes or 0) / 2**30
-        return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
-    if ended.ended_by == "disk":
-        return TrialState.FAILED, "it wrote more than the limit into its folder, or filled the disk"
-    if ended.ended_by == "guard":
-        return TrialState.FAILED, "the process that guards it was killed, so it was ended"
-    if ended.ended_by == "request":
-        return TrialState.INTERRUPTED, "ended on request"
-    for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
-        for line in lines:
-            if re.search(known.pattern, line):
-                return known.state, line[:LONGEST_REASON] + (f" ({known.advice})" if known.advice else "")
-    if ended.code in (-9, 137):
-        return TrialState.OUT_OF_MEMORY, "killed by the system with SIGKILL: probably out of memory"
-    how = f"signal {-ended.code}" if ended.code < 0 else f"exit code {ended.code}"
-    return TrialState.FAILED, f"{how}; last line: {last}"
-
-
-def _printable(line: str) -> str:
-    """Return a log line without control characters, of bounded length."""
-    return "".join(letter if letter.isprintable() else " " for letter in line[:LONGEST_LINE]).strip()
-
-
 def _hopeless(steps: Sequence[float], warmup: int, best: Trial) -> bool:
     counted = steps[warmup:]
     return len(counted) >= 2 and best.measurement is not None and min(counted) > HOPELESS * best.measurement.step_time_s
-
-
-def _tail(folder: str) -> str:
-    """Return the ends of stdout and stderr as text; bytes that are no text are replaced."""
-    parts = []
-    for name in ("stdout.log", "stderr.log"):
-        try:
-            with open_regular(os.path.join(folder, name)) as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - TAIL_BYTES))
-                parts.append(file.read().decode("utf-8", errors="replace"))
-        except OSError:
-            continue
-    return "\n".join(parts)
 
 
 class _Readings:

@@ -13,11 +13,12 @@ from flagcore.contracts import Platform, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit, FailurePattern
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import FlagError
-from flagcore.stages.measure import HOPELESS, classify, measure
+from flagcore.stages.measure import HOPELESS, measure
 from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 

@@ -11,6 +11,7 @@ from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
+from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
@@ -21,6 +22,7 @@ from flagcore.workloads.megatron import (
     options,
     parts,
     predict,
+    probing,
     published,
     reading,
     rules,
@@ -146,9 +148,9 @@ class Megatron:
         )
         return int(np.lexsort(keys[::-1])[0])
 
-    def ready(self, spec: Spec) -> None:
-        """Raise SpecError or NoDevice unless trials of `spec` can run here."""
-        launching.ready(spec, self.modules)
+    def ready(self, spec: Spec, *, probe: bool = False) -> None:
+        """Raise SpecError or NoDevice unless trials of `spec`, or probes, can run here."""
+        (launching.ready_to_probe if probe else launching.ready)(spec, self.modules)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Return how to start a candidate."""
@@ -165,6 +167,18 @@ class Megatron:
         if task.spec.train.command is not None:
             return reading.read_command(task, candidate, folder)
         return reading.read_program(task, folder, partial=partial)
+
+    def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
+        """Return the ranks that tell most of a candidate."""
+        return probing.probe_ranks(task, self.columns(task, candidate.as_dict()), costs)
+
+    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str) -> Launch:
+        """Return how to start the probe of one rank."""
+        return probing.probe_launch(platform, candidate, rank, folder)
+
+    def read_probe(self, task: Task, folder: str) -> RankMeasurement:
+        """Return what a probe measured. Raises NoMetrics with what is missing."""
+        return probing.read_probe(task, folder)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what the trial program and Megatron say when they fail."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,6 +56,14 @@ def ready(spec: Spec, modules: Mapping[str, str]) -> None:
             f"trials need {' and '.join(missing)}, not installed here; pip install 'flagcore[megatron]', "
             "or give a train.command"
         )
+
+
+def ready_to_probe(spec: Spec, modules: Mapping[str, str]) -> None:
+    """Raise SpecError or NoDevice unless the trial program can play a rank of `spec`, on however many nodes."""
+    if spec.train.command is not None:
+        problem = "is not what a probe runs: it plays flagcore's own trial program"
+        raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="leave it out")
+    ready(replace(spec, cluster=replace(spec.cluster, nodes=1)), modules)
 
 
 def _settings_run(train: TrainSpec) -> None:
@@ -109,9 +117,14 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         given = flags(values, spec.train, None if for_real else spec.control.train_iters)
         argv = expand(spec.train.command, values, given, folder)
         return Launch(argv=argv, folder=folder, environment=environment(values), directory=spec.train.directory)
+    return program(job(platform, candidate, folder), folder)
+
+
+def program(job: Mapping[str, object], folder: str) -> Launch:
+    """Return how to start the trial program with a job, which is written into `folder`. Raises LaunchError."""
     file = Path(folder, "job.json")
     try:
-        file.write_text(json.dumps(job(platform, candidate, folder), indent=1), encoding="utf-8")
+        file.write_text(json.dumps(job, indent=1), encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{file} cannot be written: {error.strerror or error}") from None
     return Launch(argv=(sys.executable, "-m", PROGRAM, str(file)), folder=folder)

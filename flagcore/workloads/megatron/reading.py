@@ -50,7 +50,7 @@ def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
     if partial:
         steps = _steps(Path(folder, STEPS))
         return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
-    data = _metrics(Path(folder, METRICS))
+    data = metrics(Path(folder, METRICS))
     try:
         ranks: list[dict[str, Any]] = data["ranks"]
         return measurement(
@@ -129,7 +129,8 @@ def _loss(step: Mapping[str, Any]) -> float | None:
     return float(loss) if loss is not None and math.isfinite(loss) else None
 
 
-def _metrics(file: Path) -> dict[str, Any]:
+def metrics(file: Path) -> dict[str, Any]:
+    """Return what the trial program wrote at its end. Raises NoMetrics."""
     if not file.exists():
         raise NoMetrics(f"it ended with exit code 0 but wrote no {METRICS}")
     try:

@@ -107,7 +107,7 @@ def _main(path: str) -> None:
         program.prepare(job)
         program.clear(job.output)
         import_s = program.warm_up(job)
-        codes[name] = ranks.run_ranks(job.world_size, partial(program.work, job, import_s))
+        codes[name] = ranks.run_ranks(job.processes, partial(program.work, job, import_s))
     print(json.dumps(codes))
 
 

@@ -1,7 +1,7 @@
 """Entry point: `python -m flagcore.workloads.megatron.trial JOB.json`.
 
-Started alone, it forks the job's ranks. Started by torchrun or any launcher that sets RANK and WORLD_SIZE,
-it is one rank and meets the others through MASTER_ADDR and MASTER_PORT. Exit codes: 0 measured, 2 invalid
+Started alone, it forks the job's ranks, or the one that the job probes. Started by torchrun or any launcher
+that sets RANK and WORLD_SIZE, it is one rank and meets the others through MASTER_ADDR and MASTER_PORT. Exit codes: 0 measured, 2 invalid
 configuration, 3 out of memory, 1 anything else, 128 + signal when ended by one.
 """
 
@@ -33,12 +33,12 @@ def main(arguments: list[str]) -> int:
     try:
         if number == 0:
             clear(job.output)
-        if "RANK" in os.environ:
+        if "RANK" in os.environ and job.probe is None:
             return work(job, 0.0, number, None)
         import_s = warm_up(job)
     except Exception as error:
         return failures.report(error)
-    return ranks.run_ranks(job.world_size, partial(work, job, import_s))
+    return ranks.run_ranks(job.processes, partial(work, job, import_s))
 
 
 def clear(folder: Path) -> None:
@@ -69,7 +69,8 @@ def warm_up(job: Job) -> float:
 def import_rank(job: Job) -> float:
     """Import torch, then what teaches it the device, then all that a rank runs; returns the seconds."""
     start = time.perf_counter()
-    for name in ("torch", *job.device.preload, "flagcore.workloads.megatron.trial.rank"):
+    program = "flagcore.workloads.megatron.trial." + ("rank" if job.probe is None else "probe")
+    for name in ("torch", *job.device.preload, program):
         importlib.import_module(name)
     return time.perf_counter() - start
 
@@ -78,6 +79,11 @@ def work(job: Job, import_s: float, number: int, listener: socket.socket | None)
     """Be rank `number`; returns the exit code, having explained a failure on stderr."""
     try:
         import_s += import_rank(job)
+        if job.probe is not None:
+            from flagcore.workloads.megatron.trial.probe import probe_rank
+
+            probe_rank(job, job.probe, import_s)
+            return 0
         from flagcore.workloads.megatron.trial.rank import run_rank
 
         run_rank(job, number, listener, import_s)

@@ -20,12 +20,12 @@ class Batch:
     positions: torch.Tensor
 
 
-def microbatches(job: Job, step: int, device: torch.device) -> list[Batch]:
-    """Return this rank's micro-batches of one step, on its device."""
+def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[Batch]:
+    """Return this rank's first `count` micro-batches of one step, on its device."""
     size = job.candidate.micro_batch_size
     copies, copy = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
     batches = []
-    for index in range(job.num_microbatches):
+    for index in range(count):
         first = (index * copies + copy) * size
         rows = torch.stack([_row(job, step, row) for row in range(first, first + size)])
         positions = torch.arange(job.train.seq_length).expand(size, -1)

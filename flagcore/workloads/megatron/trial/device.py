@@ -1,19 +1,28 @@
-"""The device of one rank: choose it, wait for it, and say how much memory was used. All sizes in bytes.
+"""The device of one rank: choose it, wait for it, and say how much time and memory was used. Seconds and bytes.
 
 On an accelerator the numbers come from torch's allocator and the driver. On a CPU `device_used_bytes` is the
-rank's peak resident memory, and `peak_allocated_bytes` that peak less what was resident when the rank
-started (the shared libraries); there is no reserved memory to speak of.
+rank's peak resident memory, and `peak_allocated_bytes` what the model added to it: anonymous memory above what
+the rank had when its process groups were made. There is no reserved memory to speak of. A rank's own time
+on a CPU is that of its main thread: other ranks on the same cores, and waiting for them, do not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_EXACT, _FAST = 64 << 10, 32 << 20
+"""From which size on the C library asks the system for each block by itself (mallopt(3)). Such a block is gone when it
+is freed, so that memory shows what lives; the others are reused, which is faster. The larger is the most to which the
+library goes by itself."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,32 @@ class RankDevice(Protocol):
     """What the training loop needs of a device."""
 
     device: torch.device
+    memory_needs_a_step: bool
+    """Whether peaks are seen only in a step that is not timed: one between `watch` and `memory`."""
 
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
 
+    def clock(self) -> float:
+        """Return the seconds of this rank's work so far, all work given to the device done."""
+
+    def met(self) -> None:
+        """Take what is allocated now, the process groups, for the process's own."""
+
     def built(self) -> None:
         """Forget the memory that building the model took and training does not."""
+
+    def held_bytes(self) -> int:
+        """Return what is allocated now."""
+
+    def start_peak(self) -> None:
+        """Start the next peak."""
+
+    def peak_bytes(self) -> int:
+        """Return the peak of what is allocated since `start_peak`."""
+
+    def watched(self, peak: int) -> None:
+        """Take `peak` for the worst of all; from now on only time counts."""
 
     def memory(self) -> Memory:
         """Return the peaks so far."""
@@ -44,51 +73,117 @@ class Cpu:
     """The host itself."""
 
     device = torch.device("cpu")
+    memory_needs_a_step = True
 
     def __init__(self) -> None:
-        with contextlib.suppress(OSError):  # where it is not allowed the peak is the parent's or more
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        self._at_start = _status_bytes("VmRSS")
+        _ask_system_from(_EXACT)
+        self._worst = self._peak = 0
+        self.met()
 
     def synchronize(self) -> None:
         """Nothing runs in the background."""
 
+    def clock(self) -> float:
+        """Return the processor time of this thread."""
+        return time.thread_time()
+
+    def met(self) -> None:
+        """Note what is resident."""
+        self.start_peak()
+        self._at_start = _status_bytes("VmRSS") - _status_bytes("RssFile")
+
     def built(self) -> None:
         """The peak comes in training; nothing to forget."""
 
+    def held_bytes(self) -> int:
+        """Return the anonymous memory above the start, small blocks that were freed given back to the system."""
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        return max(0, _status_bytes("VmRSS") - _status_bytes("RssFile") - self._at_start)
+
+    def start_peak(self) -> None:
+        """Let the system's record start anew; where that is not allowed it is the parent's or more."""
+        self._peak = max(self._peak, _status_bytes("VmHWM"))
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def peak_bytes(self) -> int:
+        """Return the anonymous memory above the start. Pages of libraries, once touched, stay the same."""
+        return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._at_start)
+
+    def watched(self, peak: int) -> None:
+        """Keep it, and let the C library reuse what is freed."""
+        self._worst = peak
+        _ask_system_from(_FAST)
+
     def memory(self) -> Memory:
-        """Return the peak resident memory of this process."""
-        peak = _status_bytes("VmHWM")
-        return Memory(max(0, peak - self._at_start), None, peak)
+        """Return the watched peak, and the peak resident memory of this process."""
+        return Memory(self._worst, None, max(self._peak, _status_bytes("VmHWM")))
 
 
 class Accelerator:
     """A device that torch knows as a module of its own: torch.cuda and its like."""
+
+    memory_needs_a_step = False
 
     def __init__(self, kind: str, rank: int) -> None:
         self._module: Any = getattr(torch, kind)
         local_rank = int(os.environ.get("LOCAL_RANK", rank % self._module.device_count()))
         self._module.set_device(local_rank)
         self.device = torch.device(kind, local_rank)
+        self._worst = 0
 
     def synchronize(self) -> None:
         """Wait for the device."""
         self._module.synchronize()
+
+    def clock(self) -> float:
+        """Return the host's clock once the device is done: it works for this rank alone."""
+        self._module.synchronize()
+        return time.perf_counter()
+
+    def met(self) -> None:
+        """Nothing to note: the allocator counts tensors alone."""
 
     def built(self) -> None:
         """Return cached blocks to the driver and restart the peaks."""
         self._module.empty_cache()
         self._module.reset_peak_memory_stats()
 
+    def held_bytes(self) -> int:
+        """Return what tensors take."""
+        return int(self._module.memory_allocated())
+
+    def start_peak(self) -> None:
+        """Restart the allocator's peaks."""
+        self._worst = max(self._worst, self.peak_bytes())
+        self._module.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """Return the allocator's peak."""
+        return int(self._module.max_memory_allocated())
+
+    def watched(self, peak: int) -> None:
+        """Keep it; watching costs nothing here."""
+        self._worst = max(self._worst, peak)
+
     def memory(self) -> Memory:
         """Return the allocator's peaks, and what the driver calls used now (by any process)."""
         free, total = self._module.mem_get_info()
-        return Memory(self._module.max_memory_allocated(), self._module.max_memory_reserved(), total - free)
+        return Memory(max(self._worst, self.peak_bytes()), self._module.max_memory_reserved(), total - free)
 
 
 def open_device(kind: str, rank: int) -> RankDevice:
     """Take this rank's device: torch's name for the kind, the launcher's LOCAL_RANK for which."""
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
+
+
+def _ask_system_from(size: int) -> None:
+    """Set from which size on a block is the system's. C libraries without mallopt stay as they are."""
+    with contextlib.suppress(AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, size)
+        library.mallopt(_M_TRIM_THRESHOLD, 2 * size)
 
 
 def _status_bytes(field: str) -> int:

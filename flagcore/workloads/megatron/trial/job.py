@@ -102,18 +102,26 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """One rank is played by this process alone; the others of its world do not exist."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Job:
-    """One trial."""
+    """One trial, or the probe of one of its ranks."""
 
     model: Model
     train: Train
     candidate: Candidate
     device: Device
     output: Path
+    probe: Probe | None = None
 
     @property
     def world_size(self) -> int:
-        """Number of processes, one a device."""
+        """Number of ranks, one a device."""
         c = self.candidate
         return (
             c.data_parallel_size
@@ -121,6 +129,11 @@ class Job:
             * c.pipeline_model_parallel_size
             * c.context_parallel_size
         )
+
+    @property
+    def processes(self) -> int:
+        """How many of them run here: all, or the one that is probed."""
+        return self.world_size if self.probe is None else 1
 
     @property
     def num_microbatches(self) -> int:
@@ -158,7 +171,7 @@ def parse_job(data: object) -> Job:
         raise JobError(f"a job must be a JSON object, not {data!r}")
     known = [field.name for field in dataclasses.fields(Job)]
     _refuse_unknown(data, known, "job")
-    missing = [name for name in known if name not in data]
+    missing = [name for name in known if name not in data and name != "probe"]
     if missing:
         raise JobError(f"job.{missing[0]} is missing")
     if not isinstance(data["output"], str):
@@ -169,6 +182,7 @@ def parse_job(data: object) -> Job:
         candidate=_parse(Candidate, data["candidate"], "candidate"),
         device=_parse(Device, data["device"], "device"),
         output=Path(data["output"]),
+        probe=_parse(Probe, data["probe"], "probe") if data.get("probe") is not None else None,
     )
     _check(job)
     return job
@@ -222,7 +236,7 @@ def _value(value: Any, hint: str, key: str) -> Any:
             raise JobError(f"{key} = {value!r} must be a whole number, 0 or more")
         if value == 0 and "None" in hint:
             return None
-        if value == 0 and key != "train.seed":
+        if value == 0 and key not in ("train.seed", "probe.rank"):
             raise JobError(f"{key} = 0 must be at least 1")
     return value
 
@@ -230,6 +244,11 @@ def _value(value: Any, hint: str, key: str) -> Any:
 def _check(job: Job) -> None:
     """Rules that Megatron-core leaves to its caller."""
     model, train, candidate = job.model, job.train, job.candidate
+    if job.probe is not None and job.probe.rank >= job.world_size:
+        raise JobError(
+            f"probe.rank = {job.probe.rank} must be below "
+            f"data * tensor * pipeline * context parallel = {job.world_size}"
+        )
     if train.precision not in ("bf16", "fp16", "fp32"):
         raise JobError(f"train.precision = {train.precision!r} must be bf16, fp16 or fp32")
     copies = candidate.micro_batch_size * candidate.data_parallel_size

@@ -15,7 +15,6 @@ from megatron.core import parallel_state as groups
 
 from flagcore.workloads.megatron.trial.job import Job
 from flagcore.workloads.megatron.trial.model import Built
-from flagcore.workloads.megatron.trial.training import Step
 
 SCHEMA_VERSION = 1
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -27,8 +26,8 @@ class StepLog:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "steps.jsonl").open("a", encoding="utf-8")
 
-    def write(self, step: Step) -> None:
-        """Append one step."""
+    def write(self, step: Any) -> None:
+        """Append one step, a dataclass."""
         print(json.dumps(dataclasses.asdict(step)), file=self._file, flush=True)
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ def build(job: Job, device: torch.device) -> Built:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=1e-3,
+            lr=0.0,  # until training sets it
             weight_decay=0.01,
             clip_grad=1.0,
             bf16=config.bf16,

@@ -35,7 +35,8 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
 
     start = time.perf_counter()
     _meet(job, number, listener)
-    _make_groups(job)
+    make_groups(job)
+    rank_device.met()
     groups_end = time.perf_counter()
     built = build(job, rank_device.device)
     rank_device.built()
@@ -82,7 +83,7 @@ def _meet(job: Job, number: int, listener: socket.socket | None) -> None:
     dist.init_process_group(job.device.backend, store=store, rank=number, world_size=job.world_size, timeout=_TIMEOUT)
 
 
-def _make_groups(job: Job) -> None:
+def make_groups(job: Job) -> None:
     """Make Megatron's process groups; it refuses sizes that do not fit together."""
     candidate = job.candidate
     groups.initialize_model_parallel(
@@ -104,6 +105,9 @@ def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, 
         "parameters": metrics.own_parameters(built),
         **dataclasses.asdict(rank_device.memory()),
         "cpu_time_s": cpu_time_s,
+        "own_steps": [
+            {"forward_backward_s": step.own_forward_backward_s, "optimizer_s": step.own_optimizer_s} for step in steps
+        ],
     }
     counted = metrics.counted_parameters(built)
     stage = groups.get_pipeline_model_parallel_rank()

@@ -18,56 +18,99 @@ from flagcore.workloads.megatron.trial.device import RankDevice
 from flagcore.workloads.megatron.trial.job import Job
 from flagcore.workloads.megatron.trial.model import Built
 
+LEARNING_RATE = 1e-3
+"""From the second step on. The first teaches nothing, as where a rate warms up, so that what is then watched are
+initial weights: a router that learnt from one batch alone would send most tokens to a few experts."""
+
 
 @dataclass(frozen=True)
 class Step:
     """One training step as this rank saw it; seconds of wall time.
 
-    `step_time_s` runs from a barrier of all ranks to the next, so it is the slowest rank's time. `loss` is
-    the mean over the global batch; None where a number is not finite, or a norm was not taken because fp16
-    overflowed.
+    `step_time_s` runs from a barrier of all ranks to the next, so it is the slowest rank's time. The `own` times are
+    those of `RankDevice.clock`: on a CPU without waiting for others. `loss` is the mean over the global batch; None
+    where a number is not finite, or a norm was not taken because fp16 overflowed.
     """
 
     step: int
     step_time_s: float
     forward_backward_s: float
     optimizer_s: float
+    own_forward_backward_s: float
+    own_optimizer_s: float
     loss: float | None
     grad_norm: float | None
 
 
 def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
     """Run `train_iters` steps, yielding each as it ends. All ranks must run this together."""
-    run_schedule = get_forward_backward_func()
     for number in range(job.train.train_iters):
-        batches = microbatches(job, number, rank_device.device)
+        set_learning_rate(built, LEARNING_RATE if number else 0.0)
+        batches = microbatches(job, number, rank_device.device, job.num_microbatches)
         start = _meet(rank_device)
-        for chunk in built.chunks:
-            chunk.zero_grad_buffer()
-        built.optimizer.zero_grad()
-        losses = run_schedule(
-            forward_step_func=_forward_step,
-            data_iterator=_for_schedule(repeat_for_chunks(batches, len(built.chunks))),
-            model=_for_schedule(built.chunks),
-            num_microbatches=len(batches),
-            seq_length=job.train.seq_length,
-            micro_batch_size=job.candidate.micro_batch_size,
-            forward_only=False,
-        )
+        own_start = rank_device.clock()
+        clear_gradients(built)
+        losses = forward_backward(job, built, batches)
         rank_device.synchronize()
-        middle = time.perf_counter()
+        middle, own_middle = time.perf_counter(), rank_device.clock()
         _, grad_norm, _ = built.optimizer.step()
         rank_device.synchronize()
-        optimizer_end = time.perf_counter()
+        optimizer_end, own_end = time.perf_counter(), rank_device.clock()
         end = _meet(rank_device)
         yield Step(
             step=number,
             step_time_s=end - start,
             forward_backward_s=middle - start,
             optimizer_s=optimizer_end - middle,
+            own_forward_backward_s=own_middle - own_start,
+            own_optimizer_s=own_end - own_middle,
             loss=_finite(_mean_loss(losses, rank_device.device)),
             grad_norm=_finite(grad_norm),
         )
+        if number == 0 and rank_device.memory_needs_a_step:
+            watch(job, built, rank_device, batches)
+
+
+def watch(job: Job, built: Built, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
+    """Run one more step for its memory alone; returns the peaks of forward and backward, and of the optimizer."""
+    rank_device.start_peak()
+    clear_gradients(built)
+    forward_backward(job, built, batches)
+    rank_device.synchronize()
+    forward_backward_peak = rank_device.peak_bytes()
+    rank_device.start_peak()
+    built.optimizer.step()
+    rank_device.synchronize()
+    optimizer_peak = rank_device.peak_bytes()
+    rank_device.watched(max(forward_backward_peak, optimizer_peak))
+    return forward_backward_peak, optimizer_peak
+
+
+def set_learning_rate(built: Built, rate: float) -> None:
+    """Set it for the steps to come."""
+    for group in built.optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clear_gradients(built: Built) -> None:
+    """Begin a step."""
+    for chunk in built.chunks:
+        chunk.zero_grad_buffer()
+    built.optimizer.zero_grad()
+
+
+def forward_backward(job: Job, built: Built, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
+    """Run Megatron's schedule over these micro-batches; returns the losses of the last pipeline stage."""
+    losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=_for_schedule(repeat_for_chunks(batches, len(built.chunks))),
+        model=_for_schedule(built.chunks),
+        num_microbatches=len(batches),
+        seq_length=job.train.seq_length,
+        micro_batch_size=job.candidate.micro_batch_size,
+        forward_only=False,
+    )
+    return losses
 
 
 def _meet(rank_device: RankDevice) -> float:

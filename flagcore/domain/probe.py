@@ -1,0 +1,72 @@
+"""What one device measured when it played ranks of a world that was not there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.prediction import RankPrediction
+from flagcore.domain.trial import TrialState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMeasurement:
+    """One rank's own figures: bytes, and medians of seconds with the interquartile range of the steps that count.
+
+    `compute_time_s` is forward and backward of a whole step without waiting for anybody. Where `microbatches_run` is
+    less than `microbatches`, it is scaled up from those that were run. `static_bytes` is what stays allocated between
+    steps. `reserved_bytes` is None where there is no caching allocator. `device_used_bytes` lacks the buffers of
+    collectives, since none ran.
+    """
+
+    stage: int
+    static_bytes: int
+    peak_forward_backward_bytes: int
+    peak_optimizer_bytes: int
+    peak_allocated_bytes: int
+    reserved_bytes: int | None
+    device_used_bytes: int
+    compute_time_s: float
+    compute_spread_s: float
+    optimizer_time_s: float
+    optimizer_spread_s: float
+    steps: int
+    microbatches: int
+    microbatches_run: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProbe:
+    """The probe of one global rank: what was measured, or why there is nothing. Memory that ran out is a result."""
+
+    rank: int
+    state: TrialState
+    predicted: RankPrediction
+    measured: RankMeasurement | None = None
+    reason: str | None = None
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The ranks of one candidate that were probed."""
+
+    candidate: Candidate
+    ranks: tuple[RankProbe, ...]
+
+    @property
+    def measured(self) -> tuple[RankMeasurement, ...]:
+        """What was measured, a rank each."""
+        return tuple(rank.measured for rank in self.ranks if rank.measured is not None)
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether a rank needs more than a device has."""
+        return any(rank.state is TrialState.OUT_OF_MEMORY for rank in self.ranks)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that all took."""
+        return sum(rank.duration_s for rank in self.ranks)

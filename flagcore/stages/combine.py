@@ -1,0 +1,78 @@
+"""combine: what was probed in place of its estimate; what no single device can show stays modelled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import MemoryModel
+from flagcore.domain.prediction import Prediction
+from flagcore.domain.probe import Probe, RankMeasurement
+
+BUSY = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
+"""The parts of a step in which a stage works; the bubble is waiting for others to do so, and grows with them."""
+
+PROBED = (0.95, 1.15)
+"""Bounds of measured parts as shares of their probe: ranks of real worlds took up to 13% longer (docs/probe.md)."""
+
+
+def combine(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
+    """Return `prediction` with the probed memory, compute and optimizer, and modelled communication and bubble.
+
+    The rank that needs most decides about memory, the slowest about time. Nothing changes where nothing was measured.
+    """
+    return _memory(_time(prediction, probe), probe, memory)
+
+
+def _memory(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
+    capacity = prediction.capacity_bytes
+    used = [(_used(rank, memory), rank) for rank in probe.measured]
+    if used:
+        (reserved, shown), worst = max(used, key=lambda each: each[0][1])
+        prediction = replace(
+            prediction,
+            static_bytes=float(worst.static_bytes),
+            activation_bytes=float(max(0, worst.peak_forward_backward_bytes - worst.static_bytes)),
+            peak_allocated_bytes=float(worst.peak_allocated_bytes),
+            reserved_bytes=reserved,
+            device_used_bytes=shown,
+            worst_stage=worst.stage,
+            fits=None if capacity is None else shown <= capacity,
+            components={},
+        )
+    if probe.out_of_memory:
+        least = max(prediction.device_used_bytes, capacity or 0.0)
+        prediction = replace(prediction, device_used_bytes=least, fits=False)
+    return prediction
+
+
+def _used(rank: RankMeasurement, memory: MemoryModel) -> tuple[float, float]:
+    """Return what a rank makes the allocator hold and the device show, the buffers of collectives included."""
+    allocated = np.array([float(rank.peak_allocated_bytes)])
+    reserved = float(memory.reserved_bytes(allocated)[0]) if rank.reserved_bytes is None else float(rank.reserved_bytes)
+    shown = float(memory.device_used_bytes(np.array([reserved]))[0])
+    return reserved, max(shown, float(rank.device_used_bytes))
+
+
+def _time(prediction: Prediction, probe: Probe) -> Prediction:
+    before = prediction.time_s
+    total, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
+    if not probe.measured or total is None or low is None or high is None:
+        return prediction
+    probed = {
+        "compute_s": max(rank.compute_time_s for rank in probe.measured),
+        "optimizer_s": max(rank.optimizer_time_s for rank in probe.measured),
+    }
+    busy = sum(before[name] for name in BUSY)
+    slower = (busy - before["compute_s"] + probed["compute_s"]) / busy if busy else 1.0
+    after = {**before, "pp_bubble_s": before["pp_bubble_s"] * slower, **probed}
+    known = sum(probed.values())
+    step = sum(after.values())
+    return replace(
+        prediction,
+        step_time_s=step,
+        low_s=known * PROBED[0] + (step - known) * low / total,
+        high_s=known * PROBED[1] + (step - known) * high / total,
+        time_s=after,
+    )
