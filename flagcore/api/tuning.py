@@ -28,6 +28,7 @@ from flagcore.report.formats import as_yaml
 from flagcore.report.result import result
 from flagcore.report.text import candidate_text, plan_text
 from flagcore.spec import parse_spec, spec_as_data
+from flagcore.stages.launch import prepared
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
 
@@ -154,7 +155,7 @@ def _keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, 
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
             planned = workload.launch(problem.platform, plan.best.candidate, str(folder), for_real=True)
-            launch = problem.platform.prepared(planned)
+            launch = prepared(problem.platform, planned)
             write(folder / "launch.json", json.dumps({**asdict(launch), "directory": _directory(launch)}, indent=1))
             write(run_dir / "best.sh", _script(plan, launch))
             (run_dir / "best.sh").chmod(0o755)
