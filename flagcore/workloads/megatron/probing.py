@@ -49,7 +49,7 @@ def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
 
 def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str) -> Launch:
     """Return how to start the trial program as one rank. Raises LaunchError if its job cannot be written."""
-    return program({**job(platform, candidate, folder), "probe": {"rank": rank}}, folder)
+    return program(job(platform, candidate, folder, rank), folder)
 
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:

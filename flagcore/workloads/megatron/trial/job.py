@@ -51,13 +51,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Train:
-    """What every candidate of a study shares: the work of one step and how many steps to run."""
+    """What every candidate of a study shares: the work of one step and how many steps to run.
+
+    `balanced_routing` sends tokens to experts by lot, evenly: routers that have learnt nothing favour a few, others in
+    each batch and layer.
+    """
 
     seq_length: int
     global_batch_size: int
     precision: str
     train_iters: int
     seed: int
+    balanced_routing: bool = False
 
 
 @dataclass(frozen=True)

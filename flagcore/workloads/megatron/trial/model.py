@@ -151,6 +151,7 @@ def _expert_values(job: Job) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_layer_freq": [0] * dense + [1] * (model.num_layers - dense),
         "moe_token_dispatcher_type": "alltoall",
+        "moe_router_force_load_balancing": job.train.balanced_routing,
         "moe_router_load_balancing_type": "none",  # an auxiliary loss would depend on the micro-batches
         "moe_aux_loss_coeff": 0.0,
     }
