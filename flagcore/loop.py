@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Scene, Strategy, TrialStore, Workload
-from flagcore.domain.budget import allowance, pair_to_repeat, seconds_left, spent
+from flagcore.domain.budget import allowance, room_for, seconds_left, spent
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
+from flagcore.domain.noise import next_repeat
 from flagcore.domain.plan import Plan, summarise
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import Role, Trial, TrialState
@@ -87,12 +88,9 @@ class _Session:
         return because
 
     def repeat(self) -> None:
-        """Run baseline and best again in alternation, so that the gain told is not noise."""
-        for round_ in range(self.control.repeats):
-            for trial in pair_to_repeat(self.lessons) or ():
-                out_of_time = self.control.max_time is not None and self.elapsed >= self.control.max_time
-                if len(self.lessons.repeats_of(trial.candidate)) <= round_ and not out_of_time:
-                    self._run(trial.candidate, Role.REPEAT)
+        """Run baseline, best and its rivals again in rotation, so that what is told is not noise."""
+        while (trial := next_repeat(self.control, self.lessons)) and room_for(self.control, trial, self.elapsed):
+            self._run(trial.candidate, Role.REPEAT)
 
     def _scene(self) -> Scene:
         problem, most = self.problem, self.control.max_time

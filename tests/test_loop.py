@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.hooks import hookimpl
 from flagcore.loop import Ending, Parts, tune
 from flagcore.plugins import LoadedPlugins
+from flagcore.report.result import result
+from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
 from flagcore.strategies.predicted import STRATEGY
 from flagcore.workloads.megatron.adapter import WORKLOAD
@@ -207,6 +210,59 @@ def test_an_interrupt_anywhere_is_kept_and_the_next_start_ends_as_if_there_was_n
     assert len([trial for trial in second.plan.repeats if trial.state is TrialState.MEASURED]) == 2
     assert len(second.plan.gains) == 2
     assert sound(second.plan)
+
+
+def close(tensor: int, micro: int) -> float:
+    """A micro batch of 4 is as fast as one of 2."""
+    return plain(tensor, 2 if micro == 4 else micro)
+
+
+def test_what_may_be_as_fast_as_the_best_runs_again_too(bench: Bench) -> None:
+    bench.launcher = Instant(close)
+    plan = bench.tune(repeats=1).plan
+    assert plan.baseline is not None
+    assert plan.best is not None
+    (rival,) = plan.rivals
+    rotation = [plan.baseline.candidate, plan.best.candidate, rival.candidate]
+    assert [trial.candidate for trial in plan.repeats] == rotation * 3
+    assert sound(plan)
+
+
+@pytest.mark.parametrize("stop_at", range(6, 15))
+def test_repeats_of_rivals_go_on_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else close(*of))
+    assert isinstance(bench.tune(repeats=1).error, Interrupted)
+    bench.launcher = Instant(close)
+    plan = bench.tune(repeats=1).plan
+    ended = [trial for trial in plan.repeats if trial.state is TrialState.MEASURED]
+    assert len(ended) == 9
+    assert len(plan.gains) == 4
+
+
+def test_a_lucky_first_run_does_not_win(bench: Bench) -> None:
+    ran = Counter[tuple[int, int]]()
+
+    def lucky(tensor: int, micro: int) -> float:
+        ran[tensor, micro] += 1
+        if (tensor, micro) == (2, 4):
+            return 99.0 if ran[tensor, micro] == 1 else 110.0
+        return plain(tensor, micro)
+
+    bench.launcher = Instant(lucky)
+    plan = bench.tune(repeats=1).plan
+    assert plan.best is not None
+    assert knobs(plan.best.candidate) == (2, 2)
+
+
+def test_a_machine_that_slows_down_is_told(bench: Bench) -> None:
+    starts = iter(range(100))
+    bench.launcher = Instant(lambda *of: plain(*of) * (1.2 if next(starts) >= 6 else 1.0))
+    plan = bench.tune(repeats=1).plan
+    assert plan.drift == pytest.approx(1 / 1.2 - 1)
+    assert plan.drifted
+    assert "16.7% slower than its first" in plan_text(plan)
+    assert result(plan, "runs")["noise"]["drifted"]
 
 
 def test_a_trial_that_cannot_be_started_ends_the_run_and_keeps_what_was_measured(bench: Bench) -> None:

@@ -26,7 +26,7 @@ from flagcore.loop import tune as run_loop
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
 from flagcore.report.result import result
-from flagcore.report.text import candidate_text, plan_text
+from flagcore.report.text import candidate_text, drift_text, plan_text
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.launch import prepared
 from flagcore.store import OptunaStore, RunDirectory
@@ -108,6 +108,7 @@ def tune(
                 past=past,
             )
             ending = run_loop(replace(spec, baseline=baseline), parts)
+            tell(filter(None, [drift_text(ending.plan)]))
             outcome = _keep(ending, workload, directory.path, _anywhere(data, file.parent))
             _remember(experience, name, ending)
         finally:

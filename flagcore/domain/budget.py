@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.knowledge import Lessons
+from flagcore.domain.noise import MORE_ROUNDS, contenders, rivals
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
 
@@ -34,30 +35,31 @@ def allowance(control: Control, elapsed: float) -> float:
 
 
 def seconds_left(control: Control, lessons: Lessons, candidates: int, elapsed: float) -> float | None:
-    """Return an estimate of the rest of the run at the pace so far, repeats included; None before the first trial."""
+    """Return an estimate of the rest of the run at the pace so far, with all repeats that may come.
+
+    None before the first trial.
+    """
     trials = _ended(lessons)
     if not trials:
         return None
     pace = sum(trial.duration_s for trial in trials) / len(trials)
-    left = pace * max(0, min(control.max_trials, candidates) - len(trials)) + repeats_seconds(control, lessons)
+    left = pace * max(0, min(control.max_trials, candidates) - len(trials))
+    left += repeats_seconds(control, lessons, at_most=True)
     return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))
 
 
-def repeats_seconds(control: Control, lessons: Lessons) -> float:
-    """Return what the repeats that are still to come will take."""
-    pair = pair_to_repeat(lessons)
-    if pair is None:
-        return 0.0
-    done = sum(repeat.state is not TrialState.INTERRUPTED for repeat in lessons.repeats)
-    return max(0.0, control.repeats - done / 2) * sum(trial.duration_s for trial in pair)
+def repeats_seconds(control: Control, lessons: Lessons, *, at_most: bool = False) -> float:
+    """Return what the repeats that are still to come will take at the least, or at most, as far as is known."""
+    rounds = control.repeats
+    if at_most and rounds and rivals(lessons):
+        rounds += MORE_ROUNDS
+    left = ((trial, rounds - len(lessons.repeats_of(trial.candidate))) for trial in contenders(lessons))
+    return sum((max(0, runs) * trial.duration_s for trial, runs in left), 0.0)
 
 
-def pair_to_repeat(lessons: Lessons) -> tuple[Trial, Trial] | None:
-    """Return baseline and best if both were measured and differ: what is run again at the end."""
-    baseline, best = lessons.baseline, lessons.best
-    if baseline is None or best is None or baseline.state is not TrialState.MEASURED:
-        return None
-    return None if best.candidate == baseline.candidate else (baseline, best)
+def room_for(control: Control, trial: Trial, elapsed: float) -> bool:
+    """Return whether there is time to run `trial` again."""
+    return control.max_time is None or elapsed + trial.duration_s <= control.max_time
 
 
 def _ended(lessons: Lessons) -> list[Trial]:

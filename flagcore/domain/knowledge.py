@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,10 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """The state of knowledge: the last trial of each candidate, the user's own, and the best one."""
+    """The state of knowledge: the last trial of each candidate, the user's own, and the best one.
+
+    The best is the candidate with the best median of its runs, and told as its first one.
+    """
 
     by_candidate: dict[Candidate, Trial]
     repeats: tuple[Trial, ...]
@@ -61,7 +65,22 @@ class Lessons:
         ended = (trial for trial in self.repeats if trial.state is not TrialState.INTERRUPTED)
         return tuple(trial for trial in ended if trial.candidate == candidate)
 
+    def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
+        """Return the measured runs of a candidate, repeats included, in order."""
+        first = self.by_candidate.get(candidate)
+        runs = (*((first,) if first else ()), *self.repeats_of(candidate))
+        return tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
+
+    def speed_of(self, candidate: Candidate) -> float:
+        """Return the median tokens per second and device of a candidate's runs, 0 without any."""
+        return median([speed(trial) for trial in self.runs_of(candidate)] or [0.0])
+
     @property
     def settled(self) -> frozenset[Candidate]:
         """Candidates that need no further trial; one that was interrupted may be tried again."""
         return frozenset(c for c, trial in self.by_candidate.items() if trial.state is not TrialState.INTERRUPTED)
+
+
+def speed(trial: Trial) -> float:
+    """Return tokens per second and device of one run, 0 for one without a measurement."""
+    return trial.measurement.tokens_per_second_per_device if trial.measurement else 0.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from flagcore.domain.knowledge import DOES_NOT_FIT, Lessons, Pruned
+from flagcore.domain.knowledge import DOES_NOT_FIT, Lessons, Pruned, speed
+from flagcore.domain.noise import drift, drifted, rivals
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Trial, TrialState
@@ -43,7 +44,12 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What `flag tune` found. `gains` is best over baseline minus one, first runs first, then a figure a repeat."""
+    """What `flag tune` found. `gains` is best over baseline minus one, first runs first, then a figure a repeat.
+
+    `speeds` are the median tokens per second and device of candidates that ran more than once, by the number of their
+    first trial. `rivals` are not told apart from the best. `drift` is how much faster the baseline's last run was than
+    its first, None without a repeat of it, and `drifted` says that this is more than noise.
+    """
 
     chip: str
     devices: int
@@ -55,6 +61,10 @@ class Plan:
     best: Trial | None
     gains: tuple[float, ...]
     stopped_because: str
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    rivals: tuple[Trial, ...] = ()
+    drift: float | None = None
+    drifted: bool = False
 
     @property
     def gain(self) -> float | None:
@@ -75,6 +85,14 @@ def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, becaus
         best=lessons.best,
         gains=gains(lessons),
         stopped_because=because,
+        speeds={
+            trial.number: lessons.speed_of(trial.candidate)
+            for trial in lessons.trials
+            if len(lessons.runs_of(trial.candidate)) > 1
+        },
+        rivals=rivals(lessons),
+        drift=drift(lessons),
+        drifted=drifted(lessons),
     )
 
 
@@ -102,17 +120,21 @@ def count(space: Space, pruned: Pruned, lessons: Lessons) -> Counts:
 def gains(lessons: Lessons) -> tuple[float, ...]:
     """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens a second.
 
-    The first runs are a round, each repeat of both another one; a round of which one half has no measurement
-    does not count. Empty without a measured baseline.
+    The first runs are a round, each repeat of the best another one, with the baseline's run before it; a round of
+    which one half has no measurement does not count. Empty without a measured baseline.
     """
     best, baseline = lessons.best, lessons.baseline
     if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
         return ()
     if best.candidate == baseline.candidate:
         return (0.0,)
-    rounds = zip(*((trial, *lessons.repeats_of(trial.candidate)) for trial in (best, baseline)), strict=False)
+    slow = (baseline, *lessons.repeats_of(baseline.candidate))
+    rounds = [
+        (fast, [each for each in slow if each.number < fast.number][-1:])
+        for fast in (best, *lessons.repeats_of(best.candidate))
+    ]
     return tuple(
-        fast.measurement.tokens_per_second_per_device / slow.measurement.tokens_per_second_per_device - 1
-        for fast, slow in rounds
-        if fast.measurement and slow.measurement and fast.state is slow.state is TrialState.MEASURED
+        speed(fast) / speed(before[0]) - 1
+        for fast, before in rounds
+        if before and fast.state is before[0].state is TrialState.MEASURED
     )

@@ -27,6 +27,14 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "best": trial(plan.best) if plan.best else None,
         "gain": plan.gain,
         "gains": list(plan.gains),
+        "noise": {
+            "drift": plan.drift,
+            "drifted": plan.drifted,
+            "not_told_apart": [each.number for each in plan.rivals],
+            "medians": [
+                {"trial": number, "tokens_per_second_per_device": figure} for number, figure in plan.speeds.items()
+            ],
+        },
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
     }

@@ -107,7 +107,7 @@ def _answer(plan: Plan) -> str:
         f"(spread {best.spread_s:.2g} s over {len(best.step_times_s)} steps)",
     ]
     if plan.baseline is None:
-        return "\n".join(lines)
+        return "\n".join([*lines, *_noise(plan)])
     baseline = candidate_text(plan.baseline.candidate)
     if plan.gain is None:
         lines.append(f"  no gain can be told: the baseline ({baseline}) is {plan.baseline.state.value}")
@@ -119,7 +119,31 @@ def _answer(plan: Plan) -> str:
         rounds = ", ".join(f"{each:+.1%}" for each in plan.gains)
         proof = "" if min(plan.gains) > 0 else "; the machine was not quiet, and no gain is proved"
         lines.append(f"  (both ran {len(plan.gains)} times: {rounds}; the least is told{proof})")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_noise(plan)])
+
+
+def drift_text(plan: Plan) -> str | None:
+    """Return what is to be said of a machine that changed while it was measured, None if it did not."""
+    if plan.drift is None or not plan.drifted:
+        return None
+    how = "faster" if plan.drift > 0 else "slower"
+    return (
+        f"the machine changed: the baseline's last run was {abs(plan.drift):.1%} {how} than its first, so figures of "
+        "trials that ran far apart may differ by as much"
+    )
+
+
+def _noise(plan: Plan) -> list[str]:
+    """Return what the repeats showed of the best, its rivals and the machine."""
+    assert plan.best is not None
+    lines, changed = [], drift_text(plan)
+    if (middle := plan.speeds.get(plan.best.number)) is not None:
+        lines.append(f"  median of its runs: {middle:,.0f} tokens/s/device")
+    near = [trial for trial in plan.rivals if trial.number in plan.speeds]
+    if near and plan.best.number in plan.speeds:
+        told = "; ".join(f"trial {trial.number} ({candidate_text(trial.candidate)})" for trial in near)
+        lines.append(f"  its runs do not tell it apart from {told}")
+    return [*lines, *([f"  {changed}"] if changed else [])]
 
 
 def _name(plan: Plan, trial: Trial) -> str:

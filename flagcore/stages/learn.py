@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Lessons
@@ -19,14 +20,7 @@ def learn(trials: Sequence[Trial]) -> Lessons:
             by_candidate[trial.candidate] = trial
     measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
-    return Lessons(
-        by_candidate=by_candidate,
-        repeats=tuple(trial for trial in trials if trial.role is Role.REPEAT),
-        baseline=baseline[0] if baseline else None,
-        best=max(measured, key=speed, default=None),
-    )
-
-
-def speed(trial: Trial) -> float:
-    """Return tokens per second and device, 0 for a trial without a measurement."""
-    return trial.measurement.tokens_per_second_per_device if trial.measurement else 0.0
+    repeats = tuple(trial for trial in trials if trial.role is Role.REPEAT)
+    lessons = Lessons(by_candidate=by_candidate, repeats=repeats, baseline=baseline[0] if baseline else None, best=None)
+    best = max(measured, key=lambda trial: lessons.speed_of(trial.candidate), default=None)
+    return replace(lessons, best=best)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.budget import allowance, repeats_seconds, seconds_left, spent
+from flagcore.domain.budget import allowance, repeats_seconds, room_for, seconds_left, spent
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Lessons
+from flagcore.domain.noise import MORE_ROUNDS
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn
@@ -57,6 +58,22 @@ def test_time_is_kept_for_the_repeats_and_one_more_trial() -> None:
     assert repeats_seconds(CONTROL, known) == 30.0
     assert spent(CONTROL, known, 49.0) is None
     assert spent(CONTROL, known, 50.0) == "max_time = 100 s is spent"
+
+
+def test_time_is_kept_for_the_repeats_of_rivals_too_and_more_rounds_may_come() -> None:
+    known = lessons(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
+    assert repeats_seconds(CONTROL, known) == 30.0
+    assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 * (1 + MORE_ROUNDS)
+    assert seconds_left(CONTROL, known, 3, 0.0) == 90.0
+    one_done = lessons(*known.trials, replace(trial(3, 1.0, role=Role.REPEAT), candidate=known.trials[0].candidate))
+    assert repeats_seconds(CONTROL, one_done) == 20.0
+    assert repeats_seconds(replace(CONTROL, repeats=0), known, at_most=True) == 0.0
+
+
+def test_nothing_is_run_again_that_would_not_end_in_time() -> None:
+    assert room_for(CONTROL, trial(0, seconds=10.0), 90.0)
+    assert not room_for(CONTROL, trial(0, seconds=10.0), 91.0)
+    assert room_for(replace(CONTROL, max_time=None), trial(0, seconds=10.0), 1e9)
 
 
 def test_a_hang_does_not_eat_the_time_of_the_others() -> None:

@@ -33,6 +33,11 @@ def test_a_round_of_which_one_half_failed_does_not_count() -> None:
     assert gains(learn((*FIRST, failed, REPEATS[1], *more))) == (0.5, pytest.approx(0.1))
 
 
+def test_what_joined_late_is_compared_with_the_baseline_of_its_own_time() -> None:
+    baseline = [trial(number, "baseline", speed, Role.REPEAT) for number, speed in ((2, 100.0), (4, 80.0))]
+    assert gains(learn((*FIRST, *baseline, trial(5, "best", 120.0, Role.REPEAT)))) == (0.5, pytest.approx(0.5))
+
+
 def test_an_interrupted_repeat_is_no_round() -> None:
     cut = replace(REPEATS[1], state=TrialState.INTERRUPTED, measurement=None)
     assert gains(learn((*FIRST, REPEATS[0], cut))) == (0.5,)

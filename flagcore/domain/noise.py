@@ -1,0 +1,97 @@
+"""What is run again at the end, so that what is told is not noise, and whether the machine changed meanwhile.
+
+All of it follows from the trials that are kept, so a run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from flagcore.domain.knowledge import Lessons, speed
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import Trial, TrialState
+
+LEAST_NOISE = 0.02
+"""Two runs of one configuration differ by so much, as a share, whatever a run's own steps say."""
+
+MOST_RIVALS = 2
+"""Of the candidates that may be as fast as the best as many are run again, the fastest ones."""
+
+MORE_ROUNDS = 2
+"""Rounds beyond `control.repeats` while a rival is not told apart from the best."""
+
+
+def noise(runs: Sequence[Trial]) -> float:
+    """Return by how much two runs of a candidate differ, as a share: from the spread of steps and between its runs."""
+    measured = [trial.measurement for trial in runs if trial.measurement]
+    if not measured:
+        return LEAST_NOISE
+    within = median(one.spread_s / one.step_time_s if one.step_time_s > 0 else 0.0 for one in measured)
+    speeds = [speed(trial) for trial in runs]
+    middle = median(speeds)
+    between = (max(speeds) - min(speeds)) / 2 / middle if middle > 0 else 0.0
+    return max(LEAST_NOISE, within, between)
+
+
+def rivals(lessons: Lessons) -> tuple[Trial, ...]:
+    """Return the measured candidates that are not told apart from the best, the fastest first.
+
+    Told apart are two whose medians differ by more than the larger noise of both over the root of their fewer runs.
+    """
+    best = lessons.best
+    if best is None:
+        return ()
+    runs, top = lessons.runs_of(best.candidate), lessons.speed_of(best.candidate)
+    near = []
+    for trial in lessons.trials:
+        if trial.state is not TrialState.MEASURED or trial.candidate == best.candidate:
+            continue
+        own = lessons.runs_of(trial.candidate)
+        apart = max(noise(runs), noise(own)) / math.sqrt(min(len(runs), len(own)))
+        if 1.0 - lessons.speed_of(trial.candidate) / top < apart:
+            near.append(trial)
+    return tuple(sorted(near, key=lambda trial: -lessons.speed_of(trial.candidate)))
+
+
+def contenders(lessons: Lessons) -> tuple[Trial, ...]:
+    """Return what is run again, in order: baseline, best, and the first of its rivals; nothing if that is one only."""
+    if lessons.best is None:
+        return ()
+    known = lessons.baseline
+    baseline = (known,) if known and known.state is TrialState.MEASURED else ()
+    chosen = {trial.candidate: trial for trial in (*baseline, lessons.best, *rivals(lessons)[:MOST_RIVALS])}
+    return tuple(chosen.values()) if len(chosen) > 1 else ()
+
+
+def next_repeat(control: Control, lessons: Lessons) -> Trial | None:
+    """Return the trial to run again, None if no more is to be had of it.
+
+    Each contender has `control.repeats` runs again, in rotation. Then there are more rounds, `MORE_ROUNDS` at most,
+    while a rival is not told apart. As best and rivals may change meanwhile, there is an end to all repeats together.
+    """
+    several = contenders(lessons)
+    if not several or not control.repeats:
+        return None
+    least = min(several, key=lambda trial: len(lessons.repeats_of(trial.candidate)))
+    done, most = len(lessons.repeats_of(least.candidate)), control.repeats + MORE_ROUNDS
+    if done < control.repeats or (done < most and rivals(lessons)):
+        ended = sum(repeat.state is not TrialState.INTERRUPTED for repeat in lessons.repeats)
+        return least if ended < most * (2 + MOST_RIVALS) else None
+    return None
+
+
+def drift(lessons: Lessons) -> float | None:
+    """Return by how much the baseline's last run is faster than its first, as a share; None if it ran but once."""
+    runs = lessons.runs_of(lessons.baseline.candidate) if lessons.baseline else ()
+    return speed(runs[-1]) / speed(runs[0]) - 1.0 if len(runs) > 1 else None
+
+
+def drifted(lessons: Lessons) -> bool:
+    """Return whether the machine changed by more than what the steps of one run of the baseline differ."""
+    change = drift(lessons)
+    if change is None or lessons.baseline is None:
+        return False
+    runs = lessons.runs_of(lessons.baseline.candidate)
+    return abs(change) > max(noise([run]) for run in (runs[0], runs[-1]))

@@ -1,0 +1,156 @@
+"""What is run again at the end, with made-up noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.knowledge import Lessons
+from flagcore.domain.noise import LEAST_NOISE, MORE_ROUNDS, contenders, drift, drifted, next_repeat, rivals
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.stages.learn import learn
+
+CONTROL = Control(repeats=1)
+
+
+def trial(number: int, who: str, speed: float, role: Role = Role.SEARCH, spread: float = 0.0) -> Trial:
+    step = 1.0 / speed
+    measured = Measurement(
+        step_times_s=(step,), step_time_s=step, spread_s=spread * step, tokens_per_second_per_device=speed
+    )
+    who_ran = Candidate.of({"who": who})
+    return Trial(number=number, candidate=who_ran, role=role, state=TrialState.MEASURED, measurement=measured)
+
+
+def first(**speeds: float) -> list[Trial]:
+    """The trials of a search: the first one is the baseline."""
+    roles = [Role.BASELINE] + [Role.SEARCH] * (len(speeds) - 1)
+    names = zip(speeds.items(), roles, strict=True)
+    return [trial(number, who, speed, role) for number, ((who, speed), role) in enumerate(names)]
+
+
+def names(trials: tuple[Trial, ...]) -> list[object]:
+    return [each.candidate.as_dict()["who"] for each in trials]
+
+
+def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple[list[object], Lessons]:
+    """Run repeats until no more is wanted; each takes the next of its candidate's speeds, the last one for ever."""
+    trials, order = list(trials), list[object]()
+    left = {who: list(given) for who, given in speeds.items()}
+    while (wanted := next_repeat(control, learn(trials))) is not None:
+        who = str(wanted.candidate.as_dict()["who"])
+        order.append(who)
+        speed = left[who].pop(0) if len(left[who]) > 1 else left[who][0]
+        trials.append(trial(len(trials), who, speed, Role.REPEAT))
+        assert len(order) < 99
+    return order, learn(trials)
+
+
+def test_baseline_best_and_two_rivals_run_again_in_rotation() -> None:
+    known = first(base=50.0, a=100.0, b=99.5, c=99.0, d=98.5, far=90.0)
+    assert names(contenders(learn(known))) == ["base", "a", "b", "c"]
+    assert names(rivals(learn(known))) == ["b", "c", "d"]
+    order, _ = again(known, CONTROL, base=[50.0], a=[100.0], b=[99.5], c=[99.0], d=[98.5])
+    assert order[:4] == ["base", "a", "b", "c"]
+
+
+def test_without_a_rival_only_baseline_and_best_run_again() -> None:
+    order, _ = again(first(base=50.0, a=100.0, b=97.0), CONTROL, base=[50.0], a=[100.0])
+    assert order == ["base", "a"]
+
+
+def test_noisy_steps_make_more_rivals() -> None:
+    known = first(base=50.0, a=100.0, b=95.0)
+    assert rivals(learn(known)) == ()
+    known[1] = trial(1, "a", 100.0, spread=0.08)
+    assert names(rivals(learn(known))) == ["b"]
+
+
+def test_the_best_is_the_one_with_the_best_median_of_its_runs() -> None:
+    _, lessons = again(first(base=50.0, lucky=101.0, b=100.0), CONTROL, base=[50.0], lucky=[94.0, 95.0], b=[100.0])
+    assert lessons.best is not None
+    assert names((lessons.best,)) == ["b"]
+    assert lessons.best.number == 2
+
+
+def test_what_leads_once_a_lucky_one_has_fallen_is_run_again_too() -> None:
+    known = first(base=50.0, lucky=104.0, b=100.0)
+    assert rivals(learn(known)) == ()
+    order, lessons = again(known, CONTROL, base=[50.0], lucky=[92.0], b=[100.0])
+    assert "b" in order
+    assert lessons.best is not None
+    assert names((lessons.best,)) == ["b"]
+
+
+def test_more_rounds_end_when_two_are_told_apart_or_at_the_cap() -> None:
+    equal, _ = again(first(base=50.0, a=100.0, b=100.0), CONTROL, base=[50.0], a=[100.0], b=[100.0])
+    assert equal == ["base", "a", "b"] * (1 + MORE_ROUNDS)
+    apart, _ = again(first(base=50.0, a=100.0, b=98.5), CONTROL, base=[50.0], a=[100.0], b=[98.4])
+    assert apart == ["base", "a", "b"]
+
+
+def test_no_repeats_are_none_at_all() -> None:
+    assert next_repeat(Control(repeats=0), learn(first(base=50.0, a=100.0, b=100.0))) is None
+
+
+def test_a_baseline_that_is_the_best_is_run_again_only_with_a_rival() -> None:
+    assert next_repeat(CONTROL, learn(first(base=100.0, a=90.0))) is None
+    order, _ = again(first(base=100.0, a=99.0), CONTROL, base=[100.0], a=[99.0])
+    assert order[:2] == ["base", "a"]
+
+
+def test_an_interrupted_repeat_is_run_again_and_a_failed_one_is_not() -> None:
+    known = first(base=50.0, a=100.0)
+    cut = replace(trial(2, "base", 1.0, Role.REPEAT), state=TrialState.INTERRUPTED, measurement=None)
+    wanted = next_repeat(CONTROL, learn([*known, cut]))
+    assert wanted is not None
+    assert wanted.number == 0
+    failed = replace(cut, state=TrialState.FAILED)
+    wanted = next_repeat(CONTROL, learn([*known, failed]))
+    assert wanted is not None
+    assert wanted.number == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_however_noisy_the_machine_repeats_come_to_an_end(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+
+    def noisy() -> float:
+        return float(100.0 * np.exp(chance.normal(0.0, 0.2)))
+
+    trials = first(**{f"c{n}": noisy() for n in range(12)})
+    while (wanted := next_repeat(CONTROL, learn(trials))) is not None:
+        trials.append(trial(len(trials), str(wanted.candidate.as_dict()["who"]), noisy(), Role.REPEAT))
+        assert len(trials) <= 12 + 4 * (1 + MORE_ROUNDS)
+
+
+def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
+    def found(repeats: int, seed: int) -> bool:
+        chance = np.random.default_rng(seed)
+        true = {"base": 50.0, "a": 100.0, "b": 97.0, "c": 97.0, "d": 95.0}
+        trials = first(**{who: float(speed * np.exp(chance.normal(0.0, 0.02))) for who, speed in true.items()})
+        while (wanted := next_repeat(Control(repeats=repeats), learn(trials))) is not None:
+            who = str(wanted.candidate.as_dict()["who"])
+            speed = float(true[who] * np.exp(chance.normal(0.0, 0.02)))
+            trials.append(trial(len(trials), who, speed, Role.REPEAT))
+        best = learn(trials).best
+        return best is not None and names((best,)) == ["a"]
+
+    once, again = (sum(found(repeats, seed) for seed in range(200)) for repeats in (0, 1))
+    assert again > once + 20
+
+
+@pytest.mark.parametrize(("last", "told"), [(50.0 * (1 + LEAST_NOISE / 2), False), (46.0, True), (54.0, True)])
+def test_a_machine_that_changed_shows_in_the_baseline(last: float, told: bool) -> None:
+    trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
+    assert drift(learn(trials)) == pytest.approx(last / 50.0 - 1)
+    assert drifted(learn(trials)) is told
+
+
+def test_a_baseline_that_ran_once_tells_no_drift() -> None:
+    assert drift(learn(first(base=50.0, a=100.0))) is None
+    assert not drifted(learn(first(base=50.0, a=100.0)))
