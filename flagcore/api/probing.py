@@ -53,11 +53,13 @@ def probe(
     """Probe candidates of `spec_file` on one device of this machine, rank by rank.
 
     `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
-    without it the `top` fastest predicted are probed. `ranks` are global ones; by default those that tell most. A candidate's
-    probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in `folder`, by
-    default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
+    without it the `top` fastest predicted are probed. `ranks` are global ones; by default those that tell most. A
+    candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
+    `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
     spec = read_spec(Path(spec_file))
+    if spec.cluster.groups:
+        raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
     given = _knobs(candidate)

@@ -1,8 +1,8 @@
 """Entry point: `python -m flagcore.workloads.megatron.trial JOB.json`.
 
 Started alone, it forks the job's ranks, or the one that the job probes. Started by torchrun or any launcher
-that sets RANK and WORLD_SIZE, it is one rank and meets the others through MASTER_ADDR and MASTER_PORT. Exit codes: 0 measured, 2 invalid
-configuration, 3 out of memory, 1 anything else, 128 + signal when ended by one.
+that sets RANK and WORLD_SIZE, it is one rank and meets the others through MASTER_ADDR and MASTER_PORT. Exit
+codes: 0 measured, 2 invalid configuration, 3 out of memory, 1 anything else, 128 + signal when ended by one.
 """
 
 from __future__ import annotations
