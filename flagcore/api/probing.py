@@ -17,9 +17,10 @@ from flagcore import plugins
 from flagcore.api.telling import loaded_plugins, tell_of_problem
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.problem import Problem, must_fit, pose
-from flagcore.spec import read_spec
+from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present
 from flagcore.stages.predict import GIB, rank_record, record
@@ -57,14 +58,11 @@ def probe(
     candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
-    spec = read_spec(Path(spec_file))
+    spec, given = _spec(Path(spec_file), candidate)
     if spec.cluster.groups:
         raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
-    given = _knobs(candidate)
-    if given is not None:
-        spec = replace(spec, baseline=given)
     workload, launcher = plugins.workload(spec.train.engine), plugins.launcher("local")
     workload.ready(spec, probe=True)
     limit = seconds or spec.control.max_time_per_task
@@ -78,7 +76,7 @@ def probe(
             raise UsageError(f"--rank {wrong[0]}: the ranks of {world} devices are 0 to {world - 1}")
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         found = []
-        for number, each in enumerate(_chosen(problem, "baseline" if given is not None else candidate, top)):
+        for number, each in enumerate(_chosen(problem, "baseline" if given else candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
             tell = _teller(on_rank, each, world)
             try:
@@ -90,6 +88,14 @@ def probe(
             last = found[-1][1].ranks[-1]
             raise EveryTrialFailed(f"no rank gave a result; the last one: {last.state.value}: {last.reason}")
         return [_told(problem, *pair) for pair in found]
+
+
+def _spec(file: Path, candidate: str | None) -> tuple[Spec, bool]:
+    """Return the spec, and whether its baseline is a candidate that was given by its knobs."""
+    data, given = spec_as_data(file), _knobs(candidate)
+    if given is not None:
+        data = {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "baseline": given}}
+    return parse_spec(data, file=str(file), base=file.parent), given is not None
 
 
 def _knobs(candidate: str | None) -> dict[str, KnobValue] | None:

@@ -25,7 +25,12 @@ WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     ),
     "experts": (
         {**EXPERTS, **SHAPE, "num_layers": 2, "vocab_size": 4096, "num_moe_experts": 8, "moe_ffn_hidden_size": 512},
-        {"data_parallel_size": 8, "expert_model_parallel_size": 4, "use_distributed_optimizer": True, "micro_batch_size": 1},
+        {
+            "data_parallel_size": 8,
+            "expert_model_parallel_size": 4,
+            "use_distributed_optimizer": True,
+            "micro_batch_size": 1,
+        },
         (7,),
     ),
 }

@@ -1,0 +1,120 @@
+"""`flag probe`: ranks of worlds that this machine could not hold, played for real on a core of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Project, Ran
+
+Flag = Callable[..., Ran]
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+
+WORLD: dict[str, Any] = {
+    "cluster": {"chip": "cpu", "nodes": 1, "devices_per_node": 32, "memory_per_device": "2GiB"},
+    "train": {"command": None, "seq_length": 128, "global_batch_size": 64},
+    "auto_tuner": {"control": {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60}},
+}
+KNOBS = "tensor_model_parallel_size=2,pipeline_model_parallel_size=4,data_parallel_size=4"
+
+
+@needs_megatron
+def test_ranks_of_a_world_of_32_are_measured_on_one_core(flag: Flag, project: Project) -> None:
+    folder = project.folder / "kept"
+    ran = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--json", "--folder", str(folder))
+    assert ran.code == 0, ran.err
+    (found,) = json.loads(ran.out)
+    assert found["devices"] == 32
+    assert found["candidate"]["pipeline_model_parallel_size"] == 4
+    ranks = [rank["rank"] for rank in found["ranks"]]
+    assert ranks[0] == 0
+    assert ranks[-1] == 24
+    for rank in found["ranks"]:
+        assert rank["state"] == "measured", rank["reason"]
+        assert rank["stage"] == rank["rank"] // 8
+        measured, predicted = rank["measured"], rank["predicted"]
+        assert 0 < measured["static_gib"] <= measured["peak_allocated_gib"] < measured["device_used_gib"]
+        assert measured["compute_time_s"] > 0 < measured["optimizer_time_s"]
+        assert measured["microbatches"] == 16 > measured["microbatches_run"] >= 4
+        assert predicted["rank"] == rank["rank"]
+        assert (folder / "candidate-0" / f"rank-{rank['rank']}" / "launch.json").exists()
+    combined, slowest = found["combined"], max(rank["measured"]["compute_time_s"] for rank in found["ranks"])
+    assert combined["time"]["compute_s"] == slowest
+    assert combined["time"]["pp_comm_s"] == found["predicted"]["time"]["pp_comm_s"]
+    assert combined["memory"]["fits"] is True
+    assert f"flag: probing rank {ranks[0]} of 32: " in ran.err
+    assert project.all_gone()
+
+
+@needs_megatron
+def test_table_has_a_line_a_rank_and_says_what_was_scaled_up(flag: Flag, project: Project) -> None:
+    ran = flag("probe", project.spec(**WORLD), "--candidate", KNOBS, "--rank", "31")
+    assert ran.code == 0, ran.err
+    heading, _, line = ran.out.splitlines()
+    assert heading.split()[:4] == ["rank", "stage", "state", "static"]
+    assert line.split()[:3] == ["31", "3", "measured"]
+    assert "Times are scaled up to 16 micro-batches" in ran.err
+    assert "with the probe: DP 4, TP 2, PP 4" in ran.err
+
+
+@needs_megatron
+def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
+    small = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "256MiB"}}
+    tiny = {**small, "model": {"hidden_size": 64, "ffn_hidden_size": 128}}
+    ran = flag("probe", project.spec(**tiny), "--candidate", "data_parallel_size=8", "--rank", "7", "--format", "csv")
+    assert ran.code == 0, ran.err
+    (line,) = csv.DictReader(io.StringIO(ran.out))
+    assert line["state"] == "out_of_memory"
+
+
+@needs_megatron
+def test_interrupt_ends_a_probe_and_its_processes(project: Project) -> None:
+    slow = {**WORLD, "auto_tuner": {"control": {"train_iters": 10_000, "max_time_per_task": 600}}}
+    running = project.start("probe", project.spec(**slow), "--candidate", KNOBS, "--folder", str(project.folder))
+    started = time.monotonic()
+    while not list(project.folder.glob("candidate-0/rank-0/steps.jsonl")) and time.monotonic() < started + 60:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=30)
+    assert running.returncode == 130, err
+    assert project.all_gone()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--candidate", "tensor_model_parallel_size=3"], "is not legal"),
+        (["--candidate", "tensor_model_paralel_size=2"], "tensor_model_paralel_size"),
+        (["--candidate", "1000000"], "there are"),
+        (["--candidate", "1", "--top", "2"], "give either --candidate or --top"),
+        (["--rank", "32"], "the ranks of 32 devices are 0 to 31"),
+        (["--chip", "H100-SXM"], "no H100-SXM on this machine"),
+    ],
+)
+def test_wrong_wishes_are_told(flag: Flag, project: Project, arguments: list[str], says: str) -> None:
+    ran = flag("probe", project.spec(**WORLD), *arguments)
+    assert ran.code in (2, 4)
+    assert says in ran.err
+
+
+def test_own_command_cannot_be_probed(flag: Flag, project: Project) -> None:
+    ran = flag("probe", project.spec(cluster=WORLD["cluster"]))
+    assert ran.code == 2
+    assert "train.command" in ran.err
+
+
+def test_example_of_1024_devices_is_estimated_and_not_probed_elsewhere(flag: Flag) -> None:
+    file = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
+    ran = flag("estimate", file, "--top", "1", "--json")
+    assert ran.code == 0, ran.err
+    (best,) = json.loads(ran.out)
+    assert best["memory"]["fits"] is True
