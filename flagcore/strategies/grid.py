@@ -1,0 +1,75 @@
+"""FlagScale's order of candidates and its 31 history rules, for those who want its search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from flagcore.contracts import Choice, Scene
+from flagcore.domain.space import IntArray
+from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.strategies.history_rules import FLAGS, NESTING, SIZES, Entry, History, Values, in_order, ranks
+
+RAN = (TrialState.MEASURED, TrialState.STOPPED)
+ABSENT: Values = {**dict.fromkeys(NESTING), **dict.fromkeys(SIZES, 1), **dict.fromkeys(FLAGS, False)}
+"""Knobs that a space does not have."""
+
+
+class Grid:
+    """Walks the grid, passing over what a rule settles. Its state is made anew of the trials each time."""
+
+    name = "grid"
+
+    def next(self, scene: Scene) -> Choice:
+        """Return the next open row of the grid that no rule settles, or none; `because` names the rules that settled
+        some on the way from the last trial."""
+        ran = {scene.space.find(trial.candidate): trial for trial in scene.trials if trial.state in _KNOWN}
+        history, passed = History(), dict[str, int]()
+        for trial in ran.values():
+            if trial.role is Role.BASELINE:  # it runs first, wherever the grid has it
+                history.add(_entry(scene, trial))
+        for row in _walk(
+            scene, np.union1d(scene.open_rows, np.array([row for row in ran if row is not None], dtype=np.int64))
+        ):
+            if (known := ran.get(row)) is not None:
+                if known.role is not Role.BASELINE:
+                    history.add(_entry(scene, known))
+                    passed = {}
+                continue
+            entry = Entry({**ABSENT, **scene.space.candidate(row).as_dict()})
+            rule = entry.pruned_by = history.rule(entry)
+            if rule is None:
+                return Choice(row=row, because=f"the next of the grid{_told(passed)}")
+            history.add(entry)
+            passed[rule] = passed.get(rule, 0) + 1
+        return Choice(row=None, because=f"the grid is at its end{_told(passed)}")
+
+
+_KNOWN = frozenset(TrialState) - {TrialState.RUNNING, TrialState.INTERRUPTED}
+
+
+def _walk(scene: Scene, rows: IntArray) -> Iterator[int]:
+    """Yield rows in the order in which the grid comes to them."""
+    columns, axes = scene.space.columns(rows), {axis.knob: axis for axis in scene.space.axes}
+    places = []
+    for knob in [*(each for each in NESTING if each in axes), *(each for each in axes if each not in NESTING)]:
+        codes = np.unique(columns[knob])
+        values = [axes[knob].decode(int(code)) for code in codes]
+        rank = ranks(knob, in_order(knob, set(values)))
+        places.append(np.array([rank[value] for value in values])[np.searchsorted(codes, columns[knob])])
+    yield from rows[np.lexsort(places[::-1])].tolist()
+
+
+def _entry(scene: Scene, trial: Trial) -> Entry:
+    seconds = trial.measurement.step_time_s if trial.measurement and trial.state in RAN else None
+    values = {**ABSENT, **trial.candidate.as_dict()}
+    return Entry(values, seconds, trial.state is TrialState.OUT_OF_MEMORY)
+
+
+def _told(passed: dict[str, int]) -> str:
+    rules = ", ".join(f"{name} {count}" for name, count in passed.items())
+    return f"; passed over by history rule: {rules}" if rules else ""
+
+
+STRATEGY = Grid()

@@ -1,0 +1,217 @@
+"""FlagScale's training tuner as it behaves: the order of its grid and its 31 history rules, copied results included.
+
+Written from what `flagscale/runner/auto_tuner` of FlagOpen/FlagScale does (`search/searcher.py`, `search/algorithm.py`,
+`prune/history.py`, `utils.py`; 2025). One rule is a set of axes: a candidate that needs no less memory on each of them,
+all else equal, than one that ran out of memory is not run. Three rules also give a candidate that they skip the result
+of another one. Two rules have drifted from their pattern; they are kept so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Values: TypeAlias = "Mapping[str, Any]"
+"""Knob values by name, as FlagScale writes them: flags are True or False, what does not apply is None."""
+
+DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP, EP = "context_parallel_size", "expert_model_parallel_size"
+MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_optimizer"
+VIRTUAL, RECOMPUTE = "num_layers_per_virtual_pipeline_stage", "use_recompute"
+METHOD, GRANULARITY, LAYERS = "recompute_method", "recompute_granularity", "recompute_num_layers"
+NESTING = (DP, TP, PP, CP, EP, DIST_OPT, SP, MBS, VIRTUAL, RECOMPUTE, METHOD, GRANULARITY, LAYERS)
+"""The loops of the grid, outermost first; these thirteen are also what two candidates are compared by."""
+
+SIZES, FLAGS = (DP, TP, PP, CP, EP, MBS), (DIST_OPT, SP, RECOMPUTE)
+
+LISTED: Mapping[str, tuple[Any, ...]] = {
+    DIST_OPT: (True, False),
+    SP: (True, False),
+    RECOMPUTE: (True, False),
+    METHOD: ("uniform", "block"),
+    GRANULARITY: ("full", "selective"),
+}
+"""The order in which the values of a knob on auto are listed; numbers ascend."""
+
+
+def in_order(knob: str, values: set[Any]) -> list[Any]:
+    """Return the values of a knob in the order in which the grid comes to them, without None."""
+    given = values - {None}
+    return sorted(given, key=LISTED[knob].index) if knob in LISTED else sorted(given)
+
+
+def ranks(knob: str, order: Sequence[Any]) -> dict[Any, int]:
+    """Return the place of each value in its list. Selective recompute, without a method, comes with the first one."""
+    return {None: 0 if knob == METHOD else -1, **{value: rank for rank, value in enumerate(order)}}
+
+
+@dataclass(slots=True)
+class Entry:
+    """A line of the tuner's history: what it thinks of a candidate, run or not."""
+
+    values: Values
+    performance: float | None = None
+    out_of_memory: bool = False
+    pruned_by: str | None = None
+
+
+def more_micro_batch(new: Values, old: Values) -> bool:
+    """Return whether the new micro batch is larger."""
+    return bool(old[MBS] < new[MBS])
+
+
+def less_recompute(new: Values, old: Values) -> bool:
+    """Return whether the new one recomputes less: not at all, or no more layers by block; or neither recomputes."""
+    if bool(new[RECOMPUTE]) != bool(old[RECOMPUTE]):
+        return not new[RECOMPUTE]
+    if not new[RECOMPUTE]:
+        return all(new[knob] == old[knob] for knob in (METHOD, GRANULARITY, LAYERS))
+    if new[METHOD] == old[METHOD] == "block":
+        return bool(new[LAYERS] <= old[LAYERS])
+    both_uniform = new[METHOD] == old[METHOD] == "uniform"
+    return both_uniform and (new[GRANULARITY], old[GRANULARITY]) == ("selective", "full")
+
+
+def no_sequence_parallel(new: Values, old: Values) -> bool:
+    """Return whether the new one lacks sequence parallelism that the old one has."""
+    return not new[SP] and bool(old[SP])
+
+
+def less_tensor_parallel(new: Values, old: Values) -> bool:
+    """Return whether the new one moves tensor to pipeline parallelism, their product the same."""
+    return new[TP] * new[PP] == old[TP] * old[PP] and bool(new[TP] < old[TP])
+
+
+def no_distributed_optimizer(new: Values, old: Values) -> bool:
+    """Return whether the new one lacks the distributed optimizer that the old one has."""
+    return not new[DIST_OPT] and bool(old[DIST_OPT])
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Knobs that one rule looks at together, and when a candidate needs no less memory on them."""
+
+    name: str
+    knobs: tuple[str, ...]
+    needs_more: Callable[[Values, Values], bool]
+
+
+AXES = {
+    axis.name: axis
+    for axis in (
+        Axis("mbs", (MBS,), more_micro_batch),
+        Axis("recompute", (RECOMPUTE, METHOD, GRANULARITY, LAYERS), less_recompute),
+        Axis("sp", (SP,), no_sequence_parallel),
+        Axis("tp_pp", (TP, PP), less_tensor_parallel),
+        Axis("distopt", (DIST_OPT,), no_distributed_optimizer),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRule:
+    """One of the 31: a set of axes. `compared` are the knobs in which the two candidates may differ."""
+
+    axes: tuple[str, ...]
+    compared: frozenset[str] = field(default=frozenset())
+    also: Callable[[Values], bool] = lambda old: True
+
+    @property
+    def name(self) -> str:
+        """The axes' names together."""
+        return "_".join(self.axes)
+
+    def judge(self, new: Entry, old: Entry) -> bool:
+        """Return whether `old` settles `new`, and if so write into `new` what FlagScale then believes of it."""
+        if self.axes in _WITH_RESULTS:
+            verdict = _WITH_RESULTS[self.axes](new.values, old)
+        else:
+            more = all(AXES[name].needs_more(new.values, old.values) for name in self.axes)
+            verdict = "memory" if more and old.out_of_memory and self.also(old.values) else None
+        if verdict == "memory":
+            new.out_of_memory, new.performance = True, None
+        elif verdict == "performance":
+            new.out_of_memory, new.performance = old.out_of_memory, old.performance
+        return verdict is not None
+
+
+def _by_micro_batch(new: Values, old: Entry) -> str | None:
+    """A smaller micro batch than one that ran gets its result; a larger one than one out of memory is out too."""
+    if old.values[MBS] > new[MBS] and old.performance:
+        return "performance"
+    return "memory" if more_micro_batch(new, old.values) and old.out_of_memory else None
+
+
+def _by_recompute(new: Values, old: Entry) -> str | None:
+    """More recompute than one that ran gets its result; less (or, uniform, more layers) than one out is out too."""
+    then, both = old.values, new[RECOMPUTE] and old.values[RECOMPUTE]
+    if new[RECOMPUTE] and not then[RECOMPUTE] and old.performance:
+        return "performance"
+    same_method = both and new[METHOD] == then[METHOD] and new[METHOD] is not None
+    if same_method and old.performance and new[LAYERS] > then[LAYERS]:
+        return "performance"
+    if not new[RECOMPUTE] and then[RECOMPUTE] and old.out_of_memory:
+        return "memory"
+    worse = new[LAYERS] > then[LAYERS] if new[METHOD] == "uniform" else bool(same_method) and new[LAYERS] < then[LAYERS]
+    return "memory" if same_method and worse and old.out_of_memory else None
+
+
+def _by_sequence_parallel(new: Values, old: Entry) -> str | None:
+    """Without sequence parallelism a candidate gets the result that it has with it, out of memory included."""
+    if not no_sequence_parallel(new, old.values):
+        return None
+    return "performance" if old.performance else "memory" if old.out_of_memory else None
+
+
+_WITH_RESULTS: Mapping[tuple[str, ...], Callable[[Values, Entry], str | None]] = {
+    ("mbs",): _by_micro_batch,
+    ("recompute",): _by_recompute,
+    ("sp",): _by_sequence_parallel,
+}
+
+_NAMES = """mbs; recompute; sp; mbs recompute; mbs sp; recompute sp; mbs recompute sp; tp_pp; tp_pp sp; tp_pp mbs;
+tp_pp recompute; tp_pp mbs sp; tp_pp mbs recompute; tp_pp recompute sp; tp_pp mbs recompute sp; distopt; distopt mbs;
+distopt recompute; distopt sp; distopt tp_pp; distopt mbs recompute; distopt mbs sp; distopt mbs tp_pp;
+distopt recompute sp; distopt recompute tp_pp; distopt sp tp_pp; distopt mbs recompute sp; distopt mbs recompute tp_pp;
+distopt mbs sp tp_pp; distopt recompute sp tp_pp; distopt mbs recompute sp tp_pp"""
+"""The rules in the order in which they are asked: every set of the five axes but the empty one."""
+
+
+def _rule(axes: tuple[str, ...]) -> HistoryRule:
+    compared = frozenset(knob for name in axes for knob in AXES[name].knobs)
+    if axes == ("tp_pp", "mbs"):  # it also asks that the one that ran out has sequence parallelism
+        return HistoryRule(axes, compared, lambda old: bool(old[SP]))
+    if axes == ("distopt", "mbs", "recompute", "sp"):  # it wants the same and other sequence parallelism: never fires
+        return HistoryRule(axes, compared - {SP})
+    return HistoryRule(axes, compared)
+
+
+RULES = tuple(_rule(tuple(names.split())) for names in _NAMES.split(";"))
+
+
+class History:
+    """What is known of candidates, run or not, and which rule settles a new one by it."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self._beside: dict[tuple[int, tuple[Any, ...]], list[Entry]] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Keep an entry, after all others."""
+        self.entries.append(entry)
+        for key in _keys(entry.values):
+            self._beside.setdefault(key, []).append(entry)
+
+    def rule(self, new: Entry) -> str | None:
+        """Return the first rule that settles `new` by an entry, and write into `new` what is then believed of it."""
+        for rule, key in zip(RULES, _keys(new.values), strict=True):
+            if any(rule.judge(new, old) for old in self._beside.get(key, ())):
+                return rule.name
+        return None
+
+
+def _keys(values: Values) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield for each rule what two candidates must have in common to be compared by it."""
+    for place, rule in enumerate(RULES):
+        yield place, tuple(value for knob, value in values.items() if knob not in rule.compared)

@@ -1,0 +1,117 @@
+"""Optuna's samplers, by name: for an engine whose knobs no model predicts.
+
+The study is made anew of the trials each time, so that a run that was killed goes on as it would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from flagcore.contracts import Choice, Scene
+from flagcore.domain.space import Axis, Columns, IntArray
+from flagcore.domain.trial import Trial
+from flagcore.domain.trial import TrialState as Ended
+from flagcore.errors import UsageError
+
+WORSE = 2.0
+"""A trial that ran out of memory counts as one that took so many times as long as the slowest one that ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tries what a sampler of Optuna suggests. It sees step times, and knobs by their place among their values."""
+
+    name: str
+    sampler: Callable[[int], BaseSampler]
+
+    def next(self, scene: Scene) -> Choice:
+        """Return the open row that is nearest to the suggestion. Raises UsageError where the sampler cannot work."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        columns = scene.space.columns()
+        axes = _telling(scene.space.axes, columns)
+        lists = {axis.knob: np.unique(columns[axis.knob]) for axis in axes}
+        distributions = {axis.knob: _distribution(axis, lists[axis.knob].size) for axis in axes}
+        try:
+            study = optuna.create_study(sampler=self.sampler(len(scene.trials)))
+            study.add_trials(_told(scene, lists, distributions))
+            wanted = study.ask(distributions).params
+        except ImportError as error:
+            raise UsageError(f"the strategy {self.name} needs what is not installed: {error}") from None
+        far = np.zeros(scene.open_rows.size)
+        for axis in axes:
+            codes = lists[axis.knob]
+            apart = np.abs(np.searchsorted(codes, columns[axis.knob][scene.open_rows]) - wanted[axis.knob])
+            far += apart > 0 if _is_word(axis) else apart / (codes.size - 1)
+        nearest = int(np.argmin(far))
+        how = "suggests it" if far[nearest] == 0.0 else "suggests one like it that is not open"
+        return Choice(row=int(scene.open_rows[nearest]), because=f"{self.name} {how}")
+
+
+def _telling(axes: Sequence[Axis], columns: Columns) -> list[Axis]:
+    """Return axes that are enough to tell all rows apart: one that follows from the others only makes misses."""
+    left = [axis for axis in axes if np.unique(columns[axis.knob]).size > 1]
+    rows = next(iter(columns.values())).size
+    for axis in tuple(left):
+        others = [each for each in left if each is not axis]
+        if others and np.unique(_joint(others, columns)).size == rows:
+            left = others
+    return left
+
+
+def _joint(axes: Sequence[Axis], columns: Columns) -> IntArray:
+    """Return a number a row that is the same where all of `axes` are."""
+    joint = np.zeros(next(iter(columns.values())).size, dtype=np.int64)
+    for axis in axes:
+        codes, place = np.unique(columns[axis.knob], return_inverse=True)
+        joint = joint * codes.size + place
+    return joint
+
+
+def _distribution(axis: Axis, count: int) -> BaseDistribution:
+    """Return what a sampler may suggest: places in the list of values, which have an order if they are numbers."""
+    return CategoricalDistribution(tuple(range(count))) if _is_word(axis) else IntDistribution(0, count - 1)
+
+
+def _is_word(axis: Axis) -> bool:
+    return bool(axis.words) or axis.is_flag
+
+
+def _told(scene: Scene, lists: dict[str, IntArray], distributions: dict[str, BaseDistribution]) -> list[FrozenTrial]:
+    """Return the trials as a study keeps them."""
+    axes = {axis.knob: axis for axis in scene.space.axes}
+    times = [_seconds(trial) for trial in scene.trials]
+    slowest = max((seconds for seconds in times if seconds is not None), default=None)
+    kept = []
+    for trial, seconds in zip(scene.trials, times, strict=True):
+        values = trial.candidate.as_dict()
+        params = {}
+        for knob, codes in lists.items():
+            (place,) = np.flatnonzero(codes == axes[knob].encode(values.get(knob, axes[knob].neutral)))
+            params[knob] = int(place)
+        value = WORSE * slowest if slowest and trial.state is Ended.OUT_OF_MEMORY else seconds
+        state = TrialState.FAIL if value is None else TrialState.COMPLETE
+        kept.append(create_trial(state=state, params=params, distributions=distributions, value=value))
+    return kept
+
+
+def _seconds(trial: Trial) -> float | None:
+    ran = trial.state in (Ended.MEASURED, Ended.STOPPED)
+    return trial.measurement.step_time_s if ran and trial.measurement else None
+
+
+def _tpe(seed: int) -> BaseSampler:
+    return TPESampler(seed=seed)
+
+
+def _gp(seed: int) -> BaseSampler:
+    return GPSampler(seed=seed)
+
+
+TPE, GP = Sampled("tpe", _tpe), Sampled("gp", _gp)

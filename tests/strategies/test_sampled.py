@@ -1,0 +1,74 @@
+"""Optuna's samplers as strategies."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+from optuna.samplers import BaseSampler
+
+from flagcore.domain.trial import Trial
+from flagcore.errors import UsageError
+from flagcore.strategies.sampled import GP, TPE, Sampled
+from tests.strategies.scenes import SPACE, predictions, ran, scene
+
+KNOWN = predictions()
+
+
+def search(strategy: Sampled, most: int) -> list[Trial]:
+    trials: list[Trial] = []
+    while len(trials) < min(most, len(SPACE)):
+        row = strategy.next(scene(KNOWN, trials)).row
+        assert row is not None
+        trials.append(ran(row, float(KNOWN.step_time_s[row]), len(trials)))
+    return trials
+
+
+def best_of(trials: list[Trial]) -> float:
+    return min(trial.measurement.step_time_s for trial in trials if trial.measurement)
+
+
+def test_a_gaussian_process_suggests_once_its_random_trials_are_over() -> None:
+    pytest.importorskip("torch")
+    assert len({trial.candidate for trial in search(GP, 12)}) == 12
+
+
+def test_a_sampler_without_what_it_needs_says_so() -> None:
+    def missing(seed: int) -> BaseSampler:
+        raise ImportError("no module named torch")
+
+    with pytest.raises(UsageError, match="strategy gp needs what is not installed: no module named torch"):
+        Sampled("gp", missing).next(scene(KNOWN))
+
+
+def test_tpe_tries_open_rows_and_learns_from_what_they_took() -> None:
+    trials = search(TPE, 24)
+    assert len({trial.candidate for trial in trials}) == 24
+    chance = np.random.default_rng(0)
+    by_chance = np.mean([chance.choice(KNOWN.step_time_s, 24, replace=False).min() for _ in range(500)])
+    assert best_of(trials) <= by_chance
+
+
+def test_a_run_that_goes_on_chooses_as_if_it_had_not_stopped() -> None:
+    trials = search(TPE, 14)
+    again = importlib.reload(importlib.import_module("flagcore.strategies.sampled")).TPE
+    assert again.next(scene(KNOWN, trials[:12])).row == SPACE.find(trials[12].candidate)
+
+
+def test_what_is_not_open_is_never_chosen() -> None:
+    only = np.array([5])
+    told = TPE.next(scene(KNOWN, open_rows=only))
+    assert told.row == 5
+
+
+def test_a_trial_that_ran_out_of_memory_counts_as_slow() -> None:
+    small = float(np.median(KNOWN.device_used_bytes))
+    trials: list[Trial] = []
+    for _ in range(30):
+        row = TPE.next(scene(KNOWN, trials)).row
+        assert row is not None
+        fits = KNOWN.device_used_bytes[row] <= small
+        trials.append(ran(row, float(KNOWN.step_time_s[row]) if fits else None, len(trials)))
+    lost = [trial.measurement is None for trial in trials]
+    assert sum(lost[15:]) < sum(lost[:15])
