@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flagcore.workloads.megatron.trial.job import JobError, parse_job
 from tests.workloads.megatron import trial_jobs
 from tests.workloads.megatron.trial_jobs import DENSE, EXPERTS
 
@@ -45,17 +46,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     codes, stderr = trial_jobs.run_jobs(folder, jobs)
     assert set(codes.values()) == {0}, stderr
 
-    def probe(case: tuple[str, int]) -> None:
-        name = f"{case[0]} {case[1]}"
+    def probe(name: str) -> None:
         where = folder / f"of {name}"
         where.mkdir()
-        codes, stderr = trial_jobs.run_jobs(where, {name: _job(folder, *case)})
+        codes, stderr = trial_jobs.run_jobs(where, {name: probes[name]})
         assert codes == {name: 0}, stderr
 
+    probes = {f"{name} {rank}": _job(folder, name, rank) for name, rank in CASES}
+    probes["long"] = _job(folder, "dense", 0)
+    probes["long"]["output"] = str(folder / "long")
+    probes["long"]["train"]["global_batch_size"] *= 4
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(probe, CASES))
-    names = [*WORLDS, *(f"{name} {rank}" for name, rank in CASES)]
-    return {name: json.loads((folder / name / "metrics.json").read_text()) for name in names}
+        list(pool.map(probe, probes))
+    return {name: json.loads((folder / name / "metrics.json").read_text()) for name in (*WORLDS, *probes)}
 
 
 def _job(folder: Path, name: str, rank: int | None) -> Any:
@@ -89,3 +92,30 @@ def test_phases_are_told_apart(found: dict[str, Any]) -> None:
         peaks = probed["peak_forward_backward_bytes"], probed["peak_optimizer_bytes"]
         assert 0 < probed["static_bytes"] <= min(peaks)
         assert max(peaks) == probed["peak_allocated_bytes"]
+
+
+def test_only_as_many_microbatches_are_run_as_show_what_further_ones_cost(found: dict[str, Any]) -> None:
+    short, long = found["dense 0"], found["long"]
+    assert (short["num_microbatches"], short["microbatches_run"]) == (4, 4)
+    assert (long["num_microbatches"], long["microbatches_run"]) == (16, 4)
+    assert long["peak_allocated_bytes"] == pytest.approx(short["peak_allocated_bytes"], rel=0.01)
+    for step in long["steps"]:
+        assert step["compute_s"] == pytest.approx(4 * step["schedule_s"] + step["once_s"])
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "interleaved", "microbatches", "enough"),
+    [(8, 0, False, 64, 9), (8, 7, False, 64, 4), (1, 0, False, 2, 2), (8, 0, True, 64, 16), (4, 0, True, 4, 4)],
+)
+def test_pipeline_is_filled_up(stages: int, stage: int, interleaved: bool, microbatches: int, enough: int) -> None:
+    model, knobs = {**DENSE, "num_layers": 16}, {"pipeline_model_parallel_size": stages, "micro_batch_size": 1}
+    if interleaved:
+        knobs["num_layers_per_virtual_pipeline_stage"] = 1
+    data = trial_jobs.make_job(Path("unused"), model, train={"global_batch_size": microbatches}, **knobs)
+    assert parse_job(data).enough_microbatches(stage) == enough
+
+
+def test_rank_outside_its_world_is_refused() -> None:
+    job = trial_jobs.make_job(Path("unused"), DENSE, data_parallel_size=2)
+    with pytest.raises(JobError, match=r"probe.rank = 2 must be below .* = 2"):
+        parse_job({**job, "probe": {"rank": 2}})

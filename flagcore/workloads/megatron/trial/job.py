@@ -15,6 +15,9 @@ from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
+_FEWEST = 4
+"""Micro-batches that a probe runs at least, if a step has so many: the first few are not quite like the others."""
+
 
 class JobError(ValueError):
     """The job cannot be run as it is written; the message is one line that names the key and the value."""
@@ -144,6 +147,16 @@ class Job:
     def num_microbatches(self) -> int:
         """Micro-batches that each data-parallel copy runs in one step."""
         return self.train.global_batch_size // (self.candidate.micro_batch_size * self.candidate.data_parallel_size)
+
+    def enough_microbatches(self, stage: int) -> int:
+        """Return how many micro-batches fill the pipeline up to `stage` and reach its steady state, or all there are.
+
+        1F1B begins with one forward pass for each later stage; the interleaved schedule works on groups of as many
+        micro-batches as there are stages, and has begun to pass backward before the second group ends.
+        """
+        stages = self.candidate.pipeline_model_parallel_size
+        enough = 2 * stages if self.virtual_stages else max(_FEWEST, stages - stage + 1)
+        return min(self.num_microbatches, enough)
 
     @property
     def virtual_stages(self) -> int | None:

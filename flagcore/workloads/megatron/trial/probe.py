@@ -23,9 +23,6 @@ from flagcore.workloads.megatron.trial.model import Built, build
 from flagcore.workloads.megatron.trial.rank import make_groups
 from flagcore.workloads.megatron.trial.training import clear_gradients, forward_backward, watch
 
-_FEWEST = 4
-"""Micro-batches to run at least, if a step has so many: the first few are not quite like the others."""
-
 
 @dataclass(frozen=True)
 class ProbeStep:
@@ -54,7 +51,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     rank_device.met()
     built = build(job, rank_device.device)
     rank_device.built()
-    count = enough_microbatches(job, groups.get_pipeline_model_parallel_rank())
+    count = job.enough_microbatches(groups.get_pipeline_model_parallel_rank())
     build_end = time.perf_counter()
     log = metrics.StepLog(job.output)
     player = _Player(job, built, rank_device, count)
@@ -83,17 +80,6 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         "startup_s": {"import": import_s, "build": build_end - start},
     }
     metrics.write_metrics(job.output, report)
-
-
-def enough_microbatches(job: Job, stage: int) -> int:
-    """Return how many micro-batches fill the pipeline up to `stage` and reach its steady state, or all there are.
-
-    1F1B begins with one forward pass for each later stage; the interleaved schedule works on groups of as many
-    micro-batches as there are stages, and has begun to pass backward before the second group ends.
-    """
-    stages = job.candidate.pipeline_model_parallel_size
-    enough = 2 * stages if job.virtual_stages else max(_FEWEST, stages - stage + 1)
-    return min(job.num_microbatches, enough)
 
 
 class _Player:
