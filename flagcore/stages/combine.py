@@ -14,8 +14,8 @@ BUSY = ("compute_s", "tp_comm_s", "cp_comm_s", "ep_comm_s")
 """The parts of a step in which a stage works; the bubble is waiting for others to do so, and grows with them."""
 
 PROBED = (0.97, 1.2)
-"""Bounds of measured parts as shares of their probe: the 10th and 90th percentiles of 34 ranks of real worlds, on shared
-cores (docs/probe.md); the same for every device, until others are measured."""
+"""Bounds of measured parts as shares of their probe: the 10th and 90th percentiles of 34 ranks of real worlds, on
+shared cores (docs/probe.md); the same for every device, until others are measured."""
 
 
 def combine(prediction: Prediction, probe: Probe, memory: MemoryModel) -> Prediction:
