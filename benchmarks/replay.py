@@ -1,6 +1,6 @@
 """Replay measured sweeps: what a search would have found, and after how many trials, had it run on these machines.
 
-    python benchmarks/replay.py [FILE] [--strategy NAME]... [--seconds-off 1] [--memory-off 1]
+    python benchmarks/replay.py [FILE] [--strategy NAME]... [--seconds-off 1] [--memory-off 1] [--ablations]
 
 FILE holds job records with what was measured; without it the sweeps in `benchmarks/sweeps/`, measured on CPU. Records
 that differ in their candidate alone are a sweep. A trial's answer is the measured row, its cost the seconds of its
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import optuna
+from ablations import ablations
 from searchers import Search, Searcher, by_strategy, flagscale, random, tpe
 from sweeps import Sweep, read_sweeps
 
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--memory-off", type=float, default=1.0, help="multiply every predicted memory")
     parser.add_argument("--seeds", type=int, default=5, help="of TPE; chance has its own")
     parser.add_argument("--by-sweep", action="store_true", help="print a line of every sweep, too")
+    parser.add_argument("--ablations", action="store_true", help="compare the search with itself, a part taken away")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("flagcore").setLevel(logging.ERROR)
@@ -75,14 +77,15 @@ def main() -> None:
             sweeps = read_sweeps(records, loaded, seconds_off=given.seconds_off, memory_off=given.memory_off)
         if not sweeps:
             sys.exit("no sweep: no eight measured records that differ in their candidate alone")
-        ours = _ours(given.strategy, sweeps)
-        searchers = {**ours, **OTHERS, "tpe": tpe(given.seeds), "random": random}
+        ours = ablations(sweeps) if given.ablations else _ours(given.strategy, sweeps)
+        others = {} if given.ablations else {**OTHERS, "tpe": tpe(given.seeds), "random": random}
+        searchers = {**ours, **others}
         scores = {name: [_scores(sweep, search) for sweep in sweeps] for name, search in searchers.items()}
     if given.by_sweep:
         _print_sweeps(sweeps, scores)
     figures = {name: _figures(each) for name, each in scores.items()}
     _print_table(sweeps, figures)
-    named = {"flagcore": next(iter(ours)), "flagscale": "flagscale", "tpe": "tpe", "random": "random"}
+    named = {"flagcore": next(iter(ours)), **{name: name for name in ("flagscale", "tpe", "random") if name in others}}
     short = {short: round(figures[name]["trials_to_within_1pct"], 3) for short, name in named.items()}
     last: dict[str, Any] = {"trials_to_within_1pct": short, "sweeps": len(sweeps), "strategy": named["flagcore"]}
     last["candidates"] = sum(len(sweep.seconds) for sweep in sweeps)

@@ -18,7 +18,7 @@ from typing import Any
 from flagcore import __version__, plugins
 from flagcore.api.load import BUSY, Load
 from flagcore.api.telling import loaded_plugins, tell
-from flagcore.calibration import Calibration, Calibrations
+from flagcore.calibration import Calibration, Calibrations, Experience
 from flagcore.contracts import Running
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
@@ -132,9 +132,12 @@ def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
 
 
 def forget(chip: str) -> list[str]:
-    """Delete the calibrations of `chip` and return their files. Raises RunError, UsageError if there are none."""
+    """Delete the calibrations of `chip`, and what trials on it were measured at, and return their files.
+
+    Raises RunError, UsageError if there are none.
+    """
     kept = Calibrations.of_user()
-    gone = kept.forget(chip)
+    gone = (*kept.forget(chip), *Experience.of_user().forget(chip))
     if gone:
         return [str(path) for path in gone]
     names = sorted({each.chip for _, each in kept.all()})

@@ -34,8 +34,10 @@ def past(records: Iterable[Mapping[str, Any]], chip: Chip, plugins: Plugins, wor
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     for record in islice(records, MOST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
-            job = read_job(record)
-            train = replace(job.train, command=tuple(record["train"].get("command") or ()) or None)
+            told = dict(record["train"])
+            command = tuple(told.pop("command", None) or ()) or None  # a job record has no key for it
+            job = read_job({**record, "train": told})
+            train = replace(job.train, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=train)

@@ -79,6 +79,8 @@ def tune(
     name, experience = "", Experience.of_user()
 
     def past(problem: Problem) -> Past:
+        if not spec.control.use_experience:
+            return Past.nothing()
         chip = problem.platform.task.cluster.groups[0].chip
         return past_of(experience.records(chip, spec.train.engine, but=name), chip, loaded, workload)
 

@@ -64,6 +64,21 @@ class Experience:
                 lines = [json.loads(line) for line in read_regular(path).splitlines()]
                 yield from (line for line in lines if _is_of(line, chip, engine))
 
+    def forget(self, chip: str) -> tuple[Path, ...]:
+        """Delete what runs measured on the chip of that name and return their files. Raises RunError."""
+        gone = []
+        for path in sorted(self.folder.glob("*.jsonl")):
+            with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                lines = [json.loads(line) for line in read_regular(path).splitlines()]
+                if any(line["cluster"]["chip"].casefold() == chip.casefold() for line in lines):
+                    gone.append(path)
+        for path in gone:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
+        return tuple(gone)
+
 
 def _is_of(line: Any, chip: Chip, engine: str) -> bool:
     with suppress(KeyError, TypeError, AttributeError):

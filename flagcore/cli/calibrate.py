@@ -27,7 +27,9 @@ def _finite(context: click.Context, option: click.Parameter, value: float) -> fl
 )
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Measure on N devices only [default: all].")
 @click.option("--list", "listed", is_flag=True, help="List what is kept; measure nothing.")
-@click.option("--forget", metavar="CHIP", help="Delete what is kept for CHIP; measure nothing.")
+@click.option(
+    "--forget", metavar="CHIP", help="Delete what is kept for CHIP, experience of its trials too; measure nothing."
+)
 @options.output
 @options.plugins
 def calibrate_command(

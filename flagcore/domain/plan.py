@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 from flagcore.domain.knowledge import DOES_NOT_FIT, Lessons, Pruned, speed
 from flagcore.domain.noise import drift, drifted, rivals
@@ -70,6 +73,37 @@ class Plan:
     def gain(self) -> float | None:
         """The gain to tell: the least of the rounds, since a disturbed machine can make it look larger than it is."""
         return min(self.gains, default=None)
+
+    @property
+    def off(self) -> Off | None:
+        """How far predictions of step times were off, over trials of which something else was believed by then."""
+        pairs = [off(trial, "predicted") for trial in self.trials], [off(trial, "believed") for trial in self.trials]
+        both = [pair for pair in zip(*pairs, strict=True) if None not in pair]
+        if not both:
+            return None
+        before, after = ([abs(math.log(each)) for each in some if each] for some in zip(*both, strict=True))
+        return Off(before=math.expm1(median(before)), after=math.expm1(median(after)), trials=len(both))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Off:
+    """Medians over `trials` of how far measured step times were from predicted ones, as a share, either way.
+
+    `before` is of what was predicted before anything ran, `after` of what was believed just before each trial.
+    """
+
+    before: float
+    after: float
+    trials: int
+
+
+def off(trial: Trial, told: str) -> float | None:
+    """Return the measured over the `predicted` or `believed` step time of a trial; None if one of them is unknown."""
+    record: Any = trial.predicted.get("believed") if told == "believed" else trial.predicted
+    step = record.get("step_time_s") if isinstance(record, Mapping) else None
+    value = step.get("value") if isinstance(step, Mapping) else None
+    measured = trial.measurement.step_time_s if trial.measurement else None
+    return measured / value if measured and isinstance(value, float) and 0 < value < math.inf else None
 
 
 def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, because: str) -> Plan:

@@ -61,6 +61,7 @@ class Control:
     max_trials: int = 20
     repeats: int = 1
     run_best: bool = False
+    use_experience: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

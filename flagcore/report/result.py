@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from flagcore.domain.plan import Plan
+from flagcore.domain.plan import Plan, off
 from flagcore.domain.trial import Measurement, Trial
 
 SCHEMA_VERSION = 1
@@ -35,6 +35,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
                 {"trial": number, "tokens_per_second_per_device": figure} for number, figure in plan.speeds.items()
             ],
         },
+        "predictions_off": asdict(plan.off) if plan.off else None,
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
     }
@@ -51,6 +52,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "fidelity": each.fidelity,
         "predicted": dict(each.predicted),
         "measured": _measured(each.measurement) if each.measurement else None,
+        "measured_over": {told: off(each, told) for told in ("predicted", "believed")},
         "duration_s": each.duration_s,
         "log": each.log,
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.plan import Counts, Plan
+from flagcore.domain.plan import Counts, Plan, off
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.report.formats import lookup, table
 
@@ -32,8 +32,26 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 
 def plan_text(plan: Plan) -> str:
     """Return the answer first, then every trial, then where the combinations went."""
-    parts = [_answer(plan), trials_table(plan), funnel(plan.counts), f"It ended because {plan.stopped_because}."]
-    return "\n\n".join(parts)
+    parts = [_answer(plan), trials_table(plan), learned_table(plan), funnel(plan.counts)]
+    return "\n\n".join([*(part for part in parts if part), f"It ended because {plan.stopped_because}."])
+
+
+def learned_table(plan: Plan) -> str:
+    """Return how predictions got better by what trials taught, a line a trial; nothing where nothing was believed."""
+    if plan.off is None:
+        return ""
+    line = f"Over {plan.off.trials} trials predictions were off by {plan.off.before:.1%}, after learning by "
+    headings = ["trial", "~step s", "believed s", "step s", "off", "after learning"]
+    rows = []
+    for trial in plan.trials:
+        ratios = [off(trial, told) for told in ("predicted", "believed")]
+        if None in ratios or trial.measurement is None:
+            continue
+        step = trial.measurement.step_time_s
+        seconds = [f"{step / ratio:.4g}" for ratio in ratios if ratio]
+        shares = [f"{ratio - 1:+.1%}" for ratio in ratios if ratio]
+        rows.append([str(trial.number), *seconds, f"{step:.4g}", *shares])
+    return f"{line}{plan.off.after:.1%} (medians).\n{table(headings, rows)}"
 
 
 def trials_table(plan: Plan) -> str:

@@ -161,9 +161,11 @@ class ControlSection(Section):
     max_trials: Trials = _CONTROL.max_trials
     """Number of trials at most."""
     repeats: Repeats = _CONTROL.repeats
-    """How often the best and the baseline are run again at the end."""
+    """How often baseline, best and what may be as fast are run again at the end, at the least."""
     run_best: bool = _CONTROL.run_best
     """Whether the best configuration is started for real at the end."""
+    use_experience: bool = _CONTROL.use_experience
+    """Whether predictions are corrected by what earlier runs on the same chip measured."""
 
 
 class TunerSection(Section):
@@ -178,7 +180,7 @@ class TunerSection(Section):
     objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
     """The figure to optimise: more tokens a second and device, or fewer seconds a step."""
     strategy: Word = "learned"
-    """Name of the search strategy."""
+    """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or one that you install."""
     launcher: Word = "local"
     """Name of the launcher that starts trials."""
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +347,21 @@ def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Pr
     assert done.returncode == 4
     assert "pip install" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_learns_from_earlier_ones_unless_it_must_not(
+    flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
+
+    def believed(name: str, **control: object) -> float:
+        spec = project.spec(control={"max_trials": 2, "repeats": 0, **control})
+        ran = flag("tune", spec, "--run-dir", str(tmp_path / name), "--json", "--quiet")
+        return float(json.loads(ran.out)["trials"][1]["predicted"]["believed"]["step_time_s"]["value"])
+
+    first = believed("one")
+    assert believed("two", use_experience=False) == first
+    assert believed("three") != first
+    assert len(list((tmp_path / "home" / "experience").iterdir())) == 3
+    assert flag("calibrate", "--forget", "cpu").err.count("deleted ") == 3
+    assert believed("four") == first

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.plan import gains
+from flagcore.domain.plan import Counts, Plan, gains, off
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.report.text import learned_table
 from flagcore.stages.learn import learn
 
 
@@ -31,6 +32,46 @@ def test_a_round_of_which_one_half_failed_does_not_count() -> None:
     failed = replace(REPEATS[0], state=TrialState.FAILED, measurement=None)
     more = (trial(4, "baseline", 110.0, Role.REPEAT), trial(5, "best", 121.0, Role.REPEAT))
     assert gains(learn((*FIRST, failed, REPEATS[1], *more))) == (0.5, pytest.approx(0.1))
+
+
+def told(predicted: float | None, believed: float | None, measured: float = 1.0) -> Trial:
+    record: dict[str, object] = {"step_time_s": {"value": predicted}} if predicted else {}
+    ran = trial(0, "x", 1.0 / measured, Role.SEARCH)
+    assert ran.measurement is not None
+    belief = {"believed": {"step_time_s": {"value": believed}}} if believed else {}
+    return replace(ran, predicted=record | belief, measurement=replace(ran.measurement, step_time_s=measured))
+
+
+def test_a_measured_time_is_told_over_what_was_predicted_and_believed() -> None:
+    one = told(predicted=0.5, believed=0.8)
+    assert (off(one, "predicted"), off(one, "believed")) == (2.0, 1.25)
+    assert off(told(0.5, None), "believed") is None
+    assert off(replace(one, measurement=None), "predicted") is None
+
+
+def test_predictions_before_and_after_are_compared_over_the_same_trials() -> None:
+    plan = Plan(
+        chip="x",
+        devices=1,
+        objective="step_time_s",
+        counts=Counts(**dict.fromkeys(Counts.__slots__, 0) | NO_RULES),
+        trials=(told(4.0, None), told(0.5, 1.25), told(2.0, 0.8), told(None, 0.1)),
+        repeats=(),
+        baseline=None,
+        best=None,
+        gains=(),
+        stopped_because="",
+    )
+    assert plan.off is not None
+    assert (plan.off.before, plan.off.after) == (pytest.approx(1.0), pytest.approx(0.25))
+    assert plan.off.trials == 2
+    text = learned_table(plan)
+    assert text.startswith("Over 2 trials predictions were off by 100.0%, after learning by 25.0% (medians).")
+    assert "+100.0%" in text
+    assert learned_table(replace(plan, trials=(told(4.0, None),))) == ""
+
+
+NO_RULES: dict[str, object] = {"illegal": {}, "pruned": {}}
 
 
 def test_what_joined_late_is_compared_with_the_baseline_of_its_own_time() -> None:

@@ -1,0 +1,61 @@
+"""The search with one of its parts taken away, to see what each is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from searchers import Search, Searcher, by_strategy
+from sweeps import Sweep
+
+from flagcore import plugins
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import BoolArray, Columns
+from flagcore.stages.prune import prune
+
+
+def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
+    """Return searches by name. Those with experience know the other models' sweeps on the same chip."""
+    learned, predicted = plugins.strategy("learned"), plugins.strategy("predicted")
+    experienced, new = by_strategy(learned, sweeps), by_strategy(learned)
+
+    def without_prior(sweep: Sweep) -> list[Search]:
+        return new(_without_prior(sweep))
+
+    def without_dominance(sweep: Sweep) -> list[Search]:
+        return experienced(replace(sweep, workload=_Blunt(sweep.workload)))  # type: ignore[arg-type]
+
+    return {
+        "all of it": experienced,
+        "without experience: first run on a chip": new,
+        "without prior and experience": without_prior,
+        "without learning: order of prediction": by_strategy(predicted),
+        "without dominance": without_dominance,
+    }
+
+
+def _without_prior(sweep: Sweep) -> Sweep:
+    """Return a sweep of which all candidates are predicted to take the same time."""
+    known, problem = sweep.problem.predictions, sweep.problem
+    same = np.full_like(known.step_time_s, np.median(known.step_time_s))
+    equal = replace(known, step_time_s=same, low_s=0.5 * same, high_s=2.0 * same, time_s={})
+    pruned = prune(problem.space, equal, sweep.workload, problem.rules, ())
+    return replace(sweep, problem=replace(problem, predictions=equal, pruned=pruned))
+
+
+class _Blunt:
+    """An engine that says of no two candidates which needs more."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
+        return np.zeros(next(iter(columns.values())).size, dtype=np.bool_)
+
+    takes_at_least = needs_at_least
