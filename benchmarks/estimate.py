@@ -124,14 +124,15 @@ def _stages(data: Figures) -> Figures:
     """Return the seconds of each stage, asked as `flag estimate` and `flag tune` ask them."""
     from flagcore import plugins
     from flagcore.api.telling import loaded_plugins
+    from flagcore.domain.experience import Past
     from flagcore.domain.knowledge import Lessons
     from flagcore.spec import parse_spec
     from flagcore.stages.build import build, refusals
     from flagcore.stages.discover import discover
     from flagcore.stages.predict import predict
     from flagcore.stages.prune import prune
-    from flagcore.stages.rank import rank
-    from flagcore.strategies.by_prediction import STRATEGY
+    from flagcore.stages.rank import rank, scene
+    from flagcore.strategies.learned import STRATEGY
 
     spec = parse_spec(data, file="benchmark", base=Path())
     workload = plugins.workload(spec.train.engine)
@@ -144,7 +145,8 @@ def _stages(data: Figures) -> Figures:
         space, build_s = _timed(lambda: build(axes, legality, workload.merges(task)), 1)
         predictions, predict_s = _timed(lambda: predict(task, workload, space, found.costs), ROUNDS)
         pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
-        _, rank_s = _timed(lambda: rank(STRATEGY, space, predictions, pruned, nothing), 1)
+        seen = scene(task, workload, space, predictions, pruned, nothing, Past.nothing())
+        _, rank_s = _timed(lambda: rank(STRATEGY, seen), 1)
     return {
         "chip": task.cluster.groups[0].chip.name,
         "combinations": space.combinations,
