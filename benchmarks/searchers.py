@@ -15,6 +15,7 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
+from flagcore.api.experienced import MOST
 from flagcore.contracts import Scene, Strategy
 from flagcore.domain.budget import spent
 from flagcore.domain.experience import Observed, Past
@@ -51,15 +52,23 @@ def by_strategy(strategy: Strategy, others: Sequence[Sweep] = ()) -> Searcher:
     """Return a search by one of flagcore's strategies, without any limit but its own.
 
     It knows what was measured in those of `others` that are of the same chip and of another model: what earlier runs
-    leave behind.
+    leave behind, and as many of them, the last ones, as a run of `flag tune` learns from.
     """
     taught = [(one, _measured(one, number)) for number, one in enumerate(others, start=1)]
 
     def search(sweep: Sweep) -> list[Search]:
-        known = Observed.join([observed for one, observed in taught if _teaches(one, sweep)])
+        all_of_it = Observed.join([observed for one, observed in taught if _teaches(one, sweep)])
+        known = _last(all_of_it, MOST)
         return [_tuned(sweep, strategy, replace(Past.nothing(), time=known))]
 
     return search
+
+
+def _last(observed: Observed, most: int) -> Observed:
+    rows = np.arange(max(0, len(observed) - most), len(observed))
+    if not rows.size:
+        return Observed.nothing()
+    return Observed(observed.features.take(rows), observed.log_ratio[rows], observed.noise[rows], observed.task[rows])
 
 
 def _teaches(one: Sweep, other: Sweep) -> bool:

@@ -16,7 +16,7 @@ from flagcore.domain.prediction import Components, ModelPart, Predictions, RankP
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
 from flagcore.domain.spec import Spec, Task
-from flagcore.domain.trial import Measurement, Role, Trial
+from flagcore.domain.trial import RUN, Measurement, Role, Trial
 
 
 class MemoryModel(Protocol):
@@ -306,8 +306,8 @@ class Scene:
     """What a strategy sees when the next trial is to be chosen.
 
     `open_rows` (never empty) are rows of `space` that no rule removed and no trial settled. `trials` is one a
-    candidate, in order. `features` gives what errors of predictions may depend on for some rows, and `past` is what
-    trials of other runs were measured at. `seconds_left` is None without a limit.
+    candidate, in order; `probes` were probed where trials run. `features` gives what errors of predictions may depend on
+    for some rows, and `past` is what trials of other runs were measured at. `seconds_left` is None without a limit.
     """
 
     task: Task
@@ -318,6 +318,7 @@ class Scene:
     features: Callable[[IntArray], Features]
     past: Past
     seconds_left: float | None = None
+    probes: Sequence[Trial] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +348,7 @@ class TrialStore(Protocol):
     def trials(self) -> tuple[Trial, ...]:
         """Return every finished trial in order."""
 
-    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object]) -> Trial:
+    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object], fidelity: str = RUN) -> Trial:
         """Note that a trial starts, and return it with its number."""
 
     def finish(self, trial: Trial) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from flagcore.calibration.store import HOME_VARIABLE, Calibrations, same_chip
 from flagcore.domain.chip import Chip
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import RUN, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
 
@@ -36,7 +36,7 @@ class Experience:
 
     def keep(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
         """Write what a run measured, in one step, in place of what it wrote before. Raises RunError."""
-        records = [_record(run, task, trial) for trial in trials if trial.state is TrialState.MEASURED]
+        records = [_record(run, task, trial) for trial in trials if trial.state is TrialState.MEASURED and trial.fidelity == RUN]
         if not records:
             return None
         path = self.folder / f"{run}.jsonl"

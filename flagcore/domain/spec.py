@@ -52,7 +52,10 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """Budgets. Times are wall-clock seconds; `max_time` None means no limit."""
+    """Budgets. Times are wall-clock seconds; `max_time` None means no limit.
+
+    `fidelity` is one of `flagcore.domain.trial.FIDELITIES`; `probes` are those before the first run.
+    """
 
     train_iters: int = 5
     warmup_iters: int = 1
@@ -62,6 +65,8 @@ class Control:
     repeats: int = 1
     run_best: bool = False
     use_experience: bool = True
+    fidelity: str = "run"
+    probes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

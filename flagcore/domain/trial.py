@@ -8,10 +8,18 @@ from enum import Enum
 
 from flagcore.domain.candidate import Candidate
 
+ESTIMATE, PROBE, RUN = FIDELITIES = ("estimate", "probe", "run")
+"""How real the figures of a candidate are, from the cheapest on: predicted, with compute, optimizer and memory measured
+on one device, or of the whole job on all its devices."""
+
 
 class TrialState(Enum):
-    """How a trial ended. Only MEASURED competes for the best; the last five count as failed."""
+    """How a trial ended. Only MEASURED competes for the best; the last five count as failed.
 
+    PREDICTED is a candidate of which no trial was wanted.
+    """
+
+    PREDICTED = "predicted"
     RUNNING = "running"
     MEASURED = "measured"
     STOPPED = "stopped"
@@ -24,7 +32,7 @@ class TrialState(Enum):
     @property
     def failed(self) -> bool:
         """Whether the trial counts as failed."""
-        return self not in (TrialState.RUNNING, TrialState.MEASURED, TrialState.STOPPED)
+        return self not in (TrialState.PREDICTED, TrialState.RUNNING, TrialState.MEASURED, TrialState.STOPPED)
 
 
 class Role(Enum):
@@ -41,7 +49,7 @@ class Measurement:
 
     `step_times_s` are the steps that count (warm-up dropped), in order. `spread_s` is their interquartile
     range. `effective` are the values that the engine says it used, and `partial` marks a trial that was
-    ended early.
+    ended early. Of a probe, `modelled_s` of the step are modelled, and an 80% interval of the step is `low_s` to `high_s`.
     """
 
     step_times_s: tuple[float, ...]
@@ -56,13 +64,16 @@ class Measurement:
     versions: Mapping[str, str] = field(default_factory=dict)
     telemetry: Mapping[str, float] = field(default_factory=dict)
     partial: bool = False
+    modelled_s: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One run of one candidate, as the store keeps it. `predicted` was made before the run.
 
-    `fidelity` says how real the run was: `run` is the whole job on all its devices.
+    `fidelity` says how real it was, see FIDELITIES. `log` is what it printed, relative to the run's folder.
     """
 
     number: int
@@ -74,4 +85,4 @@ class Trial:
     reason: str | None = None
     duration_s: float = 0.0
     log: str = ""
-    fidelity: str = "run"
+    fidelity: str = RUN

@@ -19,6 +19,9 @@ LEAST_NOISE = 0.01
 PARTIAL_NOISE = 0.05
 """Of one whose trial was ended early."""
 
+PROBE_NOISE = 0.05
+"""Of one that was probed where trials run: its communication is modelled, and no other rank disturbs it."""
+
 MEMORY_NOISE = 0.01
 
 BEYOND, FARTHEST = 0.02, 0.5
@@ -28,11 +31,12 @@ more than predicted at the most: beyond, something else went wrong."""
 
 def observed_times(scene: Scene) -> Observed:
     """Return measured over predicted step times. Without a prediction the ratio is to a second."""
-    found = [(trial, row) for trial, row in _rows(scene) if trial.measurement and trial.measurement.step_time_s > 0]
+    found = [(trial, row) for trial, row in _seen(scene) if trial.measurement and trial.measurement.step_time_s > 0]
     rows = np.array([row for _, row in found], dtype=np.int64)
     predicted = unit_where_unknown(scene)[rows]
     measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
-    noise = np.array([_noise(trial.measurement) for trial, _ in found if trial.measurement])
+    least = [PROBE_NOISE if trial in scene.probes else LEAST_NOISE for trial, _ in found]
+    noise = np.array([max(few, _noise(trial.measurement)) for few, (trial, _) in zip(least, found, strict=True)])
     return _observed(scene, rows, np.log(measured) - np.log(predicted), noise)
 
 
@@ -43,11 +47,11 @@ def observed_memory(scene: Scene) -> Observed:
     a little more, whichever is the larger.
     """
     predicted, share = scene.predictions.device_used_bytes, scene.predictions.share_in_use
-    found = [(row, used) for trial, row in _rows(scene) if (used := _used(trial.measurement))]
+    found = [(row, used) for trial, row in _seen(scene) if (used := _used(trial.measurement))]
     rows = np.array([row for row, _ in found], dtype=np.int64)
     ratio = np.log(np.array([used for _, used in found], dtype=np.float64)) - np.log(predicted[rows])
     known = _observed(scene, rows, ratio, np.full(len(rows), MEMORY_NOISE))
-    failed = [row for trial, row in _rows(scene) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
+    failed = [row for trial, row in _seen(scene) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
     if not failed:
         return known
     rows = np.array(failed, dtype=np.int64)
@@ -64,8 +68,11 @@ def unit_where_unknown(scene: Scene) -> FloatArray:
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
 
 
-def _rows(scene: Scene) -> Sequence[tuple[Trial, int]]:
-    return [(trial, row) for trial in scene.trials if (row := scene.space.find(trial.candidate)) is not None]
+def _seen(scene: Scene) -> Sequence[tuple[Trial, int]]:
+    """Return trials and their rows, and probes of candidates that did not run."""
+    ran = {trial.candidate for trial in scene.trials if trial.state is not TrialState.INTERRUPTED}
+    several = (*scene.trials, *(probe for probe in scene.probes if probe.candidate not in ran))
+    return [(trial, row) for trial in several if (row := scene.space.find(trial.candidate)) is not None]
 
 
 def _observed(scene: Scene, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:
@@ -74,7 +81,9 @@ def _observed(scene: Scene, rows: IntArray, ratio: FloatArray, noise: FloatArray
     return Observed(scene.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
 
 
-def _noise(measured: Measurement) -> float:
+def _noise(measured: Measurement | None) -> float:
+    if measured is None:
+        return LEAST_NOISE
     spread = measured.spread_s / measured.step_time_s / math.sqrt(max(len(measured.step_times_s), 1))
     return max(PARTIAL_NOISE if measured.partial else LEAST_NOISE, spread)
 

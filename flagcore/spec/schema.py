@@ -21,6 +21,7 @@ from flagcore.spec.limits import (
     NoSize,
     NoSteps,
     Precision,
+    Probes,
     Rate,
     Repeats,
     Seconds,
@@ -166,6 +167,10 @@ class ControlSection(Section):
     """Whether the best configuration is started for real at the end."""
     use_experience: bool = _CONTROL.use_experience
     """Whether predictions are corrected by what earlier runs on the same chip measured."""
+    fidelity: Literal["estimate", "probe", "run"] = "run"
+    """How real trials are: none, single ranks on one device, or the whole job on all devices."""
+    probes: Probes = _CONTROL.probes
+    """Number of candidates that are probed on one device before the first run."""
 
 
 class TunerSection(Section):

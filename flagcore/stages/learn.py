@@ -7,12 +7,16 @@ from dataclasses import replace
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Lessons
-from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.domain.trial import RUN, Role, Trial, TrialState
 
 
-def learn(trials: Sequence[Trial]) -> Lessons:
-    """Return what finished trials teach. A repeat refines a candidate, it is not another one."""
-    first = [trial for trial in trials if trial.role is not Role.REPEAT]
+def learn(trials: Sequence[Trial], fidelity: str = RUN) -> Lessons:
+    """Return what finished trials teach a search of some fidelity.
+
+    A repeat refines a candidate, it is not another one. Trials of another fidelity settle no candidate.
+    """
+    own = [trial for trial in trials if trial.fidelity == fidelity]
+    first = [trial for trial in own if trial.role is not Role.REPEAT]
     by_candidate: dict[Candidate, Trial] = {}
     for trial in first:
         known = by_candidate.get(trial.candidate)
@@ -20,7 +24,13 @@ def learn(trials: Sequence[Trial]) -> Lessons:
             by_candidate[trial.candidate] = trial
     measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
-    repeats = tuple(trial for trial in trials if trial.role is Role.REPEAT)
-    lessons = Lessons(by_candidate=by_candidate, repeats=repeats, baseline=baseline[0] if baseline else None, best=None)
+    repeats = tuple(trial for trial in own if trial.role is Role.REPEAT)
+    lessons = Lessons(
+        by_candidate=by_candidate,
+        repeats=repeats,
+        baseline=baseline[0] if baseline else None,
+        best=None,
+        probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
+    )
     best = max(measured, key=lambda trial: lessons.speed_of(trial.candidate), default=None)
     return replace(lessons, best=best)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from flagcore.contracts import Launcher, Platform, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.failure import classify, log_tail
 from flagcore.domain.launch import Exit
+from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError, LaunchError
+from flagcore.files import read_regular
 
 POLL_SECONDS = 60.0
 
@@ -27,11 +31,15 @@ def probe(
     seconds: float,
     ranks: Sequence[int] = (),
     on_rank: Callable[[int], object] | None = None,
+    *,
+    earlier: Sequence[str] = (),
+    to_the_end: bool = True,
 ) -> Probe:
     """Probe `ranks` of `candidate`, by default those that tell most of it, one after the other.
 
     Each has a folder of its own in `folder`; all together are ended after `seconds`. `on_rank` is told each rank before
-    it starts. A rank that fails is a result. Raises FlagError if none can be started; KeyboardInterrupt ends the
+    it starts. What ended well in the folders of `earlier` probes of the same is not probed again. A rank that fails is a
+    result, and unless `to_the_end` the last one. Raises FlagError if none can be started; KeyboardInterrupt ends the
     processes, and passes.
     """
     task = platform.task
@@ -39,15 +47,35 @@ def probe(
     columns = workload.columns(task, candidate.as_dict())
     ends, done = time.monotonic() + seconds, []
     for rank in chosen:
+        predicted = workload.rank(task, columns, rank, platform.costs)
+        known = _known(earlier, rank, predicted, workload, platform)
+        if known is not None:
+            done.append(known)
+            continue
         if on_rank is not None:
             on_rank(rank)
         where = os.path.join(folder, f"rank-{rank}")
         left = max(1.0, ends - time.monotonic())
-        predicted = workload.rank(task, columns, rank, platform.costs)
         ended = _run(platform, workload, launcher, candidate, rank, where, left)
         blank = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted, duration_s=ended.duration_s)
         done.append(_outcome(blank, ended, platform, workload, where))
+        if done[-1].measured is None and not to_the_end:
+            break
     return Probe(candidate=candidate, ranks=tuple(done))
+
+
+def _known(
+    folders: Sequence[str], rank: int, predicted: RankPrediction, workload: Workload, platform: Platform
+) -> RankProbe | None:
+    """Return what an earlier probe of a rank, in one of several folders, left when it ended well, or None."""
+    for folder in folders:
+        where = os.path.join(folder, f"rank-{rank}")
+        with suppress(OSError, ValueError, KeyError, TypeError, FlagError):
+            ended = json.loads(read_regular(os.path.join(where, "exit.json")))
+            if ended["code"] == 0 and ended["ended_by"] is None:
+                measured = workload.read_probe(platform.task, where)
+                return RankProbe(rank=rank, state=TrialState.MEASURED, predicted=predicted, measured=measured)
+    return None
 
 
 def _run(

@@ -37,19 +37,25 @@ def prune(
     rules: Sequence[PruningRule],
     trials: Sequence[Trial],
     before: Pruned | None = None,
+    probes: Sequence[Trial] = (),
 ) -> Pruned:
     """Return what is ruled out by prediction, by `rules` and by what `trials` proved.
 
-    What trials used of memory corrects what is predicted of all candidates. With `before`, the outcome of an earlier
+    What trials used of memory corrects what is predicted of all candidates. Of `probes`, which settle nothing, only
+    memory counts: one that ran out rules its own candidate out, too. With `before`, the outcome of an earlier
     call, only trials that are new are applied, unless others fit now than did then.
     """
-    too_much = predictions.share_in_use * _least_share(space, predictions, trials) > 1.0
+    too_much = predictions.share_in_use * _least_share(space, predictions, (*trials, *probes)) > 1.0
     pruned = before
     if pruned is None or not np.array_equal(pruned.too_much, too_much):
         pruned = _by_prediction(space, predictions, rules, too_much)
     for trial in trials:
         if trial.number not in pruned.seen:
             pruned = replace(_by_trial(pruned, space, predictions, workload, trial), seen=pruned.seen | {trial.number})
+    for trial in probes:
+        if trial.number not in pruned.seen and trial.state is TrialState.OUT_OF_MEMORY:
+            known = _by_memory(pruned, space, predictions, workload, trial)
+            pruned = replace(known, seen=known.seen | {trial.number})
     return pruned
 
 
@@ -92,15 +98,26 @@ def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: 
     rows = pruned.open_rows
     if not rows.size or trial.state not in (TrialState.OUT_OF_MEMORY, TrialState.MEASURED):
         return pruned
+    if trial.state is TrialState.OUT_OF_MEMORY:
+        return _by_memory(pruned, space, predictions, workload, trial, itself=False)
     columns, row = space.columns(rows), space.find(trial.candidate)
     other = ~_is(columns, space, trial.candidate)
-    if trial.state is TrialState.OUT_OF_MEMORY:
-        mask = workload.needs_at_least(columns, trial.candidate) & other
-        return _remove(
-            pruned, AS_MUCH_MEMORY, rows, mask & _not_less(predictions.device_used_bytes, rows, row), trial.number
-        )
     mask = workload.takes_at_least(columns, trial.candidate) & other
     return _remove(pruned, AS_MUCH_WORK, rows, mask & _not_less(predictions.step_time_s, rows, row), trial.number)
+
+
+def _by_memory(
+    pruned: Pruned, space: Space, predictions: Predictions, workload: Workload, trial: Trial, *, itself: bool = True
+) -> Pruned:
+    """Return `pruned` without what needs as much memory as a trial that ran out of it."""
+    rows = pruned.open_rows
+    if not rows.size:
+        return pruned
+    columns, row = space.columns(rows), space.find(trial.candidate)
+    mask = workload.needs_at_least(columns, trial.candidate) & _not_less(predictions.device_used_bytes, rows, row)
+    if not itself:
+        mask &= ~_is(columns, space, trial.candidate)
+    return _remove(pruned, AS_MUCH_MEMORY, rows, mask, trial.number)
 
 
 def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:

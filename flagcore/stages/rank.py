@@ -49,6 +49,7 @@ def scene(
         features=of_rows,
         past=past,
         seconds_left=seconds_left,
+        probes=lessons.probes,
     )
 
 

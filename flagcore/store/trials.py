@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
 
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import RUN, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
 from flagcore.store.directory import writable
@@ -69,10 +69,10 @@ class OptunaStore:
         frozen = self._study.get_trials(deepcopy=False)
         return tuple(_thaw(each) for each in frozen if "result" in each.user_attrs)
 
-    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object]) -> Trial:
+    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object], fidelity: str = RUN) -> Trial:
         """Note that a trial starts, make its folder, and return it with its number."""
         values = candidate.as_dict()
-        attributes = {"candidate": values, "role": role.value, "predicted": dict(predicted)}
+        attributes = {"candidate": values, "role": role.value, "fidelity": fidelity, "predicted": dict(predicted)}
         params = {knob: values[knob] for knob in self._distributions if knob in values}
         template = create_trial(
             state=OptunaState.RUNNING,
@@ -89,6 +89,7 @@ class OptunaStore:
                 state=TrialState.RUNNING,
                 predicted=predicted,
                 log=f"trials/{number}/stdout.log",
+                fidelity=fidelity,
             )
             Path(self.folder(trial)).mkdir(parents=True, exist_ok=True)
         return trial
@@ -156,6 +157,7 @@ def _result(trial: Trial) -> dict[str, Any]:
         "state": trial.state.value,
         "reason": trial.reason,
         "duration_s": trial.duration_s,
+        "log": trial.log,
         "measurement": measured,
     }
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
@@ -177,7 +179,8 @@ def _thaw(frozen: FrozenTrial) -> Trial:
         measurement=measured,
         reason=result.get("reason"),
         duration_s=float(result.get("duration_s", 0.0)),
-        log=f"trials/{frozen.number}/stdout.log",
+        log=str(result.get("log", f"trials/{frozen.number}/stdout.log")),
+        fidelity=str(attributes.get("fidelity", RUN)),
     )
 
 

@@ -12,7 +12,7 @@ from scipy.special import ndtr
 from flagcore.contracts import Choice, Scene
 from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning import MEMORY, TIME, Ratios, chance_to_gain, expected_gain
 from flagcore.learning.trials import observed_memory, observed_times, unit_where_unknown
 
@@ -94,7 +94,12 @@ def _fits(scene: Scene, rows: IntArray, found: Features) -> FloatArray:
 
 
 def _cost(scene: Scene, log_time: FloatArray) -> FloatArray:
-    """Return the expected seconds of a trial: what trials took beside their steps, and the steps."""
+    """Return the expected seconds of a trial: what trials took beside their steps, and the steps.
+
+    A probe runs few micro-batches, whatever the step: all cost the same.
+    """
+    if scene.task.spec.control.fidelity == PROBE:
+        return np.ones_like(log_time)
     steps = scene.task.spec.control.train_iters
     beside = [
         trial.duration_s - steps * trial.measurement.step_time_s

@@ -340,7 +340,8 @@ def test_a_second_tuner_on_one_folder_is_told_who_holds_it(flag: Flag, project: 
 def test_without_a_megatron_there_is_no_way_to_run_its_trial_program(project: Project) -> None:
     (project.folder / "torch.py").write_text("raise ImportError")
     spec = project.spec(train={"command": None})
-    code = "import sys; sys.modules['torch'] = None; from flagcore.cli import main; main()"
+    first = "import sys, flagcore.strategies.learned"  # scipy asks what is loaded whether it is torch
+    code = f"{first}; sys.modules['torch'] = None; from flagcore.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "tune", spec], capture_output=True, text=True, cwd=project.folder, timeout=30
     )
