@@ -40,7 +40,8 @@ def learned_table(plan: Plan) -> str:
     """Return how predictions got better by what trials taught, a line a trial; nothing where nothing was believed."""
     if plan.off is None:
         return ""
-    line = f"Over {plan.off.trials} trials predictions were off by {plan.off.before:.1%}, after learning by "
+    over = f"{plan.off.trials} trial{'s' if plan.off.trials > 1 else ''}"
+    line = f"Over {over} predictions were off by {_far(plan.off.before)}, after learning by {_far(plan.off.after)}"
     headings = ["trial", "~step s", "believed s", "step s", "off", "after learning"]
     rows = []
     for trial in plan.trials:
@@ -51,7 +52,12 @@ def learned_table(plan: Plan) -> str:
         seconds = [f"{step / ratio:.4g}" for ratio in ratios if ratio]
         shares = [f"{ratio - 1:+.1%}" for ratio in ratios if ratio]
         rows.append([str(trial.number), *seconds, f"{step:.4g}", *shares])
-    return f"{line}{plan.off.after:.1%} (medians).\n{table(headings, rows)}"
+    return f"{line} (medians).\n{table(headings, rows)}"
+
+
+def _far(share: float) -> str:
+    """Return how far one of two figures is above the other."""
+    return f"{share:.1%}" if share < 1.0 else f"a factor of {1.0 + share:.3g}"
 
 
 def trials_table(plan: Plan) -> str:

@@ -66,7 +66,7 @@ def test_predictions_before_and_after_are_compared_over_the_same_trials() -> Non
     assert (plan.off.before, plan.off.after) == (pytest.approx(1.0), pytest.approx(0.25))
     assert plan.off.trials == 2
     text = learned_table(plan)
-    assert text.startswith("Over 2 trials predictions were off by 100.0%, after learning by 25.0% (medians).")
+    assert text.startswith("Over 2 trials predictions were off by a factor of 2, after learning by 25.0% (medians).")
     assert "+100.0%" in text
     assert learned_table(replace(plan, trials=(told(4.0, None),))) == ""
 
