@@ -306,8 +306,8 @@ class Scene:
     """What a strategy sees when the next trial is to be chosen.
 
     `open_rows` (never empty) are rows of `space` that no rule removed and no trial settled. `trials` is one a
-    candidate, in order; `probes` were probed where trials run. `features` gives what errors of predictions may depend on
-    for some rows, and `past` is what trials of other runs were measured at. `seconds_left` is None without a limit.
+    candidate, in order; `probes` were probed where trials run. `features` gives what errors of predictions may depend
+    on for some rows, and `past` is what trials of other runs were measured at. `seconds_left` is None without a limit.
     """
 
     task: Task

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Scene, Strategy, TrialStore, Workload
 from flagcore.domain.budget import allowance, room_for, seconds_left, spent
@@ -13,16 +16,23 @@ from flagcore.domain.experience import Past
 from flagcore.domain.noise import next_repeat
 from flagcore.domain.plan import Plan, summarise
 from flagcore.domain.spec import Spec
-from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
+from flagcore.foretold import foretold, must_have_a_time
 from flagcore.problem import Problem, must_fit, pose
+from flagcore.stages.combine import combine
 from flagcore.stages.discover import present
+from flagcore.stages.judge import judge
 from flagcore.stages.launch import launch
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import measure
 from flagcore.stages.predict import record
+from flagcore.stages.probe import probe
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, scene
+
+PROBES_SHARE = 0.5
+"""Of `control.max_time` as much is for the probes before the first run, at the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +58,23 @@ class Ending:
 
 
 def tune(spec: Spec, parts: Parts) -> Ending:
-    """Find the fastest configuration by running candidates for real. What was measured is kept, however it ends."""
+    """Find the fastest configuration by running candidates for real, by probing them, or as predicted.
+
+    What was measured is kept, however it ends.
+    """
+    fidelity = spec.control.fidelity
     problem = pose(spec, parts.plugins, parts.workload)
     must_fit(problem)
-    present(problem.platform, parts.plugins.devices())
+    if fidelity != RUN:
+        must_have_a_time(problem)
+    if fidelity == ESTIMATE:
+        parts.open_store(problem)
+        return Ending(plan=foretold(problem), problem=problem, error=None)
+    present(problem.platform, parts.plugins.devices(), needed=1 if fidelity == PROBE else None)
     session = _Session(problem, parts)
     error: FlagError | None = None
     try:
+        session.probe_first()
         because = session.search()
         session.repeat()
     except KeyboardInterrupt:
@@ -70,8 +90,11 @@ class _Session:
 
     def __init__(self, problem: Problem, parts: Parts) -> None:
         self.problem, self.parts, self.store = problem, parts, parts.open_store(problem)
-        self.control = problem.platform.task.spec.control
-        self.spent_before = sum(trial.duration_s for trial in self.store.trials())
+        control = problem.platform.task.spec.control
+        self.fidelity = control.fidelity
+        self.control = control if self.fidelity == RUN else replace(control, repeats=0)
+        counts = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
+        self.spent_before = sum(trial.duration_s for trial in counts)
         self.started = time.monotonic()
         self.pruned, self.lessons, self.past = problem.pruned, learn(()), parts.past(problem)
         self._learn()
@@ -87,10 +110,36 @@ class _Session:
             self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice)
         return because
 
+    def probe_first(self) -> None:
+        """Probe the candidates that the strategy would try first, until there are as many probes as are wanted.
+
+        Half of the time is left for runs at the least.
+        """
+        while len(done := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
+            choice = rank(self.parts.strategy, self._scene_of_probes(done))
+            if choice.row is None:
+                return
+            self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice, PROBE)
+
     def repeat(self) -> None:
         """Run baseline, best and its rivals again in rotation, so that what is told is not noise."""
         while (trial := next_repeat(self.control, self.lessons)) and room_for(self.control, trial, self.elapsed):
             self._run(trial.candidate, Role.REPEAT)
+
+    def _probed(self) -> frozenset[Candidate]:
+        ended = [trial for trial in self.lessons.probes if trial.state is not TrialState.INTERRUPTED]
+        return frozenset(trial.candidate for trial in ended)
+
+    def _seconds_for_probes(self) -> float:
+        most = self.control.max_time
+        return math.inf if most is None else most * PROBES_SHARE - self.elapsed
+
+    def _scene_of_probes(self, done: frozenset[Candidate]) -> Scene:
+        """Return the scene as it would be before any run, without the candidates that are probed."""
+        seen = self._scene()
+        rows = [row for candidate in done if (row := seen.space.find(candidate)) is not None]
+        cut = [trial for trial in self.lessons.probes if trial.state is TrialState.INTERRUPTED]
+        return replace(seen, trials=cut, open_rows=np.setdiff1d(seen.open_rows, np.array(rows, dtype=np.int64)))
 
     def _scene(self) -> Scene:
         problem, most = self.problem, self.control.max_time
@@ -99,22 +148,19 @@ class _Session:
         known = self.pruned, self.lessons, self.past
         return scene(task, workload, problem.space, problem.predictions, *known, left)
 
-    def _run(self, candidate: Candidate, role: Role, choice: Choice | None = None) -> None:
-        """Launch, measure, keep and learn one trial. An interrupt is kept as such, and passes."""
-        platform, workload = self.problem.platform, self.parts.workload
+    def _run(self, candidate: Candidate, role: Role, choice: Choice | None = None, fidelity: str | None = None) -> None:
+        """Run or probe, keep and learn one trial. An interrupt is kept as such, and passes."""
+        platform, fidelity = self.problem.platform, fidelity or self.fidelity
         row = self.problem.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
         predicted = record(platform.task, self.problem.predictions.row(row))
         if choice:
             predicted |= {"chosen_because": choice.because, "believed": dict(choice.belief)}
-        trial = self.store.begin(candidate, role, predicted)
+        trial = self.store.begin(candidate, role, predicted, fidelity)
         self._tell("trial_started", trial)
-        folder, began = self.store.folder(trial), time.monotonic()
-        best = self.lessons.best if role is Role.SEARCH else None
+        began = time.monotonic()
         try:
-            limit = allowance(self.control, self.elapsed)
-            running = launch(platform, workload, self.parts.launcher, candidate, folder, limit)
-            done = measure(running, platform, workload, trial, folder, best)
+            done = self._measured(trial) if fidelity == RUN else self._from_probe(trial, row)
         except (KeyboardInterrupt, LaunchError) as error:
             reason = str(error) or "interrupted by the user"
             done = replace(trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=time.monotonic() - began)
@@ -124,6 +170,30 @@ class _Session:
             done = replace(trial, state=TrialState.FAILED, reason=str(error))
         self._settle(done)
 
+    def _measured(self, trial: Trial) -> Trial:
+        """Launch and measure."""
+        platform, workload, folder = self.problem.platform, self.parts.workload, self.store.folder(trial)
+        best = self.lessons.best if trial.role is Role.SEARCH else None
+        limit = allowance(self.control, self.elapsed)
+        running = launch(platform, workload, self.parts.launcher, trial.candidate, folder, limit)
+        return measure(running, platform, workload, trial, folder, best)
+
+    def _from_probe(self, trial: Trial, row: int) -> Trial:
+        """Probe rank by rank, and go on where an earlier probe of the same candidate was interrupted."""
+        platform, workload, folder = self.problem.platform, self.parts.workload, self.store.folder(trial)
+        limit = allowance(self.control, self.elapsed)
+        if self.fidelity == RUN:
+            limit = max(1.0, min(limit, self._seconds_for_probes()))
+        earlier = [
+            self.store.folder(each)
+            for each in self.store.trials()
+            if (each.candidate, each.fidelity) == (trial.candidate, PROBE) and each.state is TrialState.INTERRUPTED
+        ]
+        launcher, candidate = self.parts.launcher, trial.candidate
+        found = probe(platform, workload, launcher, candidate, folder, limit, earlier=earlier, to_the_end=False)
+        combined = combine(self.problem.predictions.row(row), found, platform.costs.memory)
+        return judge(platform.task, trial, found, combined)
+
     def _settle(self, done: Trial) -> None:
         self.store.finish(done)
         self._learn()
@@ -131,9 +201,9 @@ class _Session:
 
     def _learn(self) -> None:
         space, predictions = self.problem.space, self.problem.predictions
-        self.lessons = learn(self.store.trials())
-        rules = self.problem.rules
-        self.pruned = prune(space, predictions, self.parts.workload, rules, self.lessons.trials, self.pruned)
+        self.lessons = learn(self.store.trials(), self.fidelity)
+        known = self.problem.rules, self.lessons.trials, self.pruned, self.lessons.probes
+        self.pruned = prune(space, predictions, self.parts.workload, *known)
 
     @property
     def elapsed(self) -> float:

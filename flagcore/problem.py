@@ -10,7 +10,7 @@ from flagcore.contracts import Platform, Plugins, PruningRule, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Pruned
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Space
+from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import NothingFits, SpecError
 from flagcore.stages.build import build, check, refusals
@@ -51,6 +51,14 @@ def must_fit(problem: Problem) -> None:
     """Raise NothingFits if no candidate is left, with what each rule took and how close the closest came."""
     if not problem.pruned.open_rows.size:
         raise NothingFits(_why_nothing_fits(problem.space, problem.predictions, problem.pruned))
+
+
+def fastest(problem: Problem) -> IntArray:
+    """Return the rows that are left, the fastest predicted first; those without a time are the last."""
+    rows = problem.pruned.open_rows
+    time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
+    order: IntArray = rows[np.lexsort((problem.predictions.device_used_bytes[rows], time))]
+    return order
 
 
 def _space(platform: Platform, workload: Workload, task: Task, baseline: Candidate | None = None) -> Space:

@@ -19,7 +19,7 @@ from flagcore.domain.prediction import of_row
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import NothingFits, RunError, UsageError
-from flagcore.problem import Problem, must_fit, pose
+from flagcore.problem import Problem, fastest, must_fit, pose
 from flagcore.spec import read_spec
 from flagcore.stages.build import refusals
 from flagcore.stages.missing import no_time
@@ -72,9 +72,8 @@ def estimate(
     """
     problem, workload = _pose(Path(spec_file), chip, without)
     must_fit(problem)
-    rows = problem.pruned.open_rows
-    time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
-    order = rows[np.lexsort((problem.predictions.device_used_bytes[rows], time))[:top]]
+    order = fastest(problem)
+    untimed = np.isnan(problem.predictions.step_time_s[order])
     baseline = problem.space.find(problem.baseline)
     assert baseline is not None
     task = problem.platform.task
@@ -83,10 +82,12 @@ def estimate(
         devices=task.cluster.devices,
         counts=_before_trials(problem),
         baseline=_records(problem, workload, np.array([baseline]))[0],
-        candidates=tuple({"number": n, **each} for n, each in enumerate(_records(problem, workload, order), start=1)),
+        candidates=tuple(
+            {"number": n, **each} for n, each in enumerate(_records(problem, workload, order[:top]), start=1)
+        ),
         model=tuple(model_table(workload.parts(task))),
-        untimed=int(np.isinf(time).sum()),
-        no_time=no_time(task, problem.platform.costs) if np.isinf(time).any() else "",
+        untimed=int(untimed.sum()),
+        no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),
     )
 

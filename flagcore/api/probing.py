@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from flagcore import plugins
@@ -19,7 +18,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
-from flagcore.problem import Problem, must_fit, pose
+from flagcore.problem import Problem, fastest, must_fit, pose
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present
@@ -115,9 +114,7 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
     if candidate == "baseline":
         return [problem.baseline]
     must_fit(problem)
-    rows = problem.pruned.open_rows
-    time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
-    order = rows[np.lexsort((problem.predictions.device_used_bytes[rows], time))]
+    order = fastest(problem)
     if candidate is not None:
         number = int(candidate)
         if not 1 <= number <= order.size:

@@ -36,7 +36,11 @@ class Experience:
 
     def keep(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
         """Write what a run measured, in one step, in place of what it wrote before. Raises RunError."""
-        records = [_record(run, task, trial) for trial in trials if trial.state is TrialState.MEASURED and trial.fidelity == RUN]
+        records = [
+            _record(run, task, trial)
+            for trial in trials
+            if trial.state is TrialState.MEASURED and trial.fidelity == RUN
+        ]
         if not records:
             return None
         path = self.folder / f"{run}.jsonl"

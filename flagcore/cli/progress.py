@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
+from flagcore.domain.trial import PROBE
 from flagcore.report.text import candidate_text
 
 
@@ -31,13 +32,14 @@ def _print(text: str, stream: TextIO) -> None:
 def line(event: Event) -> str:
     """Return an event as one line: what runs or ran, how many are done, time left, best so far."""
     trial = event.trial
-    what = f"trial {trial.number} ({trial.role.value})"
+    what = f"trial {trial.number} ({trial.role.value}{', probed' if trial.fidelity == PROBE else ''})"
     if event.kind == "trial_started":
         predicted = trial.predicted.get("step_time_s")
         guess = f", predicted ~{predicted['value']:.3g} s" if isinstance(predicted, dict) else ""
         return f"{what} starts: {candidate_text(trial.candidate)}{guess}"
     timed = trial.measurement if not trial.state.failed else None
-    said = f"{timed.step_time_s:.3g} s a step" if timed else trial.reason or ""
+    modelled = "~" if timed and timed.modelled_s is not None else ""
+    said = f"{modelled}{timed.step_time_s:.3g} s a step" if timed else trial.reason or ""
     return f"{what} {trial.state.value}: {said}  [{_state(event)}]"
 
 
@@ -46,7 +48,8 @@ def _state(event: Event) -> str:
     if event.seconds_left is not None:
         parts.append(f"at most ~{event.seconds_left / 60:.1f} min left")
     if event.best and event.best.measurement:
-        parts.append(f"best {event.best.measurement.step_time_s:.3g} s (trial {event.best.number})")
+        modelled = "~" if event.best.measurement.modelled_s is not None else ""
+        parts.append(f"best {modelled}{event.best.measurement.step_time_s:.3g} s (trial {event.best.number})")
     return ", ".join(parts)
 
 

@@ -15,15 +15,28 @@ from flagcore.cli import options
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Where the run is kept [default: runs/NAME-OF-SPEC].")
 @click.option("--new", is_flag=True, help="Start afresh; an earlier run there is moved aside, not deleted.")
 @click.option("--storage", metavar="URL", help="Keep the trials in this optuna storage instead of the run's journal.")
+@click.option(
+    "--fidelity",
+    type=click.Choice(("estimate", "probe", "run")),
+    help="Predict only, probe ranks on one device, or run [default: the spec's, else run].",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @options.output
 @options.plugins
 def tune_command(
-    spec: str, run_dir: str | None, new: bool, storage: str | None, quiet: bool, form: str, without: tuple[str, ...]
+    spec: str,
+    run_dir: str | None,
+    new: bool,
+    storage: str | None,
+    fidelity: str | None,
+    quiet: bool,
+    form: str,
+    without: tuple[str, ...],
 ) -> None:
     """Find the fastest configuration for SPEC by running candidates for real.
 
-    Started again, it goes on where it was: a finished trial is never repeated.
+    Started again, it goes on where it was: a finished trial is never repeated. It may go on at a higher fidelity: what
+    was probed is used by the runs.
     """
     from flagcore import api
     from flagcore.cli.progress import progress
@@ -31,7 +44,9 @@ def tune_command(
     from flagcore.report.text import candidate_columns
 
     with progress(sys.stderr, quiet) as on_event:
-        found = api.tune(spec, run_dir=run_dir, new=new, without=without, storage=storage, on_event=on_event)
+        found = api.tune(
+            spec, run_dir=run_dir, new=new, without=without, storage=storage, fidelity=fidelity, on_event=on_event
+        )
     if form == "table":
         click.echo(str(found))
     elif form == "json":
@@ -41,7 +56,8 @@ def tune_command(
         columns = {"trial": "number", **candidate_columns(trials), **TRIAL_COLUMNS}
         click.echo(render([found.data] if form == "yaml" else trials, form, columns))
     if not quiet:
-        options.say(f"Kept in {found.run_dir}; start the best with `flag run {found.run_dir}`.")
+        start = f"start the best with `flag run {found.run_dir}`" if found.can_start else "best.sh says what it lacks"
+        options.say(f"Kept in {found.run_dir}; {start}.")
     if found.run_best:
         api.run_best(found.run_dir, stdout=2)
 

@@ -47,8 +47,8 @@ class Pruned:
 class Lessons:
     """The state of knowledge: the last trial of each candidate, the user's own, and the best one.
 
-    The best is the candidate with the best median of its runs, and told as its first one. `probes` are trials of a lower
-    fidelity, which settle nothing.
+    The best is the candidate with the best median of its runs, and told as its first one. `probes` are trials of a
+    lower fidelity, which settle nothing.
     """
 
     by_candidate: dict[Candidate, Trial]

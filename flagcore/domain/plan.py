@@ -13,7 +13,7 @@ from flagcore.domain.knowledge import DOES_NOT_FIT, Lessons, Pruned, speed
 from flagcore.domain.noise import drift, drifted, rivals
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import RUN, Trial, TrialState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ class Plan:
 
     `speeds` are the median tokens per second and device of candidates that ran more than once, by the number of their
     first trial. `rivals` are not told apart from the best. `drift` is how much faster the baseline's last run was than
-    its first, None without a repeat of it, and `drifted` says that this is more than noise.
+    its first, None without a repeat of it, and `drifted` says that this is more than noise. `fidelity` is that of the
+    trials; `probes` are of a lower one, before the first run.
     """
 
     chip: str
@@ -68,6 +69,8 @@ class Plan:
     rivals: tuple[Trial, ...] = ()
     drift: float | None = None
     drifted: bool = False
+    fidelity: str = RUN
+    probes: tuple[Trial, ...] = ()
 
     @property
     def gain(self) -> float | None:
@@ -127,6 +130,8 @@ def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, becaus
         rivals=rivals(lessons),
         drift=drift(lessons),
         drifted=drifted(lessons),
+        fidelity=task.spec.control.fidelity,
+        probes=lessons.probes,
     )
 
 

@@ -49,7 +49,8 @@ class Measurement:
 
     `step_times_s` are the steps that count (warm-up dropped), in order. `spread_s` is their interquartile
     range. `effective` are the values that the engine says it used, and `partial` marks a trial that was
-    ended early. Of a probe, `modelled_s` of the step are modelled, and an 80% interval of the step is `low_s` to `high_s`.
+    ended early. Of a probe, `modelled_s` of the step are modelled, and `low_s` to `high_s` is an 80% interval of the
+    step.
     """
 
     step_times_s: tuple[float, ...]

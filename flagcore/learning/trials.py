@@ -35,7 +35,8 @@ def observed_times(scene: Scene) -> Observed:
     rows = np.array([row for _, row in found], dtype=np.int64)
     predicted = unit_where_unknown(scene)[rows]
     measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
-    least = [PROBE_NOISE if trial in scene.probes else LEAST_NOISE for trial, _ in found]
+    probes = {probe.number for probe in scene.probes}
+    least = [PROBE_NOISE if trial.number in probes else LEAST_NOISE for trial, _ in found]
     noise = np.array([max(few, _noise(trial.measurement)) for few, (trial, _) in zip(least, found, strict=True)])
     return _observed(scene, rows, np.log(measured) - np.log(predicted), noise)
 

@@ -21,6 +21,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "chip": plan.chip,
         "devices": plan.devices,
         "objective": {"name": plan.objective, "direction": DIRECTIONS[plan.objective]},
+        "fidelity": plan.fidelity,
         "stopped_because": plan.stopped_because,
         "counts": asdict(plan.counts),
         "baseline": trial(plan.baseline) if plan.baseline else None,
@@ -38,6 +39,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "predictions_off": asdict(plan.off) if plan.off else None,
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
+        "probes": [trial(each) for each in plan.probes],
     }
 
 
@@ -76,4 +78,6 @@ def _measured(measured: Measurement) -> dict[str, Any]:
         figure = getattr(measured, name)
         if figure is not None:
             data[name.replace("_bytes", "_gib")] = figure / GIB
+    if measured.modelled_s is not None:
+        data["step_time_s"] |= {"modelled": measured.modelled_s, "low": measured.low_s, "high": measured.high_s}
     return data | ({"partial": True} if measured.partial else {})

@@ -7,7 +7,7 @@ from typing import Any
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, off
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
 from flagcore.report.formats import lookup, table
 
 GIB = 2**30
@@ -32,7 +32,7 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 
 def plan_text(plan: Plan) -> str:
     """Return the answer first, then every trial, then where the combinations went."""
-    parts = [_answer(plan), trials_table(plan), learned_table(plan), funnel(plan.counts)]
+    parts = [_answer(plan), trials_table(plan), learned_table(plan), funnel(plan.counts, plan.fidelity)]
     return "\n\n".join([*(part for part in parts if part), f"It ended because {plan.stopped_because}."])
 
 
@@ -62,24 +62,34 @@ def _far(share: float) -> str:
 
 def trials_table(plan: Plan) -> str:
     """Return one line a trial: its configuration, measured and predicted (~) figures, and why it failed if it did."""
-    trials = [*plan.trials, *plan.repeats]
+    trials = [*plan.probes, *plan.trials, *plan.repeats]
     if not trials:
         return "No trial ran."
-    base = plan.baseline.measurement.step_time_s if plan.baseline and plan.baseline.measurement else None
+    base = _step(plan.baseline) if plan.baseline else None
     headings = ["trial", "configuration", "state", "step s", "spread", "~step s", "tok/s/dev", "vs base", "GiB", "~GiB"]
-    rows = [[_name(plan, trial), candidate_text(trial.candidate), *_figures(trial, base)] for trial in trials]
+    rows = [
+        [
+            _name(plan, trial),
+            candidate_text(trial.candidate),
+            *_figures(trial, base if trial.fidelity == plan.fidelity else None),
+        ]
+        for trial in trials
+    ]
     reasons = [f"trial {trial.number}: {trial.reason}" for trial in trials if trial.reason and trial.state.failed]
     return "\n".join([table(headings, rows), *reasons])
 
 
-def funnel(counts: Counts) -> str:
+def funnel(counts: Counts, fidelity: str = RUN) -> str:
     """Return where every combination went, a line a rule."""
     rows = [("combinations", counts.combinations)]
     rows += [(f"  illegal: {name}", -number) for name, number in sorted(counts.illegal.items(), key=lambda p: -p[1])]
     rows += [("  the same as another", -counts.merged), ("candidates", counts.candidates)]
     rows += [("  predicted not to fit", -counts.does_not_fit)]
     rows += [(f"  pruned: {name}", -number) for name, number in sorted(counts.pruned.items(), key=lambda p: -p[1])]
-    rows += [("  measured", -counts.measured), ("  ended early as surely slower", -counts.stopped)]
+    rows += [
+        ("  probed" if fidelity == PROBE else "  measured", -counts.measured),
+        ("  ended early as surely slower", -counts.stopped),
+    ]
     rows += [("  failed", -counts.failed), ("untried", counts.untried)]
     width = max(len(name) for name, _ in rows)
     figures = [f"{number:,}" for _, number in rows]
@@ -122,28 +132,55 @@ def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _answer(plan: Plan) -> str:
-    if plan.best is None or plan.best.measurement is None:
-        return "No configuration could be measured."
-    best = plan.best.measurement
-    lines = [
-        f"Best on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate)}",
-        f"  {best.tokens_per_second_per_device:,.0f} tokens/s/device, step {best.step_time_s:.4g} s "
-        f"(spread {best.spread_s:.2g} s over {len(best.step_times_s)} steps)",
-    ]
+    if plan.best is None:
+        return f"No configuration could be {'probed' if plan.fidelity == PROBE else 'measured'}."
+    how = {ESTIMATE: ", as predicted (nothing ran)", PROBE: ", as probed on one device (it never ran)", RUN: ""}
+    heading = f"Best on {plan.devices} x {plan.chip}{how[plan.fidelity]}: {candidate_text(plan.best.candidate)}"
+    lines, mark = [heading, f"  {_speed(plan.best)}"], "" if plan.fidelity == RUN else "~"
     if plan.baseline is None:
         return "\n".join([*lines, *_noise(plan)])
     baseline = candidate_text(plan.baseline.candidate)
     if plan.gain is None:
-        lines.append(f"  no gain can be told: the baseline ({baseline}) is {plan.baseline.state.value}")
+        fits = lookup(plan.baseline.predicted, "memory.fits") is not False
+        state = plan.baseline.state.value if plan.fidelity != ESTIMATE or fits else "predicted not to fit"
+        lines.append(f"  no gain can be told: the baseline ({baseline}) is {state}")
     elif plan.best.candidate == plan.baseline.candidate:
-        lines.append("  it is the baseline: nothing that was tried is faster")
+        others = (
+            "nothing is predicted to be faster" if plan.fidelity == ESTIMATE else "nothing that was tried is faster"
+        )
+        lines.append(f"  it is the baseline: {others}")
     else:
-        lines.append(f"  {plan.gain:+.1%} tokens/s against the baseline: {baseline}")
+        lines.append(f"  {mark}{plan.gain:+.1%} tokens/s against the baseline: {baseline}")
     if len(plan.gains) > 1:
         rounds = ", ".join(f"{each:+.1%}" for each in plan.gains)
         proof = "" if min(plan.gains) > 0 else "; the machine was not quiet, and no gain is proved"
         lines.append(f"  (both ran {len(plan.gains)} times: {rounds}; the least is told{proof})")
     return "\n".join([*lines, *_noise(plan)])
+
+
+def _speed(best: Trial) -> str:
+    """Return the figures of the best in one line; `~` marks what is predicted, in whole or in part."""
+    measured = best.measurement
+    if measured is None:
+        keys = ("tokens_per_second_per_device.value", "step_time_s.value", "step_time_s.low", "step_time_s.high")
+        speed, step, low, high = (lookup(best.predicted, key) for key in keys)
+        used = lookup(best.predicted, "memory.device_used_gib")
+        return f"~{speed:,.0f} tokens/s/device, step ~{step:.4g} s (80%: {low:.4g} to {high:.4g} s), ~{used:.3g} GiB"
+    speed, step = measured.tokens_per_second_per_device, measured.step_time_s
+    if measured.modelled_s is None:
+        spread = f"(spread {measured.spread_s:.2g} s over {len(measured.step_times_s)} steps)"
+        return f"{speed:,.0f} tokens/s/device, step {step:.4g} s {spread}"
+    within = f" (80%: {measured.low_s:.4g} to {measured.high_s:.4g} s)" if measured.low_s and measured.high_s else ""
+    parts = f"{step - measured.modelled_s:.4g} s of it measured, ~{measured.modelled_s:.4g} s modelled communication"
+    return f"~{speed:,.0f} tokens/s/device, step ~{step:.4g} s{within}: {parts} and waiting"
+
+
+def _step(trial: Trial) -> float | None:
+    """Return the step time of a trial, as predicted if none was wanted, None if it has none."""
+    if trial.state is TrialState.PREDICTED:
+        step = lookup(trial.predicted, "step_time_s.value")
+        return step if isinstance(step, float) else None
+    return trial.measurement.step_time_s if trial.measurement else None
 
 
 def drift_text(plan: Plan) -> str | None:
@@ -173,6 +210,8 @@ def _noise(plan: Plan) -> list[str]:
 def _name(plan: Plan, trial: Trial) -> str:
     best = " best" if plan.best is not None and trial.number == plan.best.number else ""
     role = "" if trial.role.value == "search" else f" {trial.role.value}"
+    if trial.fidelity != plan.fidelity:
+        role = f" {trial.fidelity}"
     return f"{trial.number}{role}{best}"
 
 
@@ -181,16 +220,21 @@ def _figures(trial: Trial, base: float | None) -> list[str]:
     guesses = [f"~{figure:.3g}" if isinstance(figure, float) else "-" for figure in predicted]
     measured = trial.measurement
     if measured is None:
-        return [trial.state.value, "-", "-", guesses[0], "-", "-", "-", guesses[1]]
+        step, speed = _step(trial), lookup(trial.predicted, "tokens_per_second_per_device.value")
+        told = trial.state is TrialState.PREDICTED
+        gain = f"~{base / step - 1:+.1%}" if told and base and step else "-"
+        tokens = f"~{speed:,.0f}" if told and isinstance(speed, float) else "-"
+        return [trial.state.value, "-", "-", guesses[0], tokens, gain, "-", guesses[1]]
+    mark = "" if measured.modelled_s is None else "~"
     used = measured.device_used_bytes or measured.peak_reserved_bytes
     compared = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
     return [
         trial.state.value,
-        f"{measured.step_time_s:.4g}",
+        f"{mark}{measured.step_time_s:.4g}",
         f"{measured.spread_s:.2g}",
         guesses[0],
-        f"{measured.tokens_per_second_per_device:,.0f}",
-        f"{base / measured.step_time_s - 1:+.1%}" if base and compared else "-",
+        f"{mark}{measured.tokens_per_second_per_device:,.0f}",
+        f"{mark}{base / measured.step_time_s - 1:+.1%}" if base and compared else "-",
         f"{used / GIB:.3g}" if used else "-",
         guesses[1],
     ]

@@ -38,8 +38,8 @@ def probe(
     """Probe `ranks` of `candidate`, by default those that tell most of it, one after the other.
 
     Each has a folder of its own in `folder`; all together are ended after `seconds`. `on_rank` is told each rank before
-    it starts. What ended well in the folders of `earlier` probes of the same is not probed again. A rank that fails is a
-    result, and unless `to_the_end` the last one. Raises FlagError if none can be started; KeyboardInterrupt ends the
+    it starts. What ended well in the folders of `earlier` probes of the same is not probed again. A rank that fails is
+    a result, and unless `to_the_end` the last one. Raises FlagError if none can be started; KeyboardInterrupt ends the
     processes, and passes.
     """
     task = platform.task
