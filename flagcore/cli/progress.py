@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
-from flagcore.domain.trial import PROBE
-from flagcore.report.text import candidate_text
+from flagcore.domain.trial import PROBE, Role
+from flagcore.report.text import candidate_text, state_text
 
 
 @contextmanager
@@ -32,7 +32,9 @@ def _print(text: str, stream: TextIO) -> None:
 def line(event: Event) -> str:
     """Return an event as one line: what runs or ran, how many are done, time left, best so far."""
     trial = event.trial
-    what = f"trial {trial.number} ({trial.role.value}{', probed' if trial.fidelity == PROBE else ''})"
+    what = f"trial {trial.number} ({trial.role.value})"
+    if trial.fidelity == PROBE:
+        what = f"probe {trial.number}" + (" (baseline)" if trial.role is Role.BASELINE else "")
     if event.kind == "trial_started":
         predicted = trial.predicted.get("step_time_s")
         guess = f", predicted ~{predicted['value']:.3g} s" if isinstance(predicted, dict) else ""
@@ -40,7 +42,7 @@ def line(event: Event) -> str:
     timed = trial.measurement if not trial.state.failed else None
     modelled = "~" if timed and timed.modelled_s is not None else ""
     said = f"{modelled}{timed.step_time_s:.3g} s a step" if timed else trial.reason or ""
-    return f"{what} {trial.state.value}: {said}  [{_state(event)}]"
+    return f"{what} {state_text(trial)}: {said}  [{_state(event)}]"
 
 
 def _state(event: Event) -> str:

@@ -97,6 +97,13 @@ def funnel(counts: Counts, fidelity: str = RUN) -> str:
     return "\n".join(f"{name:<{width}}  {figure:>{longest}}" for (name, _), figure in zip(rows, figures, strict=True))
 
 
+def state_text(trial: Trial) -> str:
+    """Return how a trial ended in a word or two."""
+    if trial.fidelity == PROBE and trial.state is TrialState.MEASURED:
+        return "probed"
+    return trial.state.value
+
+
 def candidate_text(candidate: Candidate) -> str:
     """Return a candidate in one line: parallel sizes of 1, flags that are off and knobs not in use are left out."""
     return values_text(candidate.as_dict())
@@ -224,12 +231,12 @@ def _figures(trial: Trial, base: float | None) -> list[str]:
         told = trial.state is TrialState.PREDICTED
         gain = f"~{base / step - 1:+.1%}" if told and base and step else "-"
         tokens = f"~{speed:,.0f}" if told and isinstance(speed, float) else "-"
-        return [trial.state.value, "-", "-", guesses[0], tokens, gain, "-", guesses[1]]
+        return [state_text(trial), "-", "-", guesses[0], tokens, gain, "-", guesses[1]]
     mark = "" if measured.modelled_s is None else "~"
     used = measured.device_used_bytes or measured.peak_reserved_bytes
     compared = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
     return [
-        trial.state.value,
+        state_text(trial),
         f"{mark}{measured.step_time_s:.4g}",
         f"{measured.spread_s:.2g}",
         guesses[0],

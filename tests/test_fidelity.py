@@ -1,0 +1,352 @@
+"""The ladder from predictions over probes to runs: a launcher that writes at once what ranks and runs would leave."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.contracts import Strategy
+from flagcore.domain.chip import Device, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.spec import ClusterSpec, Control
+from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.errors import Interrupted, NoDevice
+from flagcore.hooks import hookimpl
+from flagcore.loop import Ending, Parts, tune
+from flagcore.plugins import LoadedPlugins
+from flagcore.report.result import result
+from flagcore.report.text import plan_text
+from flagcore.store import OptunaStore
+from flagcore.strategies import learned, predicted
+from flagcore.workloads.megatron.adapter import WORKLOAD
+from tests import small
+from tests.test_loop import SPACE, Ended
+
+GIB = 1 << 30
+Answer = float | int | BaseException | None
+
+
+def compute(knobs: dict[str, Any], rank: int) -> float:
+    """Seconds of a rank: pipelines are much better than anybody would think, and their last stage is the slowest."""
+    stages = knobs["pipeline_model_parallel_size"]
+    return {1: 0.12, 2: 0.05, 4: 0.02}[stages] / knobs["micro_batch_size"] * (1.5 if rank and stages > 1 else 1.0)
+
+
+class Ranks:
+    """Plays probes and runs: `rank` gives the seconds of (knobs, rank), bytes of memory that ran out, or an exception.
+
+    `probed` and `ran` are what was started.
+    """
+
+    name = "ranks"
+
+    def __init__(self, rank: Callable[[dict[str, Any], int], Answer] = compute) -> None:
+        self.rank = rank
+        self.probed: list[tuple[str, int]] = []
+        self.ran: list[tuple[int, int, int]] = []
+
+    def start(self, launch: Launch) -> Ended:
+        file = Path(launch.argv[-1])
+        if file.name != "job.json":
+            return self._run(launch)
+        job = json.loads(file.read_text())
+        rank = int(job["probe"]["rank"])
+        answer = self.rank(job["candidate"], rank)
+        self.probed.append((json.dumps(job["candidate"], sort_keys=True), rank))
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None:
+            ended = Exit(code=-9, ended_by="memory", duration_s=1.0)
+        else:
+            Path(launch.folder, "metrics.json").write_text(json.dumps(metrics(rank, answer)))
+            ended = Exit(code=0, ended_by=None, duration_s=1.0)
+        Path(launch.folder, "exit.json").write_text(json.dumps({"code": ended.code, "ended_by": ended.ended_by}))
+        return Ended(ended)
+
+    def _run(self, launch: Launch) -> Ended:
+        names = ("TENSOR_MODEL_PARALLEL_SIZE", "PIPELINE_MODEL_PARALLEL_SIZE", "MICRO_BATCH_SIZE")
+        tensor, pipeline, micro = (int(launch.environment[f"FLAGCORE_{name}"]) for name in names)
+        self.ran.append((tensor, pipeline, micro))
+        line = " iteration {}/ 3 | elapsed time per iteration (ms): {} | lm loss: 7.0E+00 |\n"
+        ms = 1000 * compute({"pipeline_model_parallel_size": pipeline, "micro_batch_size": micro}, 1)
+        Path(launch.folder, "stdout.log").write_text("".join(line.format(step, ms) for step in (1, 2, 3)))
+        return Ended(Exit(code=0, ended_by=None, duration_s=1.0))
+
+
+def metrics(rank: int, seconds: float) -> dict[str, Any]:
+    return {
+        "stage": rank,
+        "steps": [{"compute_s": seconds, "optimizer_s": 0.001}] * 3,
+        "static_bytes": GIB,
+        "peak_forward_backward_bytes": 2 * GIB,
+        "peak_optimizer_bytes": GIB,
+        "peak_allocated_bytes": 2 * GIB,
+        "peak_reserved_bytes": 3 * GIB,
+        "device_used_bytes": 3 * GIB,
+        "num_microbatches": 8,
+        "microbatches_run": 8,
+        "versions": {"torch": "2"},
+    }
+
+
+@hookimpl
+def flagcore_chips() -> list[Any]:
+    return [small.CHIP]
+
+
+@hookimpl
+def flagcore_devices() -> list[Device]:
+    return [Device(index=0, chip="test-chip", memory_bytes=64 << 30)]
+
+
+@hookimpl
+def flagcore_engine_support() -> EngineSupport:
+    return EngineSupport(support=Support.YES, device_type="xpu", distributed_backend="gloo")
+
+
+HERE = {"flagcore_chips": flagcore_chips, "flagcore_engine_support": flagcore_engine_support}
+ONE_DEVICE = SimpleNamespace(**HERE, flagcore_devices=flagcore_devices)
+
+
+@hookimpl(specname="flagcore_devices")
+def four_devices() -> list[Device]:
+    return [Device(index=index, chip="test-chip", memory_bytes=64 << 30) for index in range(4)]
+
+
+FOUR_DEVICES = SimpleNamespace(**HERE, flagcore_devices=four_devices)
+
+
+class Bench:
+    """A task of four devices, a folder and a launcher; `tune` runs the loop, again on what is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.launcher = folder, Ranks()
+        self.strategy: Strategy = predicted.STRATEGY
+
+    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, chip: str = "test-chip", **control: Any) -> Ending:
+        limits = Control(train_iters=3, fidelity=fidelity, **control)
+        task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=16)
+        wanted = ClusterSpec(chip=chip, nodes=1, devices_per_node=4)
+        parts = Parts(
+            plugins=LoadedPlugins.of({"here": plugin}),
+            workload=WORKLOAD,
+            launcher=self.launcher,
+            strategy=self.strategy,
+            open_store=lambda problem: OptunaStore(self.folder, self._choices(problem.space), run="run"),
+            on_event=lambda event: None,
+        )
+        return tune(replace(task.spec, cluster=wanted), parts)
+
+    @staticmethod
+    def _choices(space: Any) -> dict[str, Any]:
+        return {
+            axis.knob: [axis.decode(int(code)) for code in codes]
+            for axis, codes in zip(space.axes, space.codes, strict=True)
+        }
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def layout(trial: Trial | None) -> tuple[Any, ...]:
+    assert trial is not None
+    values = trial.candidate.as_dict()
+    return values["pipeline_model_parallel_size"], values["micro_batch_size"]
+
+
+def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
+    nothing = SimpleNamespace(**HERE)
+    ending = bench.tune("estimate", nothing, max_trials=5)
+    plan = ending.plan
+    assert bench.launcher.probed == bench.launcher.ran == []
+    assert {trial.state for trial in plan.trials} == {TrialState.PREDICTED}
+    assert plan.counts.balanced
+    assert plan.counts.measured == 0
+    steps = {trial.number: trial.predicted["step_time_s"]["value"] for trial in plan.trials}  # type: ignore[index]
+    assert plan.best is not None
+    assert plan.baseline is not None
+    assert steps[plan.best.number] == min(steps.values())
+    assert plan.gain == pytest.approx(steps[plan.baseline.number] / steps[plan.best.number] - 1)
+    text, data = plan_text(plan), result(plan, "run")
+    assert "as predicted (nothing ran)" in text
+    assert data["fidelity"] == "estimate"
+    assert data["best"]["measured"] is None
+    assert bench.tune("estimate", nothing, max_trials=5).plan == plan
+
+
+def test_where_no_time_is_known_neither_an_estimate_nor_a_probe_says_anything(bench: Bench) -> None:
+    @hookimpl
+    def flagcore_chips() -> list[Any]:
+        return [replace(small.CHIP, dense_flops_per_second={})]
+
+    blind = SimpleNamespace(**{**vars(ONE_DEVICE), "flagcore_chips": flagcore_chips})
+    for fidelity in ("estimate", "probe"):
+        with pytest.raises(NoDevice, match="peak rate of test-chip"):
+            bench.tune(fidelity, blind)
+    assert bench.launcher.probed == []
+
+
+def test_one_device_probes_what_four_would_run_and_the_slowest_rank_counts(bench: Bench) -> None:
+    with pytest.raises(NoDevice, match="this machine has 1"):
+        bench.tune("run")
+    plan = bench.tune("probe", max_trials=100).plan
+    assert layout(plan.best) == (4, 4)
+    assert bench.launcher.ran == []
+    assert plan.repeats == ()
+    assert plan.counts.balanced
+    for trial in plan.trials:
+        assert (trial.fidelity, trial.state) == ("probe", TrialState.MEASURED)
+        measured, predicted = trial.measurement, trial.predicted
+        assert measured is not None
+        assert measured.modelled_s is not None
+        stages, micro = layout(trial)
+        ranks = [0, 3] if stages > 1 else [0]
+        knobs = {"pipeline_model_parallel_size": stages, "micro_batch_size": micro}
+        probed = max(compute(knobs, rank) for rank in ranks) + 0.001
+        assert measured.step_time_s == pytest.approx(probed + measured.modelled_s)
+        assert measured.low_s is not None
+        assert measured.high_s is not None
+        assert measured.low_s < measured.step_time_s < measured.high_s
+        assert measured.device_used_bytes is not None
+        assert measured.device_used_bytes > 3 * GIB
+        assert predicted["step_time_s"]["value"] != measured.step_time_s  # type: ignore[index]
+        assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
+    assert "as probed on one device (it never ran)" in plan_text(plan)
+    assert result(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
+
+
+def test_a_second_start_probes_nothing(bench: Bench) -> None:
+    first = bench.tune("probe").plan
+    bench.launcher = Ranks(lambda knobs, rank: AssertionError("nothing should be probed"))
+    assert bench.tune("probe").plan == first
+
+
+def test_a_rank_that_runs_out_of_memory_rules_out_its_candidate_and_what_needs_as_much(bench: Bench) -> None:
+    bench.launcher = Ranks(
+        lambda knobs, rank: None if knobs["pipeline_model_parallel_size"] == 1 else compute(knobs, 0)
+    )
+    plan = bench.tune("probe", max_trials=100).plan
+    assert plan.best is not None
+    assert layout(plan.best)[0] > 1
+    failed = [trial for trial in plan.trials if layout(trial)[0] == 1]
+    assert failed
+    assert {trial.state for trial in failed} == {TrialState.OUT_OF_MEMORY}
+    assert all("rank 0: its processes grew" in (trial.reason or "") for trial in failed)
+    assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] > 0
+    assert plan.counts.balanced
+    ranks = Counter(candidate for candidate, _ in bench.launcher.probed)
+    assert all(ranks[json.dumps(trial.candidate.as_dict(), sort_keys=True)] == 1 for trial in failed)
+
+
+def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench: Bench) -> None:
+    @hookimpl
+    def flagcore_devices() -> list[Device]:
+        return [Device(index=0, chip="test-chip", memory_bytes=GIB + GIB // 2)]
+
+    little = SimpleNamespace(**{**vars(ONE_DEVICE), "flagcore_devices": flagcore_devices})
+    plan = bench.tune("probe", little, max_trials=1).plan
+    (trial,) = plan.trials
+    assert trial.state is TrialState.OUT_OF_MEMORY
+    assert "needs 4.12 GiB of 1.50 GiB" in (trial.reason or "")
+    assert plan.best is None
+
+
+@pytest.mark.parametrize("stop_at", range(9))
+def test_an_interrupted_probe_goes_on_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
+    whole = Bench(bench.folder / "whole")
+    whole.folder.mkdir()
+    expected = whole.tune("probe").plan
+    starts = iter(range(100))
+    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
+    first = bench.tune("probe")
+    assert isinstance(first.error, Interrupted)
+    done = bench.launcher.probed[:stop_at]
+    bench.launcher = Ranks()
+    second = bench.tune("probe")
+    assert second.error is None
+    assert set(done).isdisjoint(bench.launcher.probed), "a finished probe was repeated"
+    assert len(done) + len(bench.launcher.probed) == len(whole.launcher.probed)
+    plan = second.plan
+    assert [trial.candidate for trial in plan.trials] == [trial.candidate for trial in expected.trials]
+    assert [trial.measurement for trial in plan.trials] == [trial.measurement for trial in expected.trials]
+    assert plan.best is not None
+    assert expected.best is not None
+    assert plan.best.candidate == expected.best.candidate
+
+
+def test_probes_before_the_first_run_settle_nothing(bench: Bench) -> None:
+    plan = bench.tune("run", FOUR_DEVICES, probes=3, repeats=0, max_trials=100).plan
+    assert len(plan.probes) == len({trial.candidate for trial in plan.probes}) == 3
+    assert {trial.fidelity for trial in plan.probes} == {"probe"}
+    assert [trial.number for trial in plan.probes] == [0, 1, 2]
+    assert plan.trials[0].role is Role.BASELINE
+    assert {trial.fidelity for trial in plan.trials} == {"run"}
+    assert {trial.candidate for trial in plan.probes} <= {trial.candidate for trial in plan.trials}
+    assert plan.best is not None
+    assert plan.best.fidelity == "run"
+    assert len(result(plan, "run")["probes"]) == 3
+    assert plan.counts.balanced
+    assert plan.counts.measured + plan.counts.stopped == len(plan.trials)
+    assert "0 probe" in plan_text(plan)
+
+
+def test_memory_that_runs_out_in_a_probe_keeps_its_candidate_from_running(bench: Bench) -> None:
+    bench.launcher = Ranks(lambda knobs, rank: None)
+    plan = bench.tune("run", FOUR_DEVICES, probes=2, repeats=0, max_trials=100).plan
+    assert {trial.state for trial in plan.probes} == {TrialState.OUT_OF_MEMORY}
+    assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] >= 2
+    searched = {trial.candidate for trial in plan.trials if trial.role is Role.SEARCH}
+    assert searched.isdisjoint(trial.candidate for trial in plan.probes)
+    assert plan.counts.balanced
+
+
+@pytest.mark.parametrize("stop_at", range(5))
+def test_probes_before_runs_go_on_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
+    starts = iter(range(100))
+    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
+    first = bench.tune("run", FOUR_DEVICES, probes=4, repeats=0, max_trials=4)
+    assert isinstance(first.error, Interrupted)
+    done = bench.launcher.probed[:stop_at]
+    assert bench.launcher.ran == []
+    bench.launcher = Ranks()
+    plan = bench.tune("run", FOUR_DEVICES, probes=4, repeats=0, max_trials=4).plan
+    ended = [trial for trial in plan.probes if trial.state is TrialState.MEASURED]
+    assert len({trial.candidate for trial in ended}) == len(ended) == 4
+    assert set(done).isdisjoint(bench.launcher.probed)
+    assert len(plan.trials) == 4
+
+
+def test_what_was_probed_teaches_the_runs_that_follow(bench: Bench) -> None:
+    probed = bench.tune("probe", max_trials=6).plan
+    assert layout(probed.best) == (4, 4)
+    bench.strategy = learned.STRATEGY
+    plan = bench.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
+    assert plan.probes == probed.trials
+    assert layout(plan.best) == (4, 4)
+    other = Bench(bench.folder / "other")
+    other.folder.mkdir()
+    other.strategy = learned.STRATEGY
+    assert layout(other.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan.best) != (4, 4)
+
+
+def test_probes_leave_half_of_the_time_for_runs(bench: Bench) -> None:
+    starts = iter(range(100))
+    bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == 5 else compute(*of))
+    limits = {"probes": 100, "repeats": 0, "max_trials": 2}
+    first = bench.tune("run", FOUR_DEVICES, **limits)
+    spent = sum(trial.duration_s for trial in first.plan.probes)
+    assert spent > 1.0
+    bench.launcher = Ranks()
+    plan = bench.tune("run", FOUR_DEVICES, max_time=2 * spent, **limits).plan
+    assert bench.launcher.probed == []
+    assert len(plan.trials) == 2
