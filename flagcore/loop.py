@@ -101,7 +101,7 @@ class _Session:
 
     def search(self) -> str:
         """Try the baseline, then candidate after candidate. Returns why it ended."""
-        if self.problem.baseline not in self.lessons.settled:
+        if self.problem.baseline not in self.lessons.settled and self._can_be_told(self.problem.baseline):
             self._run(self.problem.baseline, Role.BASELINE)
         while (because := spent(self.control, self.lessons, self.elapsed)) is None:
             choice = rank(self.parts.strategy, self._scene())
@@ -138,15 +138,26 @@ class _Session:
         """Return the scene as it would be before any run, without the candidates that are probed."""
         seen = self._scene()
         rows = [row for candidate in done if (row := seen.space.find(candidate)) is not None]
+        left = np.setdiff1d(seen.open_rows, np.array(rows, dtype=np.int64))
+        left = left[np.isfinite(seen.predictions.step_time_s[left])]
         cut = [trial for trial in self.lessons.probes if trial.state is TrialState.INTERRUPTED]
-        return replace(seen, trials=cut, open_rows=np.setdiff1d(seen.open_rows, np.array(rows, dtype=np.int64)))
+        return replace(seen, trials=cut, open_rows=left)
+
+    def _can_be_told(self, candidate: Candidate) -> bool:
+        """Return whether a trial tells the time of a candidate: a probe does not without that of communication."""
+        row = self.problem.space.find(candidate)
+        return self.fidelity == RUN or bool(np.isfinite(self.problem.predictions.step_time_s[row]))
 
     def _scene(self) -> Scene:
         problem, most = self.problem, self.control.max_time
         left = None if most is None else most - self.elapsed
         task, workload = problem.platform.task, self.parts.workload
         known = self.pruned, self.lessons, self.past
-        return scene(task, workload, problem.space, problem.predictions, *known, left)
+        seen = scene(task, workload, problem.space, problem.predictions, *known, left)
+        if self.fidelity == RUN:
+            return seen
+        timed = np.isfinite(problem.predictions.step_time_s[seen.open_rows])
+        return replace(seen, open_rows=seen.open_rows[timed])
 
     def _run(self, candidate: Candidate, role: Role, choice: Choice | None = None, fidelity: str | None = None) -> None:
         """Run or probe, keep and learn one trial. An interrupt is kept as such, and passes."""

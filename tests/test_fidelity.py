@@ -131,10 +131,10 @@ class Bench:
         self.folder, self.launcher = folder, Ranks()
         self.strategy: Strategy = predicted.STRATEGY
 
-    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, chip: str = "test-chip", **control: Any) -> Ending:
+    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> Ending:
         limits = Control(train_iters=3, fidelity=fidelity, **control)
         task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=16)
-        wanted = ClusterSpec(chip=chip, nodes=1, devices_per_node=4)
+        wanted = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
         parts = Parts(
             plugins=LoadedPlugins.of({"here": plugin}),
             workload=WORKLOAD,
@@ -223,6 +223,16 @@ def test_one_device_probes_what_four_would_run_and_the_slowest_rank_counts(bench
         assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
     assert "as probed on one device (it never ran)" in plan_text(plan)
     assert result(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
+
+
+def test_what_needs_a_network_that_nobody_knows_is_not_probed(bench: Bench) -> None:
+    plan = bench.tune("probe", nodes=2, max_trials=100).plan
+    assert plan.trials
+    assert all("step_time_s" in trial.predicted for trial in plan.trials)
+    assert plan.baseline is None
+    assert plan.gain is None
+    assert plan.counts.untried > 0
+    assert "against the baseline" not in plan_text(plan)
 
 
 def test_a_second_start_probes_nothing(bench: Bench) -> None:
@@ -332,11 +342,11 @@ def test_what_was_probed_teaches_the_runs_that_follow(bench: Bench) -> None:
     bench.strategy = learned.STRATEGY
     plan = bench.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
     assert plan.probes == probed.trials
-    assert layout(plan.best) == (4, 4)
     other = Bench(bench.folder / "other")
     other.folder.mkdir()
     other.strategy = learned.STRATEGY
-    assert layout(other.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan.best) != (4, 4)
+    without = other.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
+    assert plan.trials[1].predicted["believed"] != without.trials[1].predicted["believed"]
 
 
 def test_probes_leave_half_of_the_time_for_runs(bench: Bench) -> None:

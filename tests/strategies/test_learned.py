@@ -9,8 +9,9 @@ import pytest
 
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
-from flagcore.domain.trial import Trial
-from flagcore.strategies.learned import STRATEGY
+from flagcore.domain.trial import PROBE, Trial
+from flagcore.learning.trials import LEAST_NOISE, PROBE_NOISE, observed_memory, observed_times
+from flagcore.strategies.learned import STRATEGY, _cost
 from tests.strategies.scenes import SPACE, distorted, predictions, ran, scene
 
 
@@ -90,3 +91,40 @@ def test_a_choice_tells_what_is_believed_of_it() -> None:
     assert isinstance(step, dict)
     assert step["low"] < step["value"] < step["high"]
     assert step["value"] == pytest.approx(2.0 * known.step_time_s[chosen.row], rel=0.25)
+
+
+def probed(row: int, seconds: float | None, number: int, used: float | None = None) -> Trial:
+    return replace(ran(row, seconds, number, used), fidelity=PROBE)
+
+
+def test_probes_count_as_less_sure_trials_until_their_candidate_runs() -> None:
+    known = predictions()
+    step, need = known.step_time_s, known.device_used_bytes
+    probes = (probed(3, 1.5 * step[3], 0, 2 * need[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
+    seen = replace(scene(known, [ran(4, 1.2 * step[4], 3)]), probes=probes)
+    times = observed_times(seen)
+    assert np.exp(times.log_ratio).tolist() == pytest.approx([1.2, 1.5])
+    assert times.noise.tolist() == [LEAST_NOISE, PROBE_NOISE]
+    memory = observed_memory(seen)
+    assert np.exp(memory.log_ratio[0]) == pytest.approx(2.0)
+    assert len(memory) == 2
+    assert memory.log_ratio[1] >= 0.5
+
+
+def test_before_any_run_probes_decide_what_is_the_fastest() -> None:
+    known = predictions()
+    first = STRATEGY.next(scene(known)).row
+    assert first is not None
+    slow = STRATEGY.next(replace(scene(known), probes=[probed(first, 3.0 * float(known.step_time_s[first]), 0)]))
+    assert slow.belief["step_time_s"]["value"] > 1.5 * known.step_time_s[slow.row]  # type: ignore[index]
+
+
+def test_all_probes_cost_the_same_however_long_the_step() -> None:
+    known = predictions()
+    seen = scene(known, [ran(0, float(known.step_time_s[0]), 0)])
+    control = replace(seen.task.spec.control, fidelity=PROBE)
+    task = replace(seen.task, spec=replace(seen.task.spec, control=control))
+    alike = replace(seen, task=task)
+    costs = _cost(seen, np.log(known.step_time_s)), _cost(alike, np.log(known.step_time_s))
+    assert np.ptp(costs[0]) > 0
+    assert np.ptp(costs[1]) == 0
