@@ -75,7 +75,7 @@ def tune(
 
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)
-        tell_of_problem(problem)
+        tell_of_problem(problem, workload)
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         name = directory.claim(_task(data, problem), fixed)
         write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
