@@ -211,9 +211,10 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
     predictions = workload.predict(task, columns, platform.costs)
     components = workload.components(task, columns, predictions.worst_stage, platform.costs)
     answers: dict[int, Answer] = {}
+    untimed = no_time(task, platform.costs) if not np.isfinite(predictions.step_time_s).all() else ""
     for number, row in enumerate(rows):
         figures = replace(predictions.row(number), components=of_row(components, number))
-        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, platform.costs)}"}
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {untimed}"}
         told = {"warnings": list(row.warnings)} if row.warnings else {}
         answers[row.place] = {"status": "ok", **why, **told, **record(task, figures)}
         if row.rank is not None:

@@ -36,7 +36,7 @@ def _unlisted(group: NodeGroup, costs: Costs, precision: str) -> list[str]:
     known = _known(costs)
     if not known or precision in known:
         return []
-    *others, last = known
+    *others, last = [each for each in known if each in group.chip.dense_flops_per_second] or known
     usable = f"{', '.join(others)} or {last}" if others else last
     return [f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"]
 
