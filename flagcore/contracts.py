@@ -83,6 +83,12 @@ class KernelCosts(Protocol):
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time to copy between device and pinned host memory, one way."""
 
+    def in_runs(self) -> float:
+        """Return what kernels take in a run on many devices over what these times say: 1 where they are of such runs.
+
+        Kernels measured alone take longer there: power and clocks of all devices, waits that no part names.
+        """
+
 
 class CollectiveCosts(Protocol):
     """Seconds that collectives take between devices."""
@@ -121,7 +127,8 @@ class Costs:
     """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
 
     `guessed` says that nobody measured the chip's kernels, or fitted a curve to them. `synchronous` says that the host
-    computes itself, as a plain CPU does: its launches take their own time, behind no kernel.
+    computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `in_runs` is by how much
+    kernels are longer in a run on many devices than `kernels` says.
 
     They are those of the first node group. `further` are those of the others by the rank of their first device, in the
     order of ranks, and `between` tells what a message from one group to the next takes; without others it is None.
@@ -132,6 +139,7 @@ class Costs:
     collectives: CollectiveCosts
     guessed: bool = False
     synchronous: bool = False
+    in_runs: float = 1.0
     further: Mapping[int, Costs] = field(default_factory=dict)
     between: CollectiveCosts | None = None
 

@@ -11,7 +11,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Pruned
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import IntArray, Space
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import AUTO, Spec, Task
 from flagcore.errors import NothingFits, SpecError
 from flagcore.stages.build import build, check, refusals
 from flagcore.stages.discover import discover
@@ -47,10 +47,25 @@ def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     )
 
 
+def shut_knobs(problem: Problem, workload: Workload) -> list[str]:
+    """Return a line for each size that one rule of the engine holds at 1, though greater ones were asked for."""
+    task = problem.platform.task
+    axes = {axis.knob: axis for axis in workload.axes(task)}
+    lines = []
+    for rule in workload.rules(task):
+        axis = axes.get(rule.knobs[0])
+        if len(rule.knobs) > 1 or axis is None or axis.is_flag or axis.words:
+            continue
+        greater = np.array([code for value in axis.values if (code := axis.encode(value)) > 1], dtype=np.int64)
+        if greater.size and rule.broken({axis.knob: greater}).all():
+            lines.append(f"no candidate has {axis.knob} > 1: {rule.says}")
+    return lines
+
+
 def must_fit(problem: Problem) -> None:
     """Raise NothingFits if no candidate is left, with what each rule took and how close the closest came."""
     if not problem.pruned.open_rows.size:
-        raise NothingFits(_why_nothing_fits(problem.space, problem.predictions, problem.pruned))
+        raise NothingFits(_why_nothing_fits(problem))
 
 
 def fastest(problem: Problem) -> IntArray:
@@ -87,7 +102,11 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
         workload.columns(task, given), (*workload.rules(task), *refusals(axes, platform.support)), workload.merges(task)
     )
     if broken:
-        raise SpecError(key="auto_tuner.baseline", value=dict(given), problem=f"is not legal: {broken[0].says}")
+        raise SpecError(
+            key="auto_tuner.baseline",
+            value=dict(given),
+            problem=f"is not legal: {'; '.join(rule.says for rule in broken)}",
+        )
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 
@@ -100,13 +119,34 @@ def _nothing_legal(space: Space, platform: Platform, workload: Workload) -> str:
     return f"no legal candidate among {space.combinations:,} combinations: {counts}"
 
 
-def _why_nothing_fits(space: Space, predictions: Predictions, pruned: Pruned) -> str:
-    """Return one line: what each rule took, and how close the closest candidate came."""
+def _why_nothing_fits(problem: Problem) -> str:
+    """Return one line: what each rule took, how close the closest candidate came, and who chose the hardware."""
+    space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
     need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
+    given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
     return (
         f"none of {len(space):,} candidates is left: {counts}; the smallest needs ~{need:.2f} GiB a device "
-        f"of {have:.2f} GiB: {space.candidate(row)}"
+        f"of {have:.2f} GiB{_budget_from(problem.platform.task)}: {given}{_found_here(problem.platform.task)}"
     )
+
+
+def _budget_from(task: Task) -> str:
+    """Return where the memory of a device is from; nothing for several node groups, which differ."""
+    wanted, groups = task.spec.cluster, task.cluster.groups
+    if len(groups) > 1:
+        return ""
+    chip, here = groups[0].chip.name, groups[0].memory_bytes is not None
+    if wanted.memory_bytes_per_device:
+        return " (cluster.memory_per_device)"
+    return f" (what this machine has for each of {groups[0].devices_per_node} {chip})" if here else f" (that of {chip})"
+
+
+def _found_here(task: Task) -> str:
+    """Return which chip was taken where the spec left that to this machine, and how to plan for another."""
+    if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
+        return ""
+    found = task.cluster.chips
+    return f"; cluster.chip: auto found {found} here; `flag estimate --chip NAME` plans for other hardware"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 
+from flagcore.api.load import busy
 from flagcore.calibration import Calibration, Calibrations, collective_table, kernel_table
 from flagcore.contracts import CollectiveCosts, KernelCosts
 from flagcore.domain.chip import Chip
@@ -64,7 +65,8 @@ class CalibratedPlugins(LoadedPlugins):
                     self._told(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:
-                self._told(f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})")
+                told = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
+                self._told("; ".join([told, *busy(found[1].others or 0.0)]))
         return self._found[chip.name]
 
     def _tell_of_few(self, group: NodeGroup, calibration: Calibration) -> None:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from flagcore import __version__, plugins
-from flagcore.api.load import BUSY, Load
+from flagcore.api.load import Load, busy
 from flagcore.api.telling import loaded_plugins, tell
 from flagcore.calibration import Calibration, Calibrations, Experience
 from flagcore.contracts import Running
@@ -47,14 +47,20 @@ def calibrate(
 
     `devices` measures on the first few only. Predictions for the chip use the result from then on. `on_start` is
     told in a line what is going to be measured. Returns the result and its file. Raises NoDevice if nothing can be
-    measured, RunError if the measurement fails or cannot be kept, Interrupted.
+    measured, UsageError if there are fewer devices, RunError if the measurement fails or cannot be kept, Interrupted.
     """
     if find_spec("torch") is None:
         raise NoDevice("measuring needs torch, not installed here; pip install 'flagcore[megatron]'")
     with loaded_plugins(without) as loaded:
         chip, support, here, engine = _target(loaded)
-        count = min(devices or len(here), len(here))
+        if devices is not None and devices > len(here):
+            raise UsageError(
+                f"--devices {devices}: this machine has {len(here)} x {chip.name}; use {len(here)} or fewer"
+            )
+        count = devices or len(here)
         environment = dict(loaded.environment(chip, engine))
+    kept = Calibrations.of_user()
+    kept.ready()
     if on_start is not None:
         on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
     tell(_too_few(chip, support, len(here), count))
@@ -75,9 +81,9 @@ def calibrate(
             found = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"the measurement ended without a result ({error})") from None
-    tell(_busy(others))
+    tell(busy(others))
     made = _calibration(chip, here[0], count, found, others)
-    return made, Calibrations.of_user().keep(made)
+    return made, kept.keep(made)
 
 
 def calibrations() -> list[dict[str, Any]]:
@@ -214,13 +220,6 @@ def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[
     ]
 
 
-def _busy(others: float) -> list[str]:
-    """Return what is to be said of a machine that others kept busy, by the share of its processors that they had."""
-    if others < BUSY:
-        return []
-    return [f"others kept {others:.0%} of the processors busy meanwhile: measure again on an idle machine"]
-
-
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
     how = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
     return Calibration(
@@ -232,4 +231,5 @@ def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], 
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         how=f"{how}, {platform.platform()}, others on {others:.0%} of the processors",
         rows=tuple(found["rows"]),
+        others=others,
     )

@@ -98,7 +98,14 @@ def _runs(task: Task) -> str:
     if train.command is not None:
         return "as train.command runs it"
     if train.implementation == "transformer_engine":
+        if train.settings:
+            return "with train.settings, for the rest as Megatron-LM runs it with transformer-engine's layers"
         return "as Megatron-LM runs it with transformer-engine's layers; train.settings plan another run"
+    if train.settings:
+        return (
+            "with train.settings, for the rest as flagcore's own trial program runs it: megatron-core's own layers, "
+            "nothing else overlaps; train.implementation plans another run"
+        )
     return (
         "as flagcore's own trial program runs it: megatron-core's own layers, nothing overlaps; "
         "train.implementation and train.settings plan another run"
@@ -140,7 +147,7 @@ def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(without) as loaded:
         problem = pose(spec, loaded, workload)
-    tell_of_problem(problem)
+    tell_of_problem(problem, workload)
     return problem, workload
 
 

@@ -24,7 +24,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
-from flagcore.spec.unused import unused_in_job
+from flagcore.spec.unused import assumed_in_job, unused_in_job
 from flagcore.stages.build import canonical, refusals
 from flagcore.stages.discover import costs
 from flagcore.stages.missing import no_time
@@ -53,10 +53,15 @@ def estimate_jobs(
     their models by parts and the candidates, too.
     """
     with loaded_plugins(without) as loaded:
-        jobs, rest = _Jobs(loaded, with_model), iter(lines)
+        jobs, rest, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
         while some := list(islice(rest, at_once)):
             for line, answer in zip(some, jobs.answers(some), strict=True):
-                yield {"id": _name(line), **answer}
+                name = _name(line)
+                if name in seen:
+                    again = f"an earlier record has the id {name}"
+                    answer = {**answer, "warnings": [*answer.get("warnings", ()), again]}
+                seen |= {name} if name is not None else set()
+                yield {"id": name, **answer}
 
 
 def _name(line: object) -> str | None:
@@ -89,8 +94,8 @@ class _Platform:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One job, ready to be predicted. `warnings` tell what in it does nothing, `noted` names the settings that its
-    source's notes tell of.
+    """One job, ready to be predicted. `warnings` tell what in it does nothing and what was assumed, `noted` names the
+    settings that its source's notes tell of.
     """
 
     place: int
@@ -155,7 +160,8 @@ class _Jobs:
             words,
             tuple(sorted(train.settings.items())),
         )
-        warnings = tuple(unused_in_job(job.train.settings, values))
+        assumed = assumed_in_job({*job.train.settings, *noted}, train.settings)
+        warnings = (*unused_in_job(job.train.settings, values), *assumed)
         row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
@@ -191,7 +197,8 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
 def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
     """Return what the rules that a row breaks say, and the values of their knobs; those that are off or 1 left out."""
     found: dict[str, KnobValue] = {}
-    for knob in (knob for rule in rules for knob in rule.knobs):
+    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.says))]
+    for knob in named:
         given = values.get(knob)
         found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
     told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
@@ -204,9 +211,10 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
     predictions = workload.predict(task, columns, platform.costs)
     components = workload.components(task, columns, predictions.worst_stage, platform.costs)
     answers: dict[int, Answer] = {}
+    untimed = no_time(task, platform.costs) if not np.isfinite(predictions.step_time_s).all() else ""
     for number, row in enumerate(rows):
         figures = replace(predictions.row(number), components=of_row(components, number))
-        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, platform.costs)}"}
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {untimed}"}
         told = {"warnings": list(row.warnings)} if row.warnings else {}
         answers[row.place] = {"status": "ok", **why, **told, **record(task, figures)}
         if row.rank is not None:

@@ -10,6 +10,13 @@ BUSY = 0.1
 """A share of the processors that others use which disturbs a measurement."""
 
 
+def busy(others: float) -> list[str]:
+    """Return what is to be said of a machine that others kept busy, by the share of its processors that they had."""
+    if others < BUSY:
+        return []
+    return [f"others kept {others:.0%} of the processors busy meanwhile: measure again on an idle machine"]
+
+
 class Load:
     """What others use of the processors from now on: all that they do, less what this process and its children do.
 

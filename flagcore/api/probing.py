@@ -67,7 +67,7 @@ def probe(
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = pose(spec, loaded, workload)
-        tell_of_problem(problem)
+        tell_of_problem(problem, workload)
         present(problem.platform, loaded.devices(), needed=1)
         world = problem.platform.task.cluster.devices
         wrong = [rank for rank in ranks if not 0 <= rank < world]

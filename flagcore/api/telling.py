@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 from flagcore.api.calibrated import CalibratedPlugins
 from flagcore.calibration import Calibrations
+from flagcore.contracts import Workload
 from flagcore.domain.chip import Support
 from flagcore.plugins import LoadedPlugins, load_plugins
-from flagcore.problem import Problem
+from flagcore.problem import Problem, shut_knobs
 from flagcore.spec.unused import unused_in_space
 
 LOG = logging.getLogger("flagcore")
@@ -27,13 +28,14 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
         tell(loaded.failures)
 
 
-def tell_of_problem(problem: Problem) -> None:
-    """Warn of an engine that nobody has said to work on the chip, of pruning rules that had to be left out, and of
-    settings that do nothing."""
+def tell_of_problem(problem: Problem, workload: Workload) -> None:
+    """Warn of an engine that nobody has said to work on the chip, of sizes that a rule holds at 1, of pruning rules
+    that had to be left out, and of settings that do nothing."""
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
         tell([f"{task.spec.train.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
+    tell(shut_knobs(problem, workload))
     tell(problem.pruned.broken_rules)
     tell(unused_in_space(task.spec.train.settings, task.spec.space))
 

@@ -95,7 +95,7 @@ def tune(
 
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)
-        tell_of_problem(problem)
+        tell_of_problem(problem, workload)
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         nonlocal name
         name = directory.claim(_task(data, problem), fixed)

@@ -26,7 +26,7 @@ class Calibration:
     """What was measured on `devices` devices of one chip: `rows` of kernels and collectives, as plain data.
 
     `aliases` are the chip's at that time; for a plain CPU they name the processor. `how` says with what, `date` is
-    ISO 8601.
+    ISO 8601. `others` is the share of the processors that others took meanwhile, 0 to 1; None where it was not kept.
     """
 
     chip: str
@@ -37,6 +37,7 @@ class Calibration:
     date: str
     how: str
     rows: tuple[Mapping[str, Any], ...]
+    others: float | None = None
 
     @property
     def file_name(self) -> str:
@@ -84,6 +85,16 @@ class Calibrations:
         found = [pair for pair in good if pair[1].is_of(chip)]
         return next((pair for pair in found if pair[1].torch == torch), found[0] if found else None)
 
+    def ready(self) -> None:
+        """Raise RunError unless a calibration can be kept."""
+        draft = self.folder / f"{os.getpid()}.draft"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.touch()
+            draft.unlink()
+        except OSError as error:
+            raise _unwritable(self.folder, error) from None
+
     def keep(self, calibration: Calibration) -> Path:
         """Write a calibration in one step and return its file. Raises RunError."""
         path = self.folder / calibration.file_name
@@ -95,8 +106,7 @@ class Calibrations:
         except OSError as error:
             with suppress(OSError):
                 draft.unlink()
-            fix = f"set {HOME_VARIABLE} to a folder that can be written"
-            raise RunError(f"{path} cannot be written: {error.strerror or error}; {fix}") from None
+            raise _unwritable(path, error) from None
         return path
 
     def forget(self, chip: str) -> tuple[Path, ...]:
@@ -144,11 +154,17 @@ def read(path: Path) -> Calibration:
             aliases=tuple(map(str, data["aliases"])),
             devices=int(data["devices"]),
             rows=rows,
+            others=None if data.get("others") is None else float(data["others"]),
             **{name: str(data[name]) for name in ("chip", "driver", "torch", "date", "how")},
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         fix = "measure again with `flag calibrate`, or delete the file"
         raise RunError(f"{path} is no calibration that can be read ({error!r}); {fix}") from None
+
+
+def _unwritable(path: Path, error: OSError) -> RunError:
+    fix = f"set {HOME_VARIABLE} to a folder that can be written"
+    return RunError(f"{path} cannot be written: {error.strerror or error}; {fix}")
 
 
 def _named_for(path: Path, chip: Chip) -> bool:
@@ -167,6 +183,8 @@ def _text(calibration: Calibration) -> str:
     head = {"schema": SCHEMA} | {
         name: getattr(calibration, name) for name in ("chip", "aliases", "driver", "torch", "devices", "date", "how")
     }
+    if calibration.others is not None:
+        head["others"] = round(calibration.others, 4)
     rows = ",\n  ".join(json.dumps(dict(row), ensure_ascii=False) for row in calibration.rows)
     start = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
     return f'{start},\n "rows": [\n  {rows}\n ]\n}}\n'

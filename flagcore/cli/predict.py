@@ -116,7 +116,10 @@ def _estimate_spec(
         _show(told, f"Candidate {number}" if number else "The baseline", form)
         return
     if form == "table":
-        options.say(f"The fastest predicted candidates on {where}:")
+        timed = any("step_time_s" in each for each in found.candidates)
+        options.say(
+            f"The {'fastest predicted candidates' if timed else 'candidates that need least memory'} on {where}:"
+        )
     columns = {"#": "number", **candidate_columns(found.candidates), **PREDICTED_COLUMNS}
     click.echo(render(found.candidates, form, columns))
     if form == "table":

@@ -111,7 +111,8 @@ def nearest(word: str, chips: Iterable[Chip], most: int = 4) -> tuple[str, ...]:
     wanted, parts, alike = _bare(word), [], []
     for chip in chips:
         names = [_bare(name) for name in (chip.name, *chip.aliases)]
-        nearness = max(SequenceMatcher(None, wanted, name).ratio() for name in names)
+        family = _bare(chip.name.split("-")[0])
+        nearness = max(SequenceMatcher(None, wanted, name).ratio() for name in (*names, family))
         if len(wanted) > 1 and any(wanted in name or name in wanted for name in names if name):
             parts.append((-SequenceMatcher(None, wanted, names[0]).ratio(), chip.name))
         elif nearness >= NEAR:

@@ -38,6 +38,15 @@ class Training:
         """Bytes of one activation or weight; 8-bit formats keep 16-bit activations between layers."""
         return 4 if self.precision == "fp32" else 2
 
+    @property
+    def weight_share(self) -> float:
+        """Share of a micro-batch's activations that waits for the gradients of weights, as ZB-2p plans it.
+
+        32 h / (34 h + 5 a s), whose last term flash attention does not keep (arXiv 2401.10241, its scheduler).
+        """
+        scores = 0.0 if self.flash else 5.0 * self.model.num_attention_heads * self.sequence / self.model.hidden_size
+        return 32.0 / (34.0 + scores)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -99,9 +108,13 @@ class Layout:
         return 1.0 + self.sharded_optimizer * (self.data * self.context - 1.0)
 
     def expert_replicas(self) -> FloatArray:
-        """Return the ranks that hold the same experts: the world without pipeline, expert and its tensor split."""
-        group: FloatArray = self.data * self.context * self.tensor / (self.expert * self.expert_tensor)
-        return group.clip(min=1.0)
+        """Return the ranks that reduce the gradients of the same experts: the world without pipeline, expert and its
+        tensor split. Without expert parallelism experts are reduced like all other weights, whatever their tensor split
+        (megatron-core 0.16 `transformer/moe/experts.py`).
+        """
+        dense = self.data * self.context
+        group: FloatArray = dense * self.tensor / (self.expert * self.expert_tensor)
+        return np.where(self.expert > 1.0, group, dense).clip(min=1.0)
 
     def expert_shards(self) -> FloatArray:
         """Return the ranks that share the optimizer state of an expert's weight."""

@@ -114,6 +114,9 @@ def kernel_costs(answer: object) -> KernelCosts:
     launch = costs.launch_seconds()
     if isinstance(launch, bool) or not isinstance(launch, (int, float)) or launch < 0:
         raise BadPlugin(f"answered an object whose launch_seconds() is {_shown(launch)}, not seconds")
+    longer = costs.in_runs()
+    if isinstance(longer, bool) or not isinstance(longer, (int, float)) or not (math.isnan(longer) or longer >= 1):
+        raise BadPlugin(f"answered an object whose in_runs() is {_shown(longer)}, not 1 or more")
     return costs
 
 

@@ -43,6 +43,11 @@ class FilledKernelCosts:
         known = self.table.launch_seconds()
         return self.otherwise.launch_seconds() if math.isnan(known) else known
 
+    def in_runs(self) -> float:
+        """Return how much longer kernels are in runs."""
+        known = self.table.in_runs()
+        return self.otherwise.in_runs() if math.isnan(known) else known
+
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of a copy between device and host."""
         return _filled(lambda costs: costs.host_copy_seconds(bytes_moved), self)

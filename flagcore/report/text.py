@@ -80,17 +80,17 @@ def trials_table(plan: Plan) -> str:
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
-    """Return where every combination went, a line a rule."""
+    """Return where every combination went, a line a rule; nothing of trials before the first."""
     rows = [("combinations", counts.combinations)]
     rows += [(f"  illegal: {name}", -number) for name, number in sorted(counts.illegal.items(), key=lambda p: -p[1])]
     rows += [("  the same as another", -counts.merged), ("candidates", counts.candidates)]
     rows += [("  predicted not to fit", -counts.does_not_fit)]
     rows += [(f"  pruned: {name}", -number) for name, number in sorted(counts.pruned.items(), key=lambda p: -p[1])]
-    rows += [
-        ("  probed" if fidelity == PROBE else "  measured", -counts.measured),
-        ("  ended early as surely slower", -counts.stopped),
-    ]
-    rows += [("  failed", -counts.failed), ("untried", counts.untried)]
+    measured = "probed" if fidelity == PROBE else "measured"
+    ran = [(measured, counts.measured), ("ended early as surely slower", counts.stopped), ("failed", counts.failed)]
+    if any(number for _, number in ran):
+        rows += [(f"  {name}", -number) for name, number in ran]
+    rows += [("untried", counts.untried)]
     width = max(len(name) for name, _ in rows)
     figures = [f"{number:,}" for _, number in rows]
     longest = max(len(figure) for figure in figures)

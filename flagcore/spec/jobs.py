@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from flagcore.domain.job import Job
-from flagcore.domain.spec import TrainSpec
+from flagcore.domain.spec import AUTO, TrainSpec
 from flagcore.spec.knobs import JobKnobs, candidate_of
 from flagcore.spec.limits import MAX_DEVICES, Devices, ModelPath, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from, model_of_shape
@@ -63,6 +63,7 @@ def job_from(line: Mapping[str, object]) -> Job:
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
     if data.get("kind") == "serve":
         raise spec_error("kind", "is not supported: serving comes in a later version", value="serve", fix="use train")
+    _whole_cluster(data.get("cluster"))
     record = checked(_Record, data)
     devices = _devices(record.cluster)
     if record.rank is not None and record.rank >= devices:
@@ -104,6 +105,21 @@ def _no_slips(line: Mapping[str, object]) -> None:
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {where}")
         if close := difflib.get_close_matches(key[:64], [name for name in known if name not in line], n=1, cutoff=0.7):
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
+
+
+def _whole_cluster(cluster: object) -> None:
+    """Raise SpecError for a cluster that only a spec may have, and for one without any number of devices."""
+    if not isinstance(cluster, dict):
+        return
+    if "groups" in cluster:
+        problem, fix = "is not for job records: clusters of several chips are planned in specs only", "name one chip"
+        raise spec_error("cluster.groups", problem, fix=fix)
+    if cluster.get("chip") == AUTO:
+        problem, fix = "is not for job records: a record must name a chip", "`flag plugins chips` lists them"
+        raise spec_error("cluster.chip", problem, value=AUTO, fix=fix)
+    if all(cluster.get(key) is None for key in ("devices", "devices_per_node", "nodes")):
+        fix = "give the number of devices in all nodes, and in one"
+        raise spec_error("cluster.devices and cluster.devices_per_node", "are missing", fix=fix)
 
 
 def _devices(cluster: _Cluster) -> int:

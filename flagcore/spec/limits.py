@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -34,3 +34,4 @@ Amount = Annotated[str, Field(pattern=BYTES_PATTERN, examples=["4GiB"])]
 Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)

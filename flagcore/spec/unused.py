@@ -1,8 +1,9 @@
-"""Settings that are legal and do nothing beside the others: told, since a user meant something by them."""
+"""Settings that are legal and do nothing beside the others, and those that were filled in: told, since a user meant
+something by what was written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import AUTO, SettingValue
@@ -11,6 +12,16 @@ Space = Mapping[str, str | tuple[KnobValue, ...]]
 
 SELECTIVE = ("recompute_modules", "moe_recompute_level")
 """Settings that only selective recompute looks at."""
+
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+"""Knobs that say how to recompute."""
+
+SPLIT = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Settings that split layers which do not divide."""
 
 
 def unused_in_space(
@@ -27,7 +38,39 @@ def unused_in_space(
 
 
 def unused_in_job(settings: Mapping[str, SettingValue], candidate: Mapping[str, KnobValue]) -> list[str]:
-    """Return a line for each of a job record's settings that does nothing beside its knobs."""
+    """Return a line for each of a job record's settings and knobs that does nothing beside its other knobs."""
+    return [*_settings_of_job(settings, candidate), *_knobs_of_job(candidate)]
+
+
+def assumed_in_job(given: Collection[str], used: Mapping[str, SettingValue]) -> list[str]:
+    """Return a line if a job record's layers do not divide and no setting given says how they are split."""
+    filled = [f"{key} = {_head(str(used[key]))}" for key in SPLIT if key not in given and used.get(key)]
+    if not filled:
+        return []
+    return [
+        "the layers do not divide over the (virtual) pipeline stages: predicted as published runs split them, with "
+        f"{' and '.join(filled)}; give that or another split"
+    ]
+
+
+def _head(text: str, most: int = 80) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _knobs_of_job(candidate: Mapping[str, KnobValue]) -> list[str]:
+    lines = []
+    if candidate.get("sequence_parallel") and candidate.get("tensor_model_parallel_size", 1) == 1:
+        lines.append("sequence_parallel = True does nothing: tensor_model_parallel_size is 1")
+    if candidate.get("use_recompute") is False:
+        lines += [
+            f"{key} = {candidate[key]!r} does nothing: use_recompute is False"
+            for key in RECOMPUTE
+            if candidate.get(key) is not None
+        ]
+    return lines
+
+
+def _settings_of_job(settings: Mapping[str, SettingValue], candidate: Mapping[str, KnobValue]) -> list[str]:
     if candidate.get("recompute_granularity") == "selective" and candidate.get("use_recompute") is not False:
         return []
     fix = "add recompute_granularity: selective"

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flagcore.errors import SpecError
 from flagcore.spec.plain import KeyPath, key_text, spec_error
+from flagcore.spec.units import BYTES_PATTERN
 
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
@@ -94,6 +95,7 @@ def _explain(
         problem, fix = "is missing", f"give {describe(_schema_at(root, path), root)}"
     elif kinds[path] == "extra_forbidden":
         value = _value_at(data, path)
+        value = None if isinstance(value, (dict, list)) else value
         problem, fix = "is not a known key", _nearest(root, path, at)
     else:
         value, schema = _value_at(data, path), _schema_at(root, path)
@@ -169,6 +171,7 @@ def _hint(value: object, options: list[Schema]) -> str:
         return "give a value, or remove the key"
     options = [*options, *(option["items"] for option in options if "items" in option)]
     types = {option.get("type") for option in options}
+    patterns = {option.get("pattern") for option in options}
     if not isinstance(value, str):
         if isinstance(value, float) and "integer" in types and value.is_integer():
             return f"write {int(value)}"
@@ -178,6 +181,9 @@ def _hint(value: object, options: list[Schema]) -> str:
         return f"write {value} without quotes"
     if value.lower() in ("true", "false", "yes", "no", "on", "off") and "boolean" in types:
         return f"write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'} without quotes"
+    if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?", value, re.IGNORECASE) and BYTES_PATTERN in patterns:
+        number, letter = re.sub("[ iI]", "", value)[:-1], value.rstrip("iI")[-1].upper()
+        return f"did you mean {number}{letter}iB or {number}{letter}B?"
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return f"did you mean {close[0]}?" if close else ""

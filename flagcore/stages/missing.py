@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
+from flagcore.spec.limits import PRECISIONS
 
 MEASURED = "`flag calibrate` on such a device measures that"
 GIVEN = "give cluster.nic_bytes_per_second"
@@ -17,14 +20,35 @@ BYTES = 2.0**20
 def no_time(task: Task, costs: Costs) -> str:
     """Return why no time can be told for a candidate of `task`: each rate that nobody knows, and how it can be had."""
     unknown: dict[str, list[str]] = {}
-    for what, how in _unknown(task, costs) or [("a rate that it needs", MEASURED)]:
+    unlisted = dict.fromkeys(chain(*(_unlisted(*pair, task.spec.train.precision) for pair in _pairs(task, costs))))
+    for what, how in _unknown(task, costs) or ([] if unlisted else [("a rate that it needs", MEASURED)]):
         unknown.setdefault(how, []).append(what)
-    return "nobody knows " + ", ".join(f"{' and '.join(rates)} ({how})" for how, rates in unknown.items())
+    rates = ", ".join(f"{' and '.join(rates)} ({how})" for how, rates in unknown.items())
+    return "; ".join([*unlisted, *([f"nobody knows {rates}"] if rates else [])])
+
+
+def _pairs(task: Task, costs: Costs) -> list[tuple[NodeGroup, Costs]]:
+    return list(zip(task.cluster.groups, costs.groups, strict=False))
+
+
+def _unlisted(group: NodeGroup, costs: Costs, precision: str) -> list[str]:
+    """Return what to use on a chip whose rates are known, but in other precisions: calibration measures no others."""
+    known = _known(costs)
+    if not known or precision in known:
+        return []
+    *others, last = [each for each in known if each in group.chip.dense_flops_per_second] or known
+    usable = f"{', '.join(others)} or {last}" if others else last
+    return [f"{group.chip.name} lists no rate in {precision} (use train.precision {usable})"]
+
+
+def _known(costs: Costs) -> list[str]:
+    """Return the precisions in which the rate of matrix products is known."""
+    size = np.array([1024.0])
+    return [each for each in PRECISIONS if not np.isnan(costs.kernels.gemm_seconds(size, size, size, each)).any()]
 
 
 def _unknown(task: Task, costs: Costs) -> list[tuple[str, str]]:
-    pairs = zip(task.cluster.groups, costs.groups, strict=False)
-    found = [each for group, its in pairs for each in _unknown_of(group, its, task.spec.train.precision)]
+    found = [each for group, its in _pairs(task, costs) for each in _unknown_of(group, its, task.spec.train.precision)]
     if costs.between is not None and np.isnan(costs.between.seconds("send", np.array([BYTES]), *_ranks(2, 1))).any():
         found.append(("the network between node groups", "give nic_bytes_per_second in each of cluster.groups"))
     return found
@@ -33,10 +57,8 @@ def _unknown(task: Task, costs: Costs) -> list[tuple[str, str]]:
 def _unknown_of(group: NodeGroup, costs: Costs, precision: str) -> list[tuple[str, str]]:
     chip, size = group.chip.name, np.array([1024.0])
     found = []
-    if np.isnan(costs.kernels.gemm_seconds(size, size, size, precision)).any():
-        known = ", ".join(group.chip.dense_flops_per_second)
-        fix = f"use one of {known}; {MEASURED}" if known else MEASURED
-        found.append((f"the peak rate of {chip} in {precision}", fix))
+    if not _known(costs):
+        found.append((f"the peak rate of {chip} in {precision}", MEASURED))
     if np.isnan(costs.kernels.memory_seconds(size)).any():
         found.append((f"the memory bandwidth of {chip}", MEASURED))
     if _silent(costs, group.devices_per_node, 1):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from flagcore.api import calibrating
-from flagcore.api.load import Load
+from flagcore.api.load import Load, busy
 from flagcore.calibration import Calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
@@ -38,9 +38,10 @@ def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
     told = calibrating._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
     assert "others on 42% of the processors" in told.how
     with caplog.at_level(logging.WARNING, logger="flagcore"):
-        calibrating.tell(calibrating._busy(0.42))
+        calibrating.tell(busy(0.42))
         assert "others kept 42% of the processors busy meanwhile" in caplog.text
-    assert calibrating._busy(0.05) == []
+    assert busy(0.05) == []
+    assert told.others == 0.42
 
 
 @pytest.mark.parametrize(

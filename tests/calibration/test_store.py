@@ -47,6 +47,16 @@ def test_a_file_can_be_read_by_people_a_line_a_row(kept: Calibrations) -> None:
     assert json.loads(text)["driver"] == "1.2"
 
 
+def test_the_load_of_others_is_kept_and_a_file_without_it_can_be_read(kept: Calibrations) -> None:
+    disturbed = replace(MADE, others=0.625)
+    path = kept.keep(disturbed)
+    assert kept.find(X1) == (path, disturbed)
+    old = json.loads(path.read_text())
+    del old["others"]
+    path.write_text(json.dumps(old))
+    assert kept.find(X1) == (path, MADE)
+
+
 def test_nothing_is_found_where_nothing_was_kept(kept: Calibrations) -> None:
     assert kept.all() == ()
     assert kept.find(X1) is None

@@ -86,6 +86,13 @@ SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "no time": ({"auto_tuner": {"control": {"max_time": 0}}}, 2, ("max_time",)),
     "no trials": ({"auto_tuner": {"control": {"max_trials": 0}}}, 2, ("max_trials",)),
     "an illegal baseline": ({"auto_tuner": {"baseline": {"tensor_model_parallel_size": 3}}}, 2, ("baseline",)),
+    "a baseline that breaks two rules": (
+        {"auto_tuner": {"baseline": {"tensor_model_parallel_size": 3, "data_parallel_size": 3}}},
+        2,
+        ("num_attention_heads", "number of devices"),
+    ),
+    "a misspelt section": ({"clutser": {"chip": "cpu"}}, 2, ("clutser is not a known key; did you mean cluster?",)),
+    "a memory without its B": ({"cluster": {"memory_per_device": "60G"}}, 2, ("did you mean 60GiB or 60GB?",)),
     "an impossible memory": ({"cluster": {"memory_per_device": "4 bananas"}}, 2, ("memory_per_device",)),
     "an empty command": ({"train": {"command": []}}, 2, ("train.command",)),
     "a variable that is no name": ({"envs": {"A=B": "1"}}, 2, ("A=B",)),

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_measurement_that_breaks_is_told_in_one_line_and_keeps_nothing(
     (line,) = [line for line in ran.err.splitlines() if line.startswith("flag: the measurement")]
     assert "ended with status 1" in line
     assert "No module named flagcore.no_such_program" in line
-    assert not home.exists()
+    assert not any(home.iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -83,7 +84,7 @@ def test_ctrl_c_leaves_nothing_running_and_keeps_nothing(home: Path, project: Pr
     assert process.returncode == 130
     assert err.splitlines()[-1].startswith("flag: interrupted")
     assert project.all_gone()
-    assert not home.exists()
+    assert not any(home.iterdir())
 
 
 def test_a_calibration_that_cannot_be_read_is_told_by_who_wants_it(flag: Flag, home: Path, project: Project) -> None:
@@ -135,6 +136,31 @@ def test_a_calibration_of_fewer_devices_than_a_node_has_is_told(
     spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
     assert flag("estimate", spec, "--chip", "H200").code == 0
     assert caplog.text.count("H200 was calibrated on 2 of the 8 devices of a node") == 1
+    assert "processors busy" not in caplog.text
+
+
+def test_a_calibration_that_others_disturbed_is_doubted_again_by_who_uses_it(
+    flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    Calibrations(home).keep(replace(kept("H200"), others=0.6))
+    spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
+    assert flag("estimate", spec, "--chip", "H200").code == 0
+    assert caplog.text.count("others kept 60% of the processors busy meanwhile") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--devices", "900"), "--devices 900: this machine has "), ((), "cannot be written: ")],
+)
+def test_what_cannot_be_measured_or_kept_is_told_before_anything_is_measured(
+    flag: Flag, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "file"))
+    ran = flag("calibrate", *arguments)
+    assert ran.code == 2
+    assert words in ran.err
+    assert "measuring" not in ran.err
 
 
 def kept(chip: str) -> Calibration:

@@ -41,6 +41,7 @@ MODEL = {
     "moe_shared_expert_intermediate_size": 2816,
     "moe_first_dense_layers": 1,
 }
+VIRTUAL = "virtual_pipeline_model_parallel_size"
 JOB: dict[str, Any] = {
     "id": "moe",
     "kind": "train",
@@ -236,7 +237,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "a precision": (
         {"chip": "A100-80GB"},
         {"precision": "fp8"},
-        ("peak rate of A100-80GB in fp8", "use one of", "bf16"),
+        ("A100-80GB lists no rate in fp8", "use train.precision", "bf16"),
     ),
 }
 
@@ -271,6 +272,95 @@ def test_candidates_without_a_time_say_why(flag: Flag, project: Project) -> None
     assert "candidates have no time, and stand last by memory: nobody knows the peak rate" in flag("estimate", spec).err
 
 
+def test_a_precision_that_the_chip_lacks_is_answered_with_those_it_has(flag: Flag, project: Project) -> None:
+    spec = project.spec(
+        cluster={"chip": "A100-80GB", "devices_per_node": 2, "memory_per_device": None}, train={"precision": "fp8"}
+    )
+    told = flag("estimate", spec).err
+    assert "A100-80GB lists no rate in fp8 (use train.precision bf16, fp16 or fp32)" in told
+    assert "calibrate" not in told
+    assert told.startswith("The candidates that need least memory on 2 x A100-80GB:")
+    assert "fastest" not in told
+
+
+def test_where_nothing_fits_the_hardware_and_its_memory_are_told(flag: Flag, project: Project) -> None:
+    space = {"space": {"micro_batch_size": 1, "use_recompute": False}}
+    auto = project.spec(cluster={"chip": "auto", "memory_per_device": "1MiB"}, auto_tuner=space)
+    ran = flag("estimate", auto)
+    assert ran.code == 3
+    assert "of 0.00 GiB (cluster.memory_per_device): " in ran.err
+    assert "; cluster.chip: auto found cpu here; `flag estimate --chip NAME` plans for other hardware" in ran.err
+    assert "None" not in ran.err
+    large = {"hidden_size": 2**16, "ffn_hidden_size": 2**18}
+    spec = project.spec(model=large, cluster={"chip": "A100-40GB", "memory_per_device": None}, auto_tuner=space)
+    ran = flag("estimate", spec)
+    assert "of 40.00 GiB (that of A100-40GB): " in ran.err
+    assert "auto found" not in ran.err
+
+
+def test_a_number_of_layers_that_allows_no_pipeline_is_told(
+    flag: Flag, project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert flag("estimate", project.spec()).code == 0
+    assert "no candidate has" not in caplog.text
+    assert flag("estimate", project.spec(model={"num_layers": 5})).code == 0
+    (line,) = [line for line in caplog.messages if "no candidate has" in line]
+    assert line.startswith("no candidate has pipeline_model_parallel_size > 1: ")
+    for words in ("num_layers = 5", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"):
+        assert words in line
+
+
+def test_books_without_trials_and_what_runs_a_prediction(flag: Flag, project: Project) -> None:
+    told = flag("estimate", project.spec(train={"command": None, "settings": {"pipeline_schedule": "zb-h1"}})).err
+    assert "untried" in told
+    assert "measured" not in told
+    assert "failed" not in told
+    assert "Predicted with train.settings, for the rest as flagcore's own trial program runs it" in told
+    assert "Predicted as flagcore's own trial program" in flag("estimate", project.spec(train={"command": None})).err
+
+
+def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_told(flag: Flag, tmp_path: Path) -> None:
+    idle = {"sequence_parallel": True, "use_recompute": False, "recompute_granularity": "full"}
+    given = {**JOB, "candidate": {**JOB["candidate"], **idle}}
+    first, second = answers(flag("estimate", "--jobs", jobs(tmp_path, JOB, given)))
+    assert "warnings" not in first
+    assert second["warnings"] == [
+        "sequence_parallel = True does nothing: tensor_model_parallel_size is 1",
+        "recompute_granularity = 'full' does nothing: use_recompute is False",
+        "an earlier record has the id moe",
+    ]
+
+
+def test_layers_of_a_record_that_do_not_divide_are_told_with_the_split_that_was_assumed(
+    flag: Flag, tmp_path: Path
+) -> None:
+    records = [
+        {**JOB, "candidate": {"pipeline_model_parallel_size": 4, VIRTUAL: virtual, **more}}
+        for virtual, more in ((1, {}), (2, {}), (9, {"num_layers_in_first_pipeline_stage": 6}))
+    ]
+    loss, layout, wrong = answers(flag("estimate", "--jobs", jobs(tmp_path, *records)))
+    assert "with account_for_loss_in_pipeline_split = True; give" in loss["warnings"][0]
+    assert "with pipeline_model_parallel_layout = E" in layout["warnings"][0]
+    assert wrong["status"] == "invalid"
+    assert "virtual_pipeline_model_parallel_size = 9" in wrong["reason"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"chip": "H200"}, "cluster.devices and cluster.devices_per_node are missing"),
+        ({"chip": "auto", "devices": 8, "devices_per_node": 8}, "a record must name a chip"),
+        ({"groups": []}, "clusters of several chips are planned in specs only"),
+    ],
+)
+def test_a_cluster_that_no_record_can_have_is_told(
+    flag: Flag, tmp_path: Path, cluster: dict[str, Any], words: str
+) -> None:
+    (answer,) = answers(flag("estimate", "--jobs", jobs(tmp_path, {**JOB, "cluster": cluster})))
+    assert answer["status"] == "invalid"
+    assert words in answer["reason"]
+
+
 def test_jobs_can_be_a_table(flag: Flag, tmp_path: Path) -> None:
     file = jobs(tmp_path, JOB, {**JOB, "id": "bad", "candidate": {"tensor_model_parallel_size": 3}})
     heading, _, good, bad = flag("estimate", "--jobs", file, "--format", "table").out.splitlines()
@@ -300,7 +390,7 @@ def test_modules_that_no_candidate_recomputes_are_told(
     assert "does nothing" not in caplog.text
 
     given = {**JOB, "candidate": {**JOB["candidate"], "recompute_modules": ["mlp"]}}
-    used = {**given, "candidate": {**given["candidate"], "recompute_granularity": "selective"}}
+    used = {**given, "id": "used", "candidate": {**given["candidate"], "recompute_granularity": "selective"}}
     idle, busy = answers(flag("estimate", "--jobs", jobs(tmp_path, given, used)))
     assert "recompute_modules = 'mlp' does nothing" in idle.pop("warnings")[0]
     assert "warnings" not in busy

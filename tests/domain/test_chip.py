@@ -18,6 +18,7 @@ CHIPS = [Chip(name=name, vendor="acme", aliases=aliases) for name, aliases in NA
         ("acme x100", ("X100-SXM",)),
         ("X100-SXM-80GB", ("X100-SXM",)),
         ("X20", ("X200",)),
+        ("X1000", ("X100-PCIe", "X100-SXM")),
         ("BIV510", ("BI-V150",)),
         ("天垓", ("BI-V150",)),
         ("", ()),

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one expert a rank": (FEW_EXPERTS, 3, {DP: 8, EP: 8, ETP: 1}),
     "tensor and experts": (FEW_EXPERTS, 0, {**TP2, DP: 2, EP: 4, ETP: 1, SHARDED: True}),
     "split experts": (EXPERTS, 0, {**TP2, ETP: 2}),
+    "whole experts beside split layers": (EXPERTS, 0, {**TP2, DP: 4, ETP: 1, SHARDED: True}),
     "experts, first stage": (EXPERTS, 0, {PP: 2, **EP2}),
     "experts, last stage": (SHARED, 3, {PP: 2, **EP2}),
     "experts, interleaved": ({**EXPERTS, "num_layers": 4}, 0, {PP: 2, VP: 2, **EP2}),

@@ -81,6 +81,9 @@ def test_stages_go_over_the_groups_in_the_order_of_ranks() -> None:
     assert [count.tolist() for count in counts] == [[1, 4, 2], [2, 8, 4], [1, 4, 2]]
 
 
+MESSAGES = {"pp_comm_s", "pp_bubble_s"}
+"""One group takes the mean of all messages, two take the border's apart."""
+
 EVERY = {
     "data": [8, 4, 2, 1, 4, 2, 8],
     "tensor": [1, 2, 1, 4, 1, 1, 1],
@@ -100,7 +103,8 @@ def test_groups_of_equal_devices_are_one(model: Model, options: Options) -> None
     work = train(model, options=options)
     one, two = costs(), mixed(costs(), costs())
     together, apart = step_time(work, split, one), step_time(work, split, two)
-    assert {name: part.tolist() for name, part in apart.items()} == {name: p.tolist() for name, p in together.items()}
+    assert {name for name, part in apart.items() if part.tolist() != together[name].tolist()} <= MESSAGES
+    np.testing.assert_allclose(sum(apart.values()), sum(together.values()), rtol=0.02)
     whole, parted = memory_in_use(work, split, one), memory_in_use(work, split, two)
     assert parted.capacity is not None
     for name in ("reserved", "used", "capacity"):
@@ -152,7 +156,7 @@ def test_a_message_between_groups_takes_the_link_between_them() -> None:
         return step_time(work, split, mixed(costs(), costs(), link))["pp_comm_s"]
 
     assert (waits(5e9) > 1.5 * waits(50e9)).all()
-    assert waits(5e12)[1] == pytest.approx(step_time(work, split, costs())["pp_comm_s"][1], rel=1e-3)
+    assert waits(5e12)[1] < step_time(work, split, costs())["pp_comm_s"][1]  # whose middle border leaves the node
     assert waits(5e9, layout(data=16)).tolist() == [0.0]
 
 

@@ -296,3 +296,25 @@ def test_model_flops_of_weights_that_adapters_leave_alone_need_no_gradients_of_w
     assert alone == pytest.approx(
         TRAIN.sequence * TRAIN.global_batch * (4.0 * weights + 6.0 * 32 * 4096 * TRAIN.sequence)
     )
+
+
+def test_a_slow_network_is_felt_where_several_stages_share_a_node() -> None:
+    def step(rate: float) -> float:
+        network = replace(TOPOLOGY.levels[1], bytes_per_second=rate)
+        slow = Collectives(topology=Topology(levels=(TOPOLOGY.levels[0], network)))
+        return total(made=replace(costs(), collectives=slow), data=4.0, pipeline=16.0)
+
+    assert step(1e6) > 10 * step(50e9)
+
+
+def test_a_ring_of_context_ranks_costs_more_than_the_same_tokens_on_one() -> None:
+    one = parts(data=8.0)["compute_s"]
+    eight = parts(data=1.0, context=8.0, micro_batch=8.0)["compute_s"]
+    assert one < eight < 1.2 * one
+
+
+def test_kernels_measured_alone_take_longer_in_a_step_and_not_in_a_rank() -> None:
+    alone = replace(costs(), in_runs=1.25)
+    assert parts(made=alone)["compute_s"] == pytest.approx(1.25 * parts()["compute_s"], rel=0.02)
+    first, second = (rank_time(TRAIN, layout(), made, np.zeros(1)) for made in (costs(), alone))
+    assert [part.tolist() for part in first] == [part.tolist() for part in second]

@@ -142,6 +142,9 @@ class Wrong:
     def launch_seconds(self) -> float:
         return 1.0
 
+    def in_runs(self) -> float:
+        return 1.0
+
     def seconds(self, *arguments: object) -> float:
         return 1.0
 
@@ -291,6 +294,9 @@ class KnowsBf16:
     def launch_seconds(self) -> float:
         return float("nan")
 
+    def in_runs(self) -> float:
+        return float("nan")
+
 
 def test_roofline_stands_in_for_what_a_kernel_table_does_not_know() -> None:
     peak = Fact(value=1e12, source=SOURCE)
@@ -323,6 +329,9 @@ class BreaksOnLargeColumns:
 
     def launch_seconds(self) -> float:
         return 1e-6
+
+    def in_runs(self) -> float:
+        return 1.0
 
 
 def test_object_that_breaks_later_is_told_as_the_plugins_fault_with_the_way_out() -> None:

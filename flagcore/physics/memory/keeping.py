@@ -182,7 +182,7 @@ def held(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> Held:
     ends = kinds.ends(train, layout, stage)
     at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.kept)
     above = np.where(stage.last > 0, at_loss, above)
-    waiting = stage.deferred * stage.layers * kinds.deferred
+    waiting = _waiting(train, stage, kinds)
     rest = ends.kept * stage.last + kinds.rows.entry.kept * stage.first * stage.in_flight + waiting
     return Held(dense, moe, inputs, one * stage.in_flight + rest, above)
 
@@ -305,8 +305,15 @@ def held_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, foun
     add_parts(parts, {"norms": found.inputs}, stage.in_flight)
     add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last)
     add_parts(parts, {"embedding": kinds.rows.entry.kept}, stage.first * stage.in_flight)
-    waiting = stage.deferred * stage.layers * kinds.deferred
-    return {**parts, "deferred_weight_gradients": waiting}
+    return {**parts, "deferred_weight_gradients": _waiting(train, stage, kinds)}
+
+
+def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
+    """Return what waits for the gradients of weights alone; ZB-2p plans it for a memory of 2p micro-batches."""
+    count = stage.deferred
+    if train.options.schedule == "zb-2p":
+        count = np.minimum(count, (2.0 * stage.index + 1.0) / train.weight_share)
+    return count * stage.layers * kinds.deferred
 
 
 def _held_by_the_loop(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:

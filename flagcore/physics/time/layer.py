@@ -157,18 +157,33 @@ def _core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, Fl
         groups = heads
     precision = _wide(train.precision)
     whole, width = np.full_like(heads, length), np.full_like(heads, size)
-    shape = AttentionShape(
-        batch=layout.micro_batch, heads=heads, groups=groups, queries=whole, keys=whole, head_dim=width
-    )
-    forward = costs.kernels.attention_seconds(shape, precision) / layout.context
     if train.flash:
-        return forward, costs.kernels.attention_backward_seconds(shape, precision) / layout.context
+        shape = AttentionShape(
+            batch=layout.micro_batch, heads=heads, groups=groups, queries=whole, keys=whole, head_dim=width
+        )
+        return _fused_core(train, layout, costs, shape, precision)
     scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
     rows = layout.micro_batch * heads * length / layout.context
     product = costs.kernels.gemm_seconds(rows, whole, width, precision)
     product = product + costs.kernels.gemm_seconds(rows, width, whole, precision)
     moved, moved_back = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
     return product + moved, 2.0 * product + moved_back
+
+
+def _fused_core(
+    train: Training, layout: Layout, costs: Costs, whole: AttentionShape, precision: str
+) -> tuple[FloatArray, FloatArray]:
+    """Return fused attention of the sequences `whole`, split over context-parallel ranks, forward and backward.
+
+    Each rank has a piece from the front and one from the back, so that all do the same share of the scores. In a ring,
+    the outputs of each further step are rescaled and summed, and so are gradients (arXiv 2310.01889).
+    """
+    kernels, context = costs.kernels, layout.context
+    ring = (context - 1.0) * (train.options.cp_comm == "p2p")
+    output = train.value_bytes * whole.batch * whole.heads * whole.queries / context * whole.head_dim
+    merged = ring * kernels.memory_seconds(3.0 * output)
+    forward = kernels.attention_seconds(whole, precision) / context + merged
+    return forward, kernels.attention_backward_seconds(whole, precision) / context + 2.0 * merged
 
 
 def _wide(precision: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flagcore.contracts import Costs
+from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.placement import Placement
@@ -30,13 +30,13 @@ class Messages:
 
         Schedules that fold the pipeline go from group to group both ways, and take the slowest message for all.
         """
-        payload, stride = layer_input_bytes(train, layout), integers(layout.tensor * layout.context * layout.data)
+        payload, stage = layer_input_bytes(train, layout), layout.tensor * layout.context * layout.data
         pair = integers(np.minimum(layout.pipeline, 2.0))
         if costs.between is None:
-            return cls(costs.collectives.seconds("send", payload, pair, stride))
-        counts = place.stages(layout)
+            return cls(_mean_send(costs.collectives, payload, stage, layout.pipeline))
+        counts, stride = place.stages(layout), integers(stage)
         inside = [
-            each.collectives.seconds("send", payload, integers(np.clip(count, 1.0, 2.0)), stride)
+            _mean_send(each.collectives, payload, stage, count)
             for each, count in zip(costs.groups, counts, strict=True)
         ]
         between = costs.between.seconds("send", payload, pair, stride)
@@ -67,3 +67,20 @@ class Messages:
             forward[stage - 1] = backward[stage] = each * longer * crosses
         forward[-1] = backward[0] = (each - 1.0) * longer
         return forward, backward
+
+
+def _mean_send(collectives: CollectiveCosts, payload: FloatArray, stage: FloatArray, stages: FloatArray) -> FloatArray:
+    """Return the mean time of a message between neighbours of `stages` stages of `stage` devices each.
+
+    Where several stages share a node, or a rack, some of the borders between them are its own: of p stages,
+    p / 2**k - 1 borders lie at multiples of 2**k stages, and messages over them travel as far as such a block is wide.
+    """
+    pair, borders = integers(np.clip(stages, 1.0, 2.0)), np.maximum(stages - 1.0, 1.0)
+    total, width = np.zeros_like(payload), 1.0
+    while np.any(width < np.maximum(stages, 2.0)):
+        here = np.maximum(np.ceil(stages / width) - 1.0, 0.0) - np.maximum(np.ceil(stages / (2.0 * width)) - 1.0, 0.0)
+        some = np.flatnonzero(here > 0) if width > 1.0 else slice(None)
+        distance = integers(stage[some] * width)
+        total[some] += here[some] * collectives.seconds("send", payload[some], pair[some], distance)
+        width *= 2.0
+    return total / borders

@@ -63,6 +63,7 @@ def pipeline_time(
             backward_weight=of([time.weight for time in times]),
             send=send[rows],
             blocking=blocking[rows],
+            weight_share=train.weight_share,
             paired=of(paired) if paired else None,
         )
         barrier = not SCHEDULES[name].post_validation

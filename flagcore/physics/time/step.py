@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics.kernels.longer import LongerKernels
 from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.memory.keeping import offloaded_bytes
 from flagcore.physics.memory.training import split_parameters, stage_parameters
@@ -64,6 +65,7 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
     Each stage has the kernels and collectives of its own node group. Those of a step are those of the slowest stage.
     What the pipeline takes beside them is told apart into messages that this stage waits for, and bubble.
     """
+    costs = _in_a_run(costs)
     place, groups = Placement.of(layout, costs), costs.groups
     found = stages(train.model, layout, train.options, place.starts)
     held = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
@@ -108,6 +110,12 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
     time = _stage_time(train, layout, alone, parts, found, (dense, experts))
     compute = time.forward.compute + time.backward.compute + time.weight
     return layout.microbatches * compute, optimizer_time(train, layout, costs, found, (dense, experts))
+
+
+def _in_a_run(costs: Costs) -> Costs:
+    """Return costs whose kernels are as long as in a run on many devices."""
+    kernels = costs.kernels if costs.in_runs == 1.0 else LongerKernels(costs.kernels, costs.in_runs)
+    return replace(costs, kernels=kernels, further={start: _in_a_run(each) for start, each in costs.further.items()})
 
 
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:

@@ -22,11 +22,11 @@ from flagcore.workloads.megatron.split import Split
 BLOCK_ROWS = 1 << 15
 """Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""
 
-DENSE, EXPERTS, GUESSED = (0.87, 1.17), (0.80, 1.25), (0.87, 1.60)
+DENSE, EXPERTS, GUESSED, SHARED = (0.87, 1.17), (0.80, 1.25), (0.76, 1.39), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
 over predicted where a source's runs had no part in the fit (`benchmarks/fitted.json`), of dense models and of mixtures
-of experts; and of chips whose kernels nobody measured, from the same runs without the fitted curves. Ranks that share
-a plain processor disturb each other, so they have the last, too."""
+of experts; of chips whose kernels nobody measured, from the same runs without the fitted curves; and of ranks that
+share a plain processor and disturb each other."""
 
 
 def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
@@ -152,8 +152,10 @@ def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
     time_s = step_time(train, layout, costs)
     total = sum(time_s.values(), np.zeros(()))
     known = DENSE if train.model.num_moe_experts is None else EXPERTS
-    unsure = any(each.guessed or each.synchronous for each in costs.groups)
-    low, high = (min(known[0], GUESSED[0]), GUESSED[1]) if unsure else known
+    bounds = [known]
+    for each in costs.groups:
+        bounds += [SHARED] if each.synchronous else [GUESSED] if each.guessed else []
+    low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
     return Predictions(
         step_time_s=total,
         low_s=total * low,

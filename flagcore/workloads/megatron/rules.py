@@ -15,7 +15,9 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.workloads.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
-from flagcore.workloads.megatron.split import Split
+from flagcore.workloads.megatron.split import FIRST, LAST, Split
+from flagcore.workloads.megatron.split import VIRTUAL as CHUNKS
+from flagcore.workloads.megatron.stages import LAYOUT
 
 DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
 CP, EP = "context_parallel_size", "expert_model_parallel_size"
@@ -152,7 +154,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         Rule(
             name="virtual_stages",
             knobs=(PP, VIRTUAL),
-            says=f"{VIRTUAL} must divide num_layers / {PP}",
+            says=f"{VIRTUAL} (or {CHUNKS}) must divide num_layers / {PP}",
             broken=split.ragged,
         ),
         Rule(
@@ -193,7 +195,10 @@ def _says_split(split: Split) -> str:
     if split.held:
         return f"{PP} must divide the {len(split.held)} stages of the layout, with multi-token prediction at the end"
     beside = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
-    return f"{PP} must divide num_layers = {split.layers}{beside}, or what first and last stage leave of them"
+    return (
+        f"{PP} must divide num_layers = {split.layers}{beside}, or what {FIRST} and {LAST} leave of them "
+        f"(train.settings; {LAYOUT} there splits them freely)"
+    )
 
 
 def _recompute(task: Task) -> Sequence[Rule]:
