@@ -10,13 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flagcore.contracts import Strategy
+from flagcore.contracts import Costs, Strategy, Workload
 from flagcore.domain.chip import Device, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
-from flagcore.domain.spec import ClusterSpec, Control
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.hooks import hookimpl
@@ -26,7 +29,7 @@ from flagcore.report.result import result
 from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
 from flagcore.strategies import learned, predicted
-from flagcore.workloads.megatron.adapter import WORKLOAD
+from flagcore.workloads.megatron.adapter import WORKLOAD, Megatron
 from tests import small
 from tests.test_loop import SPACE, Ended
 
@@ -124,12 +127,23 @@ def four_devices() -> list[Device]:
 FOUR_DEVICES = SimpleNamespace(**HERE, flagcore_devices=four_devices)
 
 
+class Deaf(Megatron):
+    """Knows no time without a pipeline."""
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        found = super().predict(task, columns, costs)
+        return replace(
+            found, step_time_s=np.where(columns["pipeline_model_parallel_size"] > 1, found.step_time_s, np.nan)
+        )
+
+
 class Bench:
     """A task of four devices, a folder and a launcher; `tune` runs the loop, again on what is there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.launcher = folder, Ranks()
         self.strategy: Strategy = predicted.STRATEGY
+        self.workload: Workload = WORKLOAD
 
     def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> Ending:
         limits = Control(train_iters=3, fidelity=fidelity, **control)
@@ -137,7 +151,7 @@ class Bench:
         wanted = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
         parts = Parts(
             plugins=LoadedPlugins.of({"here": plugin}),
-            workload=WORKLOAD,
+            workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
             open_store=lambda problem: OptunaStore(self.folder, self._choices(problem.space), run="run"),
@@ -226,7 +240,10 @@ def test_one_device_probes_what_four_would_run_and_the_slowest_rank_counts(bench
 
 
 def test_what_needs_a_network_that_nobody_knows_is_not_probed(bench: Bench) -> None:
-    plan = bench.tune("probe", nodes=2, max_trials=100).plan
+    with pytest.raises(NoDevice, match="network between nodes"):
+        bench.tune("probe", nodes=2)
+    bench.workload = Deaf()
+    plan = bench.tune("probe", max_trials=100).plan
     assert plan.trials
     assert all("step_time_s" in trial.predicted for trial in plan.trials)
     assert plan.baseline is None
