@@ -124,7 +124,11 @@ class Project:
                 "precision": "bf16",
                 "command": [sys.executable, "-S", "-E", str(self.folder / "train.py"), "{folder}"],
             },
-            "auto_tuner": {"space": SPACE, "control": {**control, **sections.pop("control", {})}},
+            "auto_tuner": {
+                "strategy": "predicted",  # goes on to the end of the space or of the budget
+                "space": SPACE,
+                "control": {**control, **sections.pop("control", {})},
+            },
             "envs": {
                 "TEST_MARK": self.mark,
                 "TRAIN_DOES": does,

@@ -356,7 +356,7 @@ def test_a_run_learns_from_earlier_ones_unless_it_must_not(
     monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
 
     def believed(name: str, **control: object) -> float:
-        spec = project.spec(control={"max_trials": 2, "repeats": 0, **control})
+        spec = project.spec(control={"max_trials": 2, "repeats": 0, **control}, auto_tuner={"strategy": "learned"})
         ran = flag("tune", spec, "--run-dir", str(tmp_path / name), "--json", "--quiet")
         return float(json.loads(ran.out)["trials"][1]["predicted"]["believed"]["step_time_s"]["value"])
 
