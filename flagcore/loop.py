@@ -113,8 +113,10 @@ class _Session:
     def probe_first(self) -> None:
         """Probe the candidates that the strategy would try first, until there are as many probes as are wanted.
 
-        Half of the time is left for runs at the least.
+        Half of the time is left for runs at the least. Where probes are the search itself, none comes first.
         """
+        if self.fidelity != RUN:
+            return
         while len(done := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
             choice = rank(self.parts.strategy, self._scene_of_probes(done))
             if choice.row is None:

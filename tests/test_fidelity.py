@@ -311,6 +311,13 @@ def test_an_interrupted_probe_goes_on_with_the_ranks_that_are_left(bench: Bench,
     assert plan.best.candidate == expected.best.candidate
 
 
+def test_where_probes_are_the_search_none_comes_before_it(bench: Bench) -> None:
+    plan = bench.tune("probe", FOUR_DEVICES, probes=1, max_trials=2).plan
+    assert len(plan.trials) == 2
+    assert plan.trials[0].role is Role.BASELINE
+    assert not plan.probes
+
+
 def test_probes_before_the_first_run_settle_nothing(bench: Bench) -> None:
     plan = bench.tune("run", FOUR_DEVICES, probes=3, repeats=0, max_trials=100).plan
     assert len(plan.probes) == len({trial.candidate for trial in plan.probes}) == 3

@@ -25,8 +25,10 @@ from flagcore.stages.build import canonical
 from flagcore.stages.discover import costs
 
 GIB = 2**30
-MOST = 500
+MOST = 300
 """Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
+FARTHEST = 3.0
+"""A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
 
 
 def past(records: Iterable[Mapping[str, Any]], chip: Chip, plugins: Plugins, workload: Workload) -> Past:
@@ -45,7 +47,7 @@ def past(records: Iterable[Mapping[str, Any]], chip: Chip, plugins: Plugins, wor
             tasks[repr((job.model, train, group))].append((task, job.candidate, record["measured"]))
     found = []
     for number, members in enumerate(tasks.values(), start=1):
-        with suppress(FlagError, ValueError, ArithmeticError):
+        with suppress(FlagError, TypeError, ValueError, ArithmeticError):
             found.append(_observed(number, members, plugins, workload))
     return Past(
         time=Observed.join([time for time, _ in found]),
@@ -72,7 +74,7 @@ def _observed(
         measured = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.log(measured) - np.log(expected)
-        rows = np.flatnonzero(np.isfinite(ratio))
+        rows = np.flatnonzero(np.abs(ratio) < FARTHEST)
         least = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
         both.append(Observed(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
     return both[0], both[1]

@@ -35,5 +35,6 @@ def chance_to_gain(
     root = vectors * np.sqrt(np.maximum(values, 0.0))
     times = log_time + rng.standard_normal((SAMPLES, log_time.size)) @ root.T
     times = np.where(rng.random(times.shape) < fits, times, np.inf)
-    gains = best - times.min(axis=1)
+    fastest = times.min(axis=1)
+    gains = np.where(np.isfinite(fastest), best - fastest, 0.0)
     return float((gains > np.log1p(least)).mean()), float(max(np.expm1(np.quantile(gains, 0.95)), 0.0))

@@ -32,14 +32,15 @@ class Scales:
     size: float
     knob: float
     own: float
+    row: float
     size_length: float = 0.7
     knob_length: float = 1.5
 
 
-TIME = Scales(chip=0.25, task=0.10, part=0.15, size=0.15, knob=0.03, own=0.03)
+TIME = Scales(chip=0.25, task=0.10, part=0.15, size=0.15, knob=0.03, own=0.05, row=0.03)
 """Of step times: those of published runs that were not fitted (bias 5 to 20% a source, 7 to 10% within one)."""
 
-MEMORY = Scales(chip=0.10, task=0.03, part=0.0, size=0.02, knob=0.01, own=0.015)
+MEMORY = Scales(chip=0.10, task=0.03, part=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
 """Of memory in use: within 2 to 4% where a chip's context is known, more where it is guessed."""
 
 
@@ -66,7 +67,9 @@ class Ratios:
         self._names = Features.join((observed.features, self._like)) if count else self._like
         known = self._matrix(self._names, observed.task)
         prior = Prior(scales, len(self._names.parts), len(self._names.sizes))
-        self._process = GaussianProcessRegressor(prior, alpha=observed.noise**2 if count else 0.0, optimizer=None)
+        self._row = scales.row
+        noise = observed.noise**2 + scales.row**2 if count else 0.0
+        self._process = GaussianProcessRegressor(prior, alpha=noise, optimizer=None)
         self._wider = 1.0
         if count:
             self._process.fit(known, observed.log_ratio)
@@ -76,12 +79,12 @@ class Ratios:
     def of(self, rows: Features) -> Belief:
         """Return what is believed of each of `rows`."""
         mean, deviation = self._process.predict(self._asked(rows), return_std=True)
-        return Belief(mean, deviation * self._wider)
+        return Belief(mean, np.hypot(deviation, self._row) * self._wider)
 
     def joint(self, rows: Features) -> Belief:
         """Return what is believed of `rows` together, with covariance."""
         mean, covariance = self._process.predict(self._asked(rows), return_cov=True)
-        covariance = covariance * self._wider**2
+        covariance = (covariance + self._row**2 * np.eye(len(mean))) * self._wider**2
         return Belief(mean, np.sqrt(np.maximum(np.diag(covariance), 0.0)), covariance)
 
     def _asked(self, rows: Features) -> FloatArray:

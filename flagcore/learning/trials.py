@@ -30,8 +30,11 @@ more than predicted at the most: beyond, something else went wrong."""
 
 
 def observed_times(scene: Scene) -> Observed:
-    """Return measured over predicted step times. Without a prediction the ratio is to a second."""
-    found = [(trial, row) for trial, row in _seen(scene) if trial.measurement and trial.measurement.step_time_s > 0]
+    """Return measured over predicted step times. Without a prediction the ratio is to a second.
+
+    What a trial measured that failed, or ran other values than it was to, says nothing.
+    """
+    found = [(trial, row) for trial, row in _seen(scene) if _timed(trial)]
     rows = np.array([row for _, row in found], dtype=np.int64)
     predicted = unit_where_unknown(scene)[rows]
     measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
@@ -48,7 +51,8 @@ def observed_memory(scene: Scene) -> Observed:
     a little more, whichever is the larger.
     """
     predicted, share = scene.predictions.device_used_bytes, scene.predictions.share_in_use
-    found = [(row, used) for trial, row in _seen(scene) if (used := _used(trial.measurement))]
+    ran = [(trial, row) for trial, row in _seen(scene) if trial.state is TrialState.MEASURED]
+    found = [(row, used) for trial, row in ran if (used := _used(trial.measurement))]
     rows = np.array([row for row, _ in found], dtype=np.int64)
     ratio = np.log(np.array([used for _, used in found], dtype=np.float64)) - np.log(predicted[rows])
     known = _observed(scene, rows, ratio, np.full(len(rows), MEMORY_NOISE))
@@ -74,6 +78,11 @@ def _seen(scene: Scene) -> Sequence[tuple[Trial, int]]:
     ran = {trial.candidate for trial in scene.trials if trial.state is not TrialState.INTERRUPTED}
     several = (*scene.trials, *(probe for probe in scene.probes if probe.candidate not in ran))
     return [(trial, row) for trial in several if (row := scene.space.find(trial.candidate)) is not None]
+
+
+def _timed(trial: Trial) -> bool:
+    told = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
+    return told and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
 
 
 def _observed(scene: Scene, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:

@@ -16,7 +16,7 @@ from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning import MEMORY, TIME, Ratios, chance_to_gain, expected_gain
 from flagcore.learning.trials import observed_memory, observed_times, unit_where_unknown
 
-LOOKED_AT = 8192
+LOOKED_AT = 4096
 """Of the open candidates as many are weighed, the fastest predicted ones."""
 
 TOGETHER = 256
@@ -25,6 +25,9 @@ TOGETHER = 256
 LEAST_GAIN, LEAST_CHANCE = 0.01, 0.05
 """The search ends when the chance that any open candidate is faster than the best by more than the first is less than
 the second."""
+
+LEAST_MEASURED = 3
+"""So many candidates of the run itself are measured before it may end: what earlier runs teach may not hold here."""
 
 TAIL = 1.2815515655446004
 """Standard deviations from the middle to the end of an 80% interval."""
@@ -58,12 +61,14 @@ class Learned:
             return _choice(view, place, "nothing is measured yet: the fastest predicted that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * expected_gain(view.log_time, view.deviation, best)
+        if scene.seconds_left is not None:
+            gain = np.where(view.cost < scene.seconds_left, gain, 0.0)
         chance, most = _left(view, gain, best)
         told = (
             f"the chance that an untried candidate is more than {LEAST_GAIN:.0%} faster than the best is {chance:.1%}; "
             f"it could be {most:.1%} faster at most (95%)"
         )
-        if chance < LEAST_CHANCE:
+        if chance < LEAST_CHANCE and len(measured) >= LEAST_MEASURED:
             return Choice(row=None, because=told)
         place = int(np.argmax(gain / view.cost))
         return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {told}")

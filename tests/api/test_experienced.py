@@ -1,0 +1,46 @@
+"""What earlier runs teach: odd records cost only themselves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from flagcore.api.experienced import past
+from flagcore.plugins import LoadedPlugins
+from flagcore.workloads.megatron import WORKLOAD
+from tests import small
+
+CANDIDATE = {"data_parallel_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+
+
+def record(measured: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": "run/1",
+        "kind": "train",
+        "model": {name: value for name, value in asdict(small.DENSE).items() if value is not None},
+        "cluster": {"chip": "test-chip", "devices": 4, "devices_per_node": 4},
+        "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"},
+        "candidate": {**CANDIDATE, "context_parallel_size": 1, "expert_model_parallel_size": 1, "micro_batch_size": 1},
+        "measured": measured,
+    }
+
+
+def taught(*records: dict[str, Any]) -> int:
+    return len(past(records, small.CHIP, LoadedPlugins.of({}), WORKLOAD).time)
+
+
+def test_a_measured_record_teaches_one_time() -> None:
+    assert taught(record({"step_time_s": 0.01})) == 1
+
+
+@pytest.mark.parametrize("odd", [[1.0], {"a": 1}, 1e308, -1.0, None])
+def test_a_record_with_an_odd_figure_is_passed_over(odd: object) -> None:
+    assert taught(record({"step_time_s": odd})) == 0
+
+
+def test_records_of_other_tasks_are_learned_from_beside_an_odd_one() -> None:
+    other = record({"step_time_s": 0.01})
+    other["train"] = {**other["train"], "global_batch_size": 16}
+    assert taught(record({"step_time_s": [1.0]}), other) == 1
