@@ -186,7 +186,7 @@ def test_killed_at_any_moment_every_finished_trial_is_kept_once(tmp_path: Path) 
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == "open\n"
-        time.sleep(draw.uniform(0, 0.03))
+        time.sleep(draw.uniform(0, 0.1))
         writer.send_signal(signal.SIGKILL)
         promised += [int(line.split()[1]) for line in writer.stdout if line.startswith("kept")]
         writer.wait()
