@@ -188,8 +188,9 @@ def test_killed_at_any_moment_every_finished_trial_is_kept_once(tmp_path: Path) 
         assert writer.stdout.readline() == "open\n"
         time.sleep(draw.uniform(0, 0.1))
         writer.send_signal(signal.SIGKILL)
-        promised += [int(line.split()[1]) for line in writer.stdout if line.startswith("kept")]
+        said = [line for line in writer.stdout if line.startswith("kept") and line.endswith("\n")]
         writer.wait()
+        promised += [int(line.split()[1]) for line in said]
     trials = store(tmp_path).trials()
     numbers = [trial.number for trial in trials]
     assert len(set(numbers)) == len(numbers)
