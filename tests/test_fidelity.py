@@ -154,17 +154,10 @@ class Bench:
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
-            open_store=lambda problem: OptunaStore(self.folder, self._choices(problem.space), run="run"),
+            open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=lambda event: None,
         )
         return tune(replace(task.spec, cluster=wanted), parts)
-
-    @staticmethod
-    def _choices(space: Any) -> dict[str, Any]:
-        return {
-            axis.knob: [axis.decode(int(code)) for code in codes]
-            for axis, codes in zip(space.axes, space.codes, strict=True)
-        }
 
 
 @pytest.fixture

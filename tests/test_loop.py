@@ -123,17 +123,10 @@ class Bench:
             workload=WORKLOAD,
             launcher=self.launcher,
             strategy=STRATEGY,
-            open_store=lambda problem: OptunaStore(self.folder, self._choices(problem.space), run="run"),
+            open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=self.events.append,
         )
         return tune(spec, parts)
-
-    @staticmethod
-    def _choices(space: Any) -> dict[str, Any]:
-        return {
-            axis.knob: [axis.decode(int(code)) for code in codes]
-            for axis, codes in zip(space.axes, space.codes, strict=True)
-        }
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def tune(
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         nonlocal name
         name = directory.claim(_task(data, problem), fixed)
-        store = OptunaStore(directory.path, _choices(problem), run=name, objective=spec.objective, url=storage)
+        store = OptunaStore(directory.path, problem.space.choices, run=name, objective=spec.objective, url=storage)
         _not_a_step_down(store, spec.control, directory.path)
         write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
         return store
@@ -303,14 +303,6 @@ def _task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
         "model": asdict(platform.task.spec.model),
         "hardware": hardware,
         "plugins say": given,
-    }
-
-
-def _choices(problem: Problem) -> dict[str, tuple[Any, ...]]:
-    """Return every value that each knob can have in this run, for the store."""
-    return {
-        axis.knob: tuple(axis.decode(int(code)) for code in sorted(codes.tolist()))
-        for axis, codes in zip(problem.space.axes, problem.space.codes, strict=True)
     }
 
 

@@ -6,18 +6,16 @@ Measurements are kept, not errors of predictions: these are worked out anew with
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flagcore.calibration.store import HOME_VARIABLE, Calibrations, same_chip
+from flagcore.calibration.store import Calibrations, delete_files, replace_file, same_chip
 from flagcore.domain.chip import Chip
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Trial, TrialState
-from flagcore.errors import RunError
 from flagcore.files import read_regular
 
 GIB = 2**30
@@ -44,16 +42,7 @@ class Experience:
         if not records:
             return None
         path = self.folder / f"{run}.jsonl"
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text("".join(json.dumps(each) + "\n" for each in records), encoding="utf-8")
-            os.replace(draft, path)
-        except OSError as error:
-            with suppress(OSError):
-                draft.unlink()
-            fix = f"set {HOME_VARIABLE} to a folder that can be written"
-            raise RunError(f"{path} cannot be written: {error.strerror or error}; {fix}") from None
+        replace_file(path, "".join(json.dumps(each) + "\n" for each in records))
         return path
 
     def records(self, chip: Chip, engine: str, *, but: str | None = None) -> Iterator[Mapping[str, Any]]:
@@ -76,11 +65,7 @@ class Experience:
                 lines = [json.loads(line) for line in read_regular(path).splitlines()]
                 if any(line["cluster"]["chip"].casefold() == chip.casefold() for line in lines):
                     gone.append(path)
-        for path in gone:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
+        delete_files(gone)
         return tuple(gone)
 
 

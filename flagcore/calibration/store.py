@@ -98,15 +98,7 @@ class Calibrations:
     def keep(self, calibration: Calibration) -> Path:
         """Write a calibration in one step and return its file. Raises RunError."""
         path = self.folder / calibration.file_name
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text(_text(calibration), encoding="utf-8")
-            os.replace(draft, path)
-        except OSError as error:
-            with suppress(OSError):
-                draft.unlink()
-            raise _unwritable(path, error) from None
+        replace_file(path, _text(calibration))
         return path
 
     def forget(self, chip: str) -> tuple[Path, ...]:
@@ -114,11 +106,7 @@ class Calibrations:
         good, bad = self._read()
         gone = [path for path, calibration in good if calibration.chip.casefold() == chip.casefold()]
         gone += [path for path, _ in bad if path.stem.split("--")[0] == _slug(chip)]
-        for path in gone:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
+        delete_files(gone)
         return tuple(gone)
 
     def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
@@ -160,6 +148,28 @@ def read(path: Path) -> Calibration:
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         fix = "measure again with `flag calibrate`, or delete the file"
         raise RunError(f"{path} is no calibration that can be read ({error!r}); {fix}") from None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in the user's data folder in one step. Raises RunError."""
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise _unwritable(path, error) from None
+
+
+def delete_files(paths: Iterable[Path]) -> None:
+    """Delete files, which may be gone already. Raises RunError."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"{path} cannot be deleted: {error.strerror or error}") from None
 
 
 def _unwritable(path: Path, error: OSError) -> RunError:

@@ -106,6 +106,14 @@ class Space:
         columns = self.columns(np.array([row]))
         return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in self.axes))
 
+    @property
+    def choices(self) -> dict[str, tuple[KnobValue, ...]]:
+        """Every value that each knob can have."""
+        return {
+            axis.knob: tuple(axis.decode(int(code)) for code in sorted(codes.tolist()))
+            for axis, codes in zip(self.axes, self.codes, strict=True)
+        }
+
     def find(self, candidate: Candidate) -> int | None:
         """Return the position of `candidate`, or None if it is not in the space."""
         key = self._key(candidate)

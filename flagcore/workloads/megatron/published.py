@@ -74,7 +74,7 @@ def published(
 
 
 def _tuned(task: Task, kind: str, given: Mapping[str, SettingValue], overlaps: bool) -> bool:
-    """Return whether a run has the gradients of NVIDIA's tuned recipes, which are reduced in 16 bits."""
+    """Return whether a run has the gradients of Megatron-Bridge's tuned recipes, which are reduced in 16 bits."""
     narrow = task.spec.train.precision in ("fp8", "mxfp8", "nvfp4")
     return overlaps and kind == IMPLEMENTATION and narrow and "accumulate_allreduce_grads_in_fp32" not in given
 
