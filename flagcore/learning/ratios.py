@@ -1,9 +1,9 @@
 """A Gaussian process over the logarithm of measured over predicted: what is believed of candidates that did not run.
 
 The prior is of physics: a factor common to a chip, one of a task, one of each part of the step (so that slow links
-show wherever they weigh), a smooth function of the sizes that kernels see and one of each knob, and for each
-task one of all its knobs together. What it says of the
-error of a prediction before anything was measured is what `docs/accuracy.md` shows of runs that were not fitted.
+show wherever they weigh), a smooth function of the sizes that kernels see and one of each knob, for each task one of
+all its knobs together, and an error of each candidate's own. What it says of the error of a prediction before anything
+was measured is what `docs/accuracy.md` shows of runs that were not fitted.
 """
 
 from __future__ import annotations

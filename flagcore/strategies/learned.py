@@ -61,8 +61,6 @@ class Learned:
             return _choice(view, place, "nothing is measured yet: the fastest predicted that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * expected_gain(view.log_time, view.deviation, best)
-        if scene.seconds_left is not None:
-            gain = np.where(view.cost < scene.seconds_left, gain, 0.0)
         chance, most = _left(view, gain, best)
         told = (
             f"the chance that an untried candidate is more than {LEAST_GAIN:.0%} faster than the best is {chance:.1%}; "
@@ -70,7 +68,10 @@ class Learned:
         )
         if chance < LEAST_CHANCE and len(measured) >= LEAST_MEASURED:
             return Choice(row=None, because=told)
-        place = int(np.argmax(gain / view.cost))
+        possible = np.ones(gain.shape) if scene.seconds_left is None else view.cost < scene.seconds_left
+        if not possible.any():
+            return Choice(row=None, because=f"no trial fits into the {scene.seconds_left:.0f} s that are left; {told}")
+        place = int(np.argmax(possible * gain / view.cost))
         return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {told}")
 
 

@@ -156,3 +156,13 @@ def test_nothing_that_fits_is_told_without_a_figure_that_is_none() -> None:
     known = replace(predictions(), capacity_bytes=1.0)
     trials = [ran(row, float(known.step_time_s[row]), row, 0.5) for row in range(3)]
     assert "nan" not in STRATEGY.next(scene(known, trials)).because
+
+
+def test_no_trial_starts_that_takes_longer_than_what_is_left() -> None:
+    known = predictions()
+    first = int(np.argmax(known.step_time_s))
+    seen = scene(known, [ran(first, float(known.step_time_s[first]), 0)])
+    assert STRATEGY.next(replace(seen, seconds_left=1e6)).row is not None
+    told = STRATEGY.next(replace(seen, seconds_left=1e-6))
+    assert told.row is None
+    assert told.because.startswith("no trial fits into the 0 s that are left")
