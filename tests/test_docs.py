@@ -125,7 +125,8 @@ def test_readme_tells_the_accuracy_that_its_page_has() -> None:
 def test_readme_tells_the_errors_of_sources_that_were_left_out_of_the_fit() -> None:
     families = json.loads((ROOT / "benchmarks" / "fitted.json").read_text(encoding="utf-8")).values()
     errors = [100 * source["left_out_mape"] for family in families for source in family["sources"].values()]
-    told = f"by {sum(errors) / len(errors):.0f}% in the mean, {min(errors):.0f} to {max(errors):.0f}%, where a source had no part"
+    mean = sum(errors) / len(errors)
+    told = f"by {mean:.0f}% in the mean, {min(errors):.0f} to {max(errors):.0f}%, where a source had no part"
     assert told in " ".join(TEXT["README.md"].split())
 
 
