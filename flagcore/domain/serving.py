@@ -1,0 +1,70 @@
+"""What clients ask of a server, and what a served answer is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+EngineArg: TypeAlias = bool | int | float | str | None
+
+STATISTICS = ("mean", "p50", "p90", "p99")
+LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+"""Seconds to the first token; per token after the first, of each request; between two pieces of an answer; in all."""
+RATES = (
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    "requests_per_s",
+    "goodput_requests_per_s",
+    "output_tokens_per_s_per_device",
+)
+"""Of the whole cluster, but the last. Goodput counts the requests that keep the SLO."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One load point. Lengths are tokens.
+
+    Either `concurrency` requests are in flight all the time (closed loop), or they arrive at `request_rate` a second
+    (open loop), infinity for all at once; the gaps are gamma-distributed with shape `burstiness`, 1 is Poisson.
+
+    A length is drawn evenly from `range_ratio` x length to length, as FlagScale and SGLang mean it; with
+    `range_spread` from (1 - spread) x length to (1 + spread) x length, as vLLM means its ratio. `prefix_len` tokens
+    before the prompt are the same in all requests. A `trace` gives lengths, and arrival times where it has them.
+    `num_prompts` None is a steady state without end, which can be predicted, not run.
+    """
+
+    input_len: int = 1024
+    output_len: int = 128
+    prefix_len: int = 0
+    range_ratio: float = 1.0
+    range_spread: float | None = None
+    num_prompts: int | None = 128
+    concurrency: int | None = None
+    request_rate: float | None = None
+    burstiness: float = 1.0
+    trace: str | None = None
+    warmup: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSpec:
+    """The serving job. `slo` are upper bounds by figure: `ttft_s.p99` to seconds; all load points count.
+
+    `engine_args` are the engine's own flags, the same for all candidates, in its spelling without dashes. `weights` is
+    what the engine loads: a Hugging Face directory or a GGUF file; None can be predicted, not run. `command` starts
+    one server in `directory`, None means the engine's own program. `cards` bounds the devices that a candidate may
+    use, None is all of them. `engine_version` None is the installed one.
+    """
+
+    engine: str
+    loads: tuple[Load, ...]
+    precision: str = "bf16"
+    engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+    slo: Mapping[str, float] = field(default_factory=dict)
+    weights: str | None = None
+    command: tuple[str, ...] | None = None
+    directory: str | None = None
+    cards: int | None = None
+    engine_version: str | None = None

@@ -1,0 +1,1 @@
+"""Memory and time of an engine that serves, for whole columns of candidates."""

@@ -1,0 +1,106 @@
+"""What an engine tells of itself: everything else about serving is the same for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.spec import Spec, Task
+
+PORT = "{port}"
+"""Stands in an argument list for the port, which is found when a server starts."""
+
+INSTANCES = "instances"
+TP, PP, DP, EP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+)
+"""Knobs that all engines may have. `data_parallel_size` is that of attention inside one instance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an engine does with a candidate, by columns: its own defaults filled in where a knob is not set.
+
+    Sizes count devices, sequences and tokens. `graph_sizes` False is eager mode. `memory_fraction` is the share of a
+    device's memory that weights, activations and cache may take, NaN where the cache has `cache_bytes` of its own.
+    `max_batched_tokens` bounds what one iteration computes, `max_running` the sequences in it, `context_len` one
+    sequence; where `chunked` is False a prompt is computed in one piece.
+    """
+
+    instances: IntArray
+    tensor: IntArray
+    pipeline: IntArray
+    data: IntArray
+    expert: IntArray
+    max_running: IntArray
+    max_batched_tokens: IntArray
+    block_size: IntArray
+    context_len: IntArray
+    chunked: IntArray
+    graphs: IntArray
+    prefix_caching: IntArray
+    memory_fraction: FloatArray
+    cache_bytes: FloatArray
+    cache_element_bytes: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """How one instance is started. `argv` has `PORT` where the port belongs; `cores` pins it where devices are cores."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    cores: tuple[int, ...] = ()
+
+
+class Engine(Protocol):
+    """One serving engine. Knows no vendor; where versions differ, `version` decides."""
+
+    name: str
+    modules: Mapping[str, str]
+    """What its program imports, and the pip requirement that brings it."""
+    health: str
+    """Path that answers 200 when requests are served."""
+
+    def ready(self, spec: Spec) -> None:
+        """Return if servers can be started here. Raises SpecError or NoDevice with what is in the way, and the fix."""
+
+    def version(self, spec: Spec) -> str:
+        """Return the version that would start, without starting it; empty if that cannot be told."""
+
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        """Return the knobs and the values that they may take, in the order in which they are crossed."""
+
+    def rules(self, task: Task) -> tuple[Rule, ...]:
+        """Return what the engine refuses, so that it is known before a launch."""
+
+    def merges(self, task: Task) -> tuple[Merge, ...]:
+        """Return what is the same to the engine."""
+
+    def defaults(self, task: Task) -> Mapping[str, KnobValue]:
+        """Return the candidate that the engine runs if nobody sets a knob, as wide as the model needs to fit."""
+
+    def settings(self, task: Task, columns: Columns) -> Settings:
+        """Return what the engine makes of candidates, its defaults filled in."""
+
+    def server(self, task: Task, values: Mapping[str, KnobValue]) -> Server:
+        """Return how one instance of a candidate is started, devices aside."""
+
+    def effective(self, fetch: Callable[[str], str], log: str) -> Mapping[str, KnobValue]:
+        """Return, by knob, what a running server says it uses; a knob that it does not tell is left out.
+
+        `fetch` returns the text behind a path of the server, `log` is what it printed.
+        """
+
+    def counters(self, fetch: Callable[[str], str]) -> Mapping[str, float]:
+        """Return figures of a running server that explain a score: preemptions, waiting requests, cache in use."""
+
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        """Return what this engine's own log lines mean."""
