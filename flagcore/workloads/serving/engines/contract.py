@@ -21,20 +21,23 @@ TP, PP, DP, EP = (
     "data_parallel_size",
     "expert_model_parallel_size",
 )
-"""Knobs that all engines may have. `data_parallel_size` is that of attention inside one instance."""
+"""Knobs that all engines may have. `data_parallel_size` is that of attention inside one instance, which takes tensor x
+pipeline x data devices, whatever the engine's own flags count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """What an engine does with a candidate, by columns: its own defaults filled in where a knob is not set.
 
-    Sizes count devices, sequences and tokens. `graph_sizes` False is eager mode. `memory_fraction` is the share of a
+    Sizes count devices, sequences and tokens. `devices` are those that one instance computes with: tensor x pipeline x
+    data, or, where devices are the machine's own cores, those that its threads take. `graph_sizes` False is eager mode. `memory_fraction` is the share of a
     device's memory that weights, activations and cache may take, NaN where the cache has `cache_bytes` of its own.
     `max_batched_tokens` bounds what one iteration computes, `max_running` the sequences in it, `context_len` one
     sequence; where `chunked` is False a prompt is computed in one piece.
     """
 
     instances: IntArray
+    devices: IntArray
     tensor: IntArray
     pipeline: IntArray
     data: IntArray
@@ -90,8 +93,8 @@ class Engine(Protocol):
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return what the engine makes of candidates, its defaults filled in."""
 
-    def server(self, task: Task, values: Mapping[str, KnobValue]) -> Server:
-        """Return how one instance of a candidate is started, devices aside."""
+    def server(self, task: Task, values: Mapping[str, KnobValue], index: int) -> Server:
+        """Return how instance `index` of a candidate, from 0, is started, devices aside."""
 
     def effective(self, fetch: Callable[[str], str], log: str) -> Mapping[str, KnobValue]:
         """Return, by knob, what a running server says it uses; a knob that it does not tell is left out.
