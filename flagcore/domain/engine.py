@@ -25,7 +25,8 @@ class EngineSupport:
     `device_type` is torch's name of the device, `distributed_backend` torch.distributed's name of the
     collectives, `preload` the modules to import before the first tensor. `shared_devices`
     says that processes may outnumber devices and live in the machine's own memory, as on a plain CPU.
-    Without a device type and a backend nothing can be run, only predicted.
+    Without a device type and a backend nothing can be run, only predicted. `visible_devices` is the environment
+    variable that tells a process which devices it may use, by their numbers with commas; None where there is none.
     """
 
     support: Support
@@ -34,4 +35,5 @@ class EngineSupport:
     distributed_backend: str | None = None
     preload: tuple[str, ...] = ()
     shared_devices: bool = False
+    visible_devices: str | None = None
     refused: tuple[Refused, ...] = ()

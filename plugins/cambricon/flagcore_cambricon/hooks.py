@@ -16,6 +16,7 @@ from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_cambricon import discover
 from flagcore_cambricon.memory import memory_of
 
+SERVING = ("vllm", "sglang", "llamacpp")
 PATTERNS = (
     FailurePattern(pattern=r"OutOfMemoryError|MLU out of memory", state=TrialState.OUT_OF_MEMORY),
     FailurePattern(
@@ -53,8 +54,17 @@ def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
 @hookimpl
 def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
     """Say how megatron-core would run: torch_mlu, imported first, adds the device mlu and the backend cncl."""
-    if not _mine(chip) or engine != "megatron":
+    if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
+    if engine in SERVING:
+        reason = f"no run of {engine} by flagcore has been reported on MLUs"
+        return EngineSupport(
+            support=Support.UNKNOWN,
+            reason=reason,
+            device_type="mlu",
+            distributed_backend="cncl",
+            visible_devices="MLU_VISIBLE_DEVICES",
+        )
     return EngineSupport(
         support=Support.UNKNOWN,
         reason="FlagScale patches Megatron-LM 0.12 for MLUs; megatron-core 0.16 has not been reported there",

@@ -143,6 +143,20 @@ def test_a_reading_of_the_machine_has_memory_and_load() -> None:
     assert reading["load_average"] >= 0
 
 
+@pytest.mark.parametrize("engine", ["llamacpp", "vllm", "sglang"])
+def test_a_server_runs_on_cores_that_instances_share_and_chooses_its_threads_itself(engine: str) -> None:
+    chip = known_chip()
+    support = hooks.flagcore_engine_support(chip, engine)
+    assert support is not None
+    assert support.shared_devices
+    assert support.visible_devices is None
+    assert "OMP_NUM_THREADS" not in (hooks.flagcore_environment(chip, engine) or {})
+
+
+def test_threads_of_llamacpp_that_wait_do_not_spin() -> None:
+    assert (hooks.flagcore_environment(known_chip(), "llamacpp") or {})["OMP_WAIT_POLICY"] == "passive"
+
+
 def read(folder: Path, blocks: list[str]) -> Processor | None:
     (folder / "proc").mkdir()
     (folder / "proc/cpuinfo").write_text("".join(blocks))

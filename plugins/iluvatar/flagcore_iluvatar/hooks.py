@@ -18,6 +18,7 @@ from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_iluvatar import discover
 from flagcore_iluvatar.memory import memory_of
 
+SERVING = ("vllm", "sglang", "llamacpp")
 PATTERNS = (
     FailurePattern(pattern=r"OutOfMemoryError|CUDA out of memory", state=TrialState.OUT_OF_MEMORY),
     FailurePattern(
@@ -61,8 +62,17 @@ def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
 @hookimpl
 def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
     """Say how megatron-core would run: CoreX's torch answers to cuda and serves nccl through IXCCL."""
-    if not _mine(chip) or engine != "megatron":
+    if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
+    if engine in SERVING:
+        reason = f"no run of {engine} by flagcore has been reported on Iluvatar"
+        return EngineSupport(
+            support=Support.UNKNOWN,
+            reason=reason,
+            device_type="cuda",
+            distributed_backend="nccl",
+            visible_devices="CUDA_VISIBLE_DEVICES",
+        )
     reason = "Iluvatar ships Megatron-LM 0.10; megatron-core 0.16 has not been reported there"
     return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type="cuda", distributed_backend="nccl")
 

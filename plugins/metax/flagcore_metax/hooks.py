@@ -20,6 +20,7 @@ from flagcore_metax import discover
 from flagcore_metax.islands import StayInsideIsland, c500_topology
 from flagcore_metax.memory import memory_of
 
+SERVING = ("vllm", "sglang", "llamacpp")
 PATTERNS = (
     FailurePattern(pattern=r"OutOfMemoryError|(CUDA|MACA) out of memory", state=TrialState.OUT_OF_MEMORY),
     FailurePattern(
@@ -69,8 +70,17 @@ def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
 @hookimpl
 def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
     """Say how megatron-core would run: MetaX's torch answers to cuda and serves nccl through MCCL."""
-    if not _mine(chip) or engine != "megatron":
+    if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
+    if engine in SERVING:
+        reason = f"no run of {engine} by flagcore has been reported on MetaX"
+        return EngineSupport(
+            support=Support.UNKNOWN,
+            reason=reason,
+            device_type="cuda",
+            distributed_backend="nccl",
+            visible_devices="MACA_VISIBLE_DEVICES",
+        )
     reason = "MetaX ships Megatron-LM 0.12 and 0.15; megatron-core 0.16 has not been reported there"
     return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type="cuda", distributed_backend="nccl")
 

@@ -18,6 +18,7 @@ from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_nvidia import discover
 from flagcore_nvidia.memory import memory_of
 
+SERVING = ("vllm", "sglang", "llamacpp")
 PATTERNS = (
     FailurePattern(
         pattern=r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
@@ -68,10 +69,12 @@ def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
 
 @hookimpl
 def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
-    """Say how megatron-core runs; nothing of other engines."""
-    if not _mine(chip) or engine != "megatron":
+    """Say how megatron-core and the engines that serve run; nothing of others."""
+    if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
-    return EngineSupport(support=Support.YES, device_type="cuda", distributed_backend="nccl")
+    return EngineSupport(
+        support=Support.YES, device_type="cuda", distributed_backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES"
+    )
 
 
 @hookimpl
