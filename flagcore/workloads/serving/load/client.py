@@ -1,0 +1,56 @@
+"""One request over HTTP: sent, read to its end, and every way in which it can fail told by its kind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+
+from flagcore.workloads.serving.load.result import NotAnswered, ProblemKind
+from flagcore.workloads.serving.load.stream import Stream, message_of
+
+PATH = "/v1/completions"
+_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+_ERROR_BYTES = 1 << 16
+
+
+def session() -> aiohttp.ClientSession:
+    """Return what requests are sent with. Every request has a connection of its own, without a limit of their number.
+
+    A connection that is kept may be closed by the server in the moment in which it is used again, which would look
+    like a failure; and a server that has one thread a connection would let new ones wait for those that are kept.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers=_HEADERS,
+        auto_decompress=False,
+    )
+
+
+async def ask(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream) -> float:
+    """Send one request, feed its answer to `stream`, and return when it was sent, by `time.perf_counter`.
+
+    Raises NotAnswered for all that a network and a server can do; the time is the caller's to limit.
+    """
+    sent = time.perf_counter()
+    try:
+        async with http.post(url, data=body) as response:
+            if response.status != 200:
+                said = message_of(await response.content.read(_ERROR_BYTES))
+                raise NotAnswered(ProblemKind.STATUS, f"HTTP {response.status} {response.reason or ''}: {said}")
+            content = response.content
+            while not stream.done:
+                data = await content.readany()
+                if not data:
+                    break
+                stream.feed(data, time.perf_counter())
+    except aiohttp.ClientConnectorError as error:
+        raise NotAnswered(ProblemKind.NOT_REACHED, f"{url}: {error.strerror or error}") from None
+    except (aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:
+        raise NotAnswered(ProblemKind.BROKEN, f"{url} does not answer in HTTP: {error}") from None
+    except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
+        why = str(error) or type(error).__name__
+        raise NotAnswered(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {why}") from None
+    return sent
