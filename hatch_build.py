@@ -15,6 +15,7 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 CORE = (
+    "aiohttp>=3.10",
     "click>=8.1",
     "numpy>=1.24",
     "optuna>=4.2",
