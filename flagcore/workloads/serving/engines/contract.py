@@ -30,10 +30,12 @@ class Settings:
     """What an engine does with a candidate, by columns: its own defaults filled in where a knob is not set.
 
     Sizes count devices, sequences and tokens. `devices` are those that one instance computes with: tensor x pipeline x
-    data, or, where devices are the machine's own cores, those that its threads take. `graph_sizes` False is eager mode. `memory_fraction` is the share of a
-    device's memory that weights, activations and cache may take, NaN where the cache has `cache_bytes` of its own.
-    `max_batched_tokens` bounds what one iteration computes, `max_running` the sequences in it, `context_len` one
-    sequence; where `chunked` is False a prompt is computed in one piece.
+    data, or, where devices are the machine's own cores, those that its threads take. `graphs` False is eager mode.
+    `memory_fraction` is the share of a device's memory that weights, activations and cache may take, NaN where the
+    cache has `cache_bytes` of its own on each device, which are NaN otherwise. `max_batched_tokens` bounds what one
+    iteration computes of prompts, and of all where the engine counts both, `max_running` the sequences in it,
+    `context_len` one sequence; `pass_tokens` is what one pass through the model takes: a larger iteration has several.
+    Where `chunked` is False a prompt is computed in one piece.
     """
 
     instances: IntArray
@@ -44,6 +46,7 @@ class Settings:
     expert: IntArray
     max_running: IntArray
     max_batched_tokens: IntArray
+    pass_tokens: IntArray
     block_size: IntArray
     context_len: IntArray
     chunked: IntArray
@@ -56,7 +59,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """How one instance is started. `argv` has `PORT` where the port belongs; `cores` pins it where devices are cores."""
+    """How one instance is started. `argv` has `PORT` where the port belongs; `cores` pin it where devices are cores."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]

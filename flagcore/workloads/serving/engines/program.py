@@ -1,0 +1,88 @@
+"""The program that starts a server: found, and its version told from package metadata, without running it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from flagcore.domain.spec import Spec
+from flagcore.errors import NoDevice
+
+_FIRST_LINE = 512
+
+
+def found(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command of a spec, or `default`, its program as an absolute path. Raises NoDevice if there is none."""
+    command = spec.serve.command or default
+    program = command[0]
+    where = Path(spec.serve.directory or ".", program) if os.sep in program else Path(program)
+    path = str(where) if os.sep in program else _beside_python(program) or shutil.which(program)
+    if path is None or not os.access(path, os.X_OK):
+        raise NoDevice(
+            f"there is no program {program} to start {spec.serve.engine} with; install it, or give a command"
+        )
+    return (os.path.abspath(path), *command[1:])
+
+
+def _beside_python(program: str) -> str | None:
+    beside = Path(sys.executable).with_name(program)
+    return str(beside) if os.access(beside, os.X_OK) else None
+
+
+@lru_cache(maxsize=64)
+def package_folders(program: str) -> tuple[str, ...]:
+    """Return where the Python that runs `program`, itself or a script of it, keeps its packages; none for a binary."""
+    python = interpreter(program)
+    if python is None:
+        return ()
+    if os.path.samefile(python, sys.executable) and os.path.dirname(python) == os.path.dirname(sys.executable):
+        return tuple(sys.path)
+    folder = Path(python).parent.parent
+    near = [str(path) for path in sorted(folder.glob("lib*/python3*/site-packages"))]
+    return (*near, *_told_by(python)) if not (folder / "pyvenv.cfg").exists() else tuple(near)
+
+
+def _told_by(python: str) -> list[str]:
+    asked = (python, "-c", "import sys; print('\\n'.join(sys.path))")
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in answer.stdout.splitlines() if line]
+
+
+def interpreter(program: str) -> str | None:
+    """Return the Python that runs `program`: itself, or what its first line names; None for another program."""
+    if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
+        return program
+    try:
+        with open(program, "rb") as file:
+            line = file.read(_FIRST_LINE).split(b"\n")[0].decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    words = line.removeprefix("#!").split()
+    if not line.startswith("#!") or not words:
+        return None
+    named = shutil.which(words[-1]) if os.path.basename(words[0]) == "env" else words[0]
+    return named if named and "python" in os.path.basename(named) and os.path.exists(named) else None
+
+
+def package_version(program: str, *names: str) -> str:
+    """Return the version of the first of some packages that the Python of `program` has; empty if it has none."""
+    folders = package_folders(program)
+    for name in names:
+        for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():
+            return str(distribution.version)
+    return ""
+
+
+def release(version: str) -> tuple[int, ...] | None:
+    """Return the leading numbers of a version, (0, 11, 2) of 0.11.2rc1+cpu; None if it does not begin with two."""
+    parts = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return tuple(int(part) for part in parts.groups(default="0")) if parts else None
