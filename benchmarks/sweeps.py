@@ -144,7 +144,7 @@ def _platform(job: Job, capacity: int | None, loaded: LoadedPlugins) -> Platform
         devices_per_node=devices,
         memory_bytes_per_device=capacity,
     )
-    return discover(Spec(model=job.model, cluster=cluster, train=job.train, control=Control()), loaded)
+    return discover(Spec(model=job.model, cluster=cluster, work=job.work, control=Control()), loaded)
 
 
 def left_out(costs: Costs, chip: Chip, source: str) -> Costs:

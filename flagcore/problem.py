@@ -69,10 +69,14 @@ def must_fit(problem: Problem) -> None:
 
 
 def fastest(problem: Problem) -> IntArray:
-    """Return the rows that are left, the fastest predicted first; those without a time are the last."""
-    rows = problem.pruned.open_rows
-    time = np.nan_to_num(problem.predictions.step_time_s[rows], nan=np.inf)
-    order: IntArray = rows[np.lexsort((problem.predictions.device_used_bytes[rows], time))]
+    """Return the rows that are left, the fastest predicted first; those without a time are the last.
+
+    Those that are predicted to break a limit come behind all that keep them.
+    """
+    rows, predictions = problem.pruned.open_rows, problem.predictions
+    time = np.nan_to_num(predictions.step_time_s[rows], nan=np.inf)
+    breaks = ~predictions.keeps(problem.platform.task.spec.limits)[rows]
+    order: IntArray = rows[np.lexsort((predictions.device_used_bytes[rows], time, breaks))]
     return order
 
 

@@ -57,7 +57,7 @@ def task(
     spec = Spec(
         model=model,
         cluster=ClusterSpec(),
-        train=TrainSpec(**job),
+        work=TrainSpec(**job),
         control=control or Control(),
         space=space or {},
     )

@@ -16,6 +16,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import NothingFits, RunError, UsageError
@@ -94,6 +95,8 @@ def estimate(
 
 def _runs(task: Task) -> str:
     """Return what a prediction of a spec is of: the user's own command, or what stands in for one."""
+    if isinstance(task.spec.work, ServeSpec):
+        return f"as {task.spec.work.engine} serves the load of serve.profile"
     train = task.spec.train
     if train.command is not None:
         return "as train.command runs it"
@@ -144,7 +147,7 @@ def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[
         raise UsageError(f"--chip {chip} goes with a spec of one chip, but {spec_file} gives cluster.groups")
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
-    workload = plugins.workload(spec.train.engine)
+    workload = plugins.workload(spec.work.engine)
     with loaded_plugins(without) as loaded:
         problem = pose(spec, loaded, workload)
     tell_of_problem(problem, workload)

@@ -31,20 +31,26 @@ FARTHEST = 3.0
 """A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
 
 
-def past(records: Iterable[Mapping[str, Any]], chip: Chip, plugins: Plugins, workload: Workload) -> Past:
-    """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over."""
+def past(
+    records: Iterable[Mapping[str, Any]], chip: Chip, plugins: Plugins, workload: Workload, objective: str
+) -> Past:
+    """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over, and so is
+    one of a server that was to make another `objective` good."""
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     for record in islice(records, MOST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
-            told = dict(record["train"])
+            kind = record["kind"]
+            told = dict(record[kind])
             command = tuple(told.pop("command", None) or ()) or None  # a job record has no key for it
-            job = read_job({**record, "train": told})
-            train = replace(job.train, command=command)
+            if kind == "serve" and record["measured"]["objective"] != objective:
+                continue
+            job = read_job({**record, kind: told})
+            work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
-            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=train)
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
             task = Task(spec=spec, cluster=Cluster(groups=(group,)))
-            tasks[repr((job.model, train, group))].append((task, job.candidate, record["measured"]))
+            tasks[repr((job.model, work, group))].append((task, job.candidate, record["measured"]))
     found = []
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):
@@ -66,7 +72,7 @@ def _observed(
     each = [workload.columns(task, candidate) for _, candidate, _ in members]
     columns = {knob: np.concatenate([some[knob] for some in each]) for knob in each[0]}
     columns = canonical(columns, workload.merges(task))
-    predicted = workload.predict(task, columns, costs(task.cluster, plugins, task.spec.train.engine))
+    predicted = workload.predict(task, columns, costs(task.cluster, plugins, task.spec.work.engine))
     known = features(workload.axes(task), columns, predicted, workload.sizes(task, columns))
     figures = (("step_time_s", predicted.step_time_s, 1.0), ("device_used_gib", predicted.device_used_bytes, GIB))
     both = []

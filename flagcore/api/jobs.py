@@ -20,7 +20,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.job import Job
 from flagcore.domain.prediction import of_row
 from flagcore.domain.space import Columns, IntArray, Rule
-from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
@@ -76,11 +76,9 @@ def _job(line: Line) -> Job:
     return read_job(line)
 
 
-def _refused(error: FlagError, line: object) -> Answer:
-    """Return what is said of a record that cannot be predicted: serving is not wrong, only not modelled yet."""
-    serves = isinstance(line, Mapping) and line.get("kind") == "serve"
-    invalid = isinstance(error, SpecError) and not serves
-    return {"status": "invalid" if invalid else "unknown", "reason": str(error)}
+def _refused(error: FlagError) -> Answer:
+    """Return what is said of a record that cannot be predicted."""
+    return {"status": "invalid" if isinstance(error, SpecError) else "unknown", "reason": str(error)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ class _Jobs:
             try:
                 self._sort(place, _job(line), groups)
             except FlagError as error:
-                answers[place] = _refused(error, line)
+                answers[place] = _refused(error)
         for platform, workload, rows in groups.values():
             try:
                 answers |= _predicted(platform, workload, rows)
@@ -131,7 +129,7 @@ class _Jobs:
                     for row in rows:
                         answers[row.place] |= _described(workload, row)
             except FlagError as error:
-                answers |= {row.place: _refused(error, None) for row in rows}
+                answers |= {row.place: _refused(error) for row in rows}
         return [answers[place] for place in range(len(lines))]
 
     def _sort(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
@@ -145,24 +143,17 @@ class _Jobs:
             problem = f"is no multiple of cluster.devices_per_node = {job.devices_per_node}"
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
-        cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.train.engine
-        platform, workload = self._platform(*cluster), self._workload(job.train.engine)
-        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), train=job.train)
+        cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine
+        platform, workload = self._platform(*cluster), self._workload(job.work.engine)
+        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
         task, values, noted = workload.published(bare, job.candidate, job.notes)
-        train = task.spec.train
-        words = train.precision, train.attention, train.implementation
-        key = (
-            cluster,
-            job.model,
-            train.seq_length,
-            train.global_batch_size,
-            words,
-            tuple(sorted(train.settings.items())),
-        )
-        assumed = assumed_in_job({*job.train.settings, *noted}, train.settings)
-        warnings = (*unused_in_job(job.train.settings, values), *assumed)
+        warnings: tuple[str, ...] = ()
+        if isinstance(job.work, TrainSpec):
+            assumed = assumed_in_job({*job.work.settings, *noted}, task.spec.train.settings)
+            warnings = (*unused_in_job(job.work.settings, values), *assumed)
         row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
+        key = cluster, job.model, repr(task.spec.work)
         groups.setdefault(key, (platform, workload, []))[2].append(row)
 
     def _ask(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
@@ -225,12 +216,12 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
 
 def _described(workload: Workload, row: _Row) -> Answer:
     """Return a job's configuration and the weights of its model by parts."""
-    cluster = row.task.cluster
+    cluster, work = row.task.cluster, row.task.spec.work
     return {
         "chip": cluster.groups[0].chip.name,
         "devices": cluster.devices,
         "candidate": {knob: value for knob, value in row.values.items() if value is not None},
-        "settings": dict(row.task.spec.train.settings),
+        "settings": dict(work.settings if isinstance(work, TrainSpec) else work.engine_args),
         "model": model_table(workload.parts(row.task)),
     }
 

@@ -10,6 +10,7 @@ from flagcore.api.calibrated import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import Workload
 from flagcore.domain.chip import Support
+from flagcore.domain.spec import TrainSpec
 from flagcore.plugins import LoadedPlugins, load_plugins
 from flagcore.problem import Problem, shut_knobs
 from flagcore.spec.unused import unused_in_space
@@ -34,10 +35,11 @@ def tell_of_problem(problem: Problem, workload: Workload) -> None:
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
-        tell([f"{task.spec.train.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
+        tell([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
     tell(shut_knobs(problem, workload))
     tell(problem.pruned.broken_rules)
-    tell(unused_in_space(task.spec.train.settings, task.spec.space))
+    if isinstance(task.spec.work, TrainSpec):
+        tell(unused_in_space(task.spec.work.settings, task.spec.space))
 
 
 def tell(problems: Iterable[object]) -> None:

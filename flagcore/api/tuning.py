@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flagcore import plugins
+from flagcore.api.engines import each_engine
 from flagcore.api.experienced import past as past_of
 from flagcore.api.telling import loaded_plugins, tell, tell_of_problem
 from flagcore.calibration import Experience
@@ -22,14 +23,16 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN
-from flagcore.errors import EveryTrialFailed, Interrupted, NoDevice, RunError, SpecError, UsageError
+from flagcore.errors import EveryTrialFailed, Interrupted, NoDevice, NothingFits, RunError, SpecError, UsageError
 from flagcore.loop import Ending, Parts
 from flagcore.loop import tune as run_loop
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
 from flagcore.report.result import result
+from flagcore.report.served import impossible
 from flagcore.report.text import candidate_text, drift_text, plan_text
 from flagcore.spec import parse_spec, spec_as_data
+from flagcore.spec.serving import engines_of, only
 from flagcore.stages.launch import prepared
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
@@ -52,9 +55,10 @@ class Outcome:
     data: Mapping[str, Any]
     run_best: bool
     can_start: bool = True
+    heading: str = ""
 
     def __str__(self) -> str:
-        return plan_text(self.plan)
+        return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))
 
 
 def tune(
@@ -72,18 +76,44 @@ def tune(
     An existing run goes on where it was; `new` moves it aside first. `without` names plugins to leave out,
     `storage` any optuna storage to use instead of the run's own journal. `fidelity` (`estimate`, `probe` or `run`) goes
     before the spec's; a run may go on at a higher one. Raises the errors of
-    `flagcore.errors`; the result is written all the same once a trial has run.
+    `flagcore.errors`; the result is written all the same once a trial has run. A spec with several engines tunes one
+    after the other, and the outcome is that of the best.
     """
     file = Path(spec_file)
     data = spec_as_data(file)
+    directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
+
+    def one(some: Mapping[str, Any], where: Path) -> Outcome:
+        return _tune(some, file, where, new=new, without=without, storage=storage, fidelity=fidelity, on_event=on_event)
+
+    if len(engines) < 2:
+        return one(data, directory)
+    for engine in engines:
+        parse_spec(only(data, engine), file=str(file), base=file.parent)
+    outcome: Outcome = each_engine(data, engines, directory, one)
+    return outcome
+
+
+def _tune(
+    data: Mapping[str, Any],
+    file: Path,
+    run_dir: Path,
+    *,
+    new: bool,
+    without: Collection[str],
+    storage: str | None,
+    fidelity: str | None,
+    on_event: OnEvent | None,
+) -> Outcome:
+    """Tune with one engine."""
     spec = parse_spec(data, file=str(file), base=file.parent)
     if fidelity is not None:
         spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
         data = _with_fidelity(data, fidelity)
-    workload = plugins.workload(spec.train.engine)
+    workload = plugins.workload(spec.work.engine)
     launcher, strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
     _ready(workload, spec)
-    directory = RunDirectory(Path(run_dir) if run_dir else RUNS / file.stem)
+    directory = RunDirectory(run_dir)
 
     name, experience = "", Experience.of_user()
 
@@ -91,7 +121,8 @@ def tune(
         if not spec.control.use_experience:
             return Past.nothing()
         chip = problem.platform.task.cluster.groups[0].chip
-        return past_of(experience.records(chip, spec.train.engine, but=name), chip, loaded, workload)
+        known = experience.records(chip, spec.work.engine, but=name)
+        return past_of(known, chip, loaded, workload, spec.objective)
 
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)
@@ -134,6 +165,8 @@ def tune(
         raise Interrupted(f"interrupted; what was measured is kept in {directory.path}")
     if ending.error:
         raise ending.error
+    if ending.plan.best is None and ending.plan.fastest is not None:
+        raise NothingFits(impossible(ending.plan))
     if ending.plan.best is None:
         raise EveryTrialFailed(_failures(ending.plan, directory.path))
     return outcome
@@ -222,7 +255,7 @@ def _cannot_start(problem: Problem, workload: Workload) -> str | None:
         return str(error)
     except NoDevice:
         pass  # the engine is not installed on this machine
-    if platform.task.spec.train.command is None and platform.support.device_type is None:
+    if platform.task.spec.work.command is None and platform.support.device_type is None:
         return f"no installed plugin says how {workload.name} runs on {platform.task.cluster.chips}"
     return None
 
@@ -281,9 +314,17 @@ def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     moved = dict(data)
     if isinstance(data.get("model"), str):
         moved["model"] = str((base / data["model"]).resolve())
-    train = dict(data.get("train") or {})
-    if train.get("command"):
-        moved["train"] = {**train, "directory": str((base / (train.get("directory") or ".")).resolve())}
+    for kind in ("train", "serve"):
+        work = dict(data.get(kind) or {})
+        if work.get("command"):
+            moved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
+    serve = dict(moved.get("serve") or {})
+    if serve.get("weights"):
+        serve["weights"] = str((base / serve["weights"]).resolve())
+    if (serve.get("profile") or {}).get("trace"):
+        serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
+    if serve:
+        moved["serve"] = serve
     cluster = data.get("cluster")
     if isinstance(cluster, dict) and cluster.get("hostfile"):
         moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}

@@ -6,6 +6,7 @@ Measurements are kept, not errors of predictions: these are worked out anew with
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,7 +15,8 @@ from typing import Any
 
 from flagcore.calibration.store import Calibrations, delete_files, replace_file, same_chip
 from flagcore.domain.chip import Chip
-from flagcore.domain.spec import Task
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import Task, TrainSpec
 from flagcore.domain.trial import RUN, Trial, TrialState
 from flagcore.files import read_regular
 
@@ -33,7 +35,13 @@ class Experience:
         return cls(Calibrations.of_user().folder.parent / "experience")
 
     def keep(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
-        """Write what a run measured, in one step, in place of what it wrote before. Raises RunError."""
+        """Write what a run measured, in one step, in place of what it wrote before. Raises RunError.
+
+        Of servers under several load points, or a trace, nothing is kept: a record has one load.
+        """
+        work = task.spec.work
+        if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace):
+            return None
         records = [
             _record(run, task, trial)
             for trial in trials
@@ -71,7 +79,7 @@ class Experience:
 
 def _is_of(line: Any, chip: Chip, engine: str) -> bool:
     with suppress(KeyError, TypeError, AttributeError):
-        if line["train"]["engine"] == engine:
+        if line[line["kind"]]["engine"] == engine:
             return same_chip(line["cluster"]["chip"], line["measured"]["chip_aliases"], chip)
     return False
 
@@ -84,34 +92,56 @@ def _age(path: Path) -> float:
 
 def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     """Return a trial as a job record."""
-    group, train, measured = task.cluster.groups[0], task.spec.train, trial.measurement
+    group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
     assert measured is not None
     used = measured.device_used_bytes
-    job = {
-        "seq_length": train.seq_length,
-        "global_batch_size": train.global_batch_size,
-        "precision": train.precision,
-        "attention": train.attention,
-        "implementation": train.implementation,
-        "settings": dict(train.settings),
-        "engine": train.engine,
-        "command": train.command,
-    }
+    kind, job = ("serve", _served(work)) if isinstance(work, ServeSpec) else ("train", _trained(work))
     return {
         "id": f"{run}/{trial.number}",
-        "kind": "train",
+        "kind": kind,
         "model": {name: value for name, value in asdict(task.spec.model).items() if value is not None},
         "cluster": {
             "chip": group.chip.name,
             "devices": group.devices,
             "devices_per_node": group.devices_per_node,
         },
-        "train": {name: value for name, value in job.items() if value is not None},
+        kind: {name: value for name, value in job.items() if value is not None},
         "candidate": {knob: value for knob, value in trial.candidate.as_dict().items() if value is not None},
         "measured": {
             "chip_aliases": list(group.chip.aliases),
+            "objective": task.spec.objective,
             "step_time_s": measured.step_time_s,
             "noise": measured.spread_s / measured.step_time_s if measured.step_time_s else 0.0,
             **({"device_used_gib": used / GIB} if used else {}),
         },
+    }
+
+
+def _trained(work: TrainSpec) -> dict[str, Any]:
+    return {
+        "seq_length": work.seq_length,
+        "global_batch_size": work.global_batch_size,
+        "precision": work.precision,
+        "attention": work.attention,
+        "implementation": work.implementation,
+        "settings": dict(work.settings),
+        "engine": work.engine,
+        "command": work.command,
+    }
+
+
+def _served(work: ServeSpec) -> dict[str, Any]:
+    load = work.loads[0]
+    return {
+        "engine": work.engine,
+        "engine_version": work.engine_version,
+        "precision": work.precision,
+        "engine_args": dict(work.engine_args),
+        "input_len": load.input_len,
+        "output_len": load.output_len,
+        "prefix_len": load.prefix_len,
+        "range_ratio": load.range_ratio,
+        "concurrency": load.concurrency,
+        "request_rate": "inf" if load.request_rate == math.inf else load.request_rate,
+        "num_prompts": load.num_prompts,
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.model import Model
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 
 
@@ -16,7 +17,7 @@ class Job:
 
     `chip` is a name or an alias of a chip, `nic_bytes_per_second` its network where the record says it, `rank` the
     global rank whose own figures are wanted.
-    `notes` is what its source says of the engine's settings in its own words.
+    `work` is what was done. `notes` is what its source says of the engine's settings in its own words.
     """
 
     id: str
@@ -25,7 +26,7 @@ class Job:
     chip: str
     devices: int
     devices_per_node: int
-    train: TrainSpec
+    work: TrainSpec | ServeSpec
     candidate: Mapping[str, KnobValue]
     nic_bytes_per_second: float | None = None
     rank: int | None = None

@@ -47,7 +47,8 @@ class Pruned:
 class Lessons:
     """The state of knowledge: the last trial of each candidate, the user's own, and the best one.
 
-    The best is the candidate with the best median of its runs, and told as its first one. `probes` are trials of a
+    The best is the candidate with the best median of its runs among those that keep the limits, and told as its first
+    one; `fastest` is that of all measured ones. `probes` are trials of a
     lower fidelity, which settle nothing.
     """
 
@@ -55,6 +56,7 @@ class Lessons:
     repeats: tuple[Trial, ...]
     baseline: Trial | None
     best: Trial | None
+    fastest: Trial | None = None
     probes: tuple[Trial, ...] = ()
 
     @property
@@ -74,8 +76,13 @@ class Lessons:
         return tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
 
     def speed_of(self, candidate: Candidate) -> float:
-        """Return the median tokens per second and device of a candidate's runs, 0 without any."""
+        """Return the median speed of a candidate's runs, 0 without any."""
         return median([speed(trial) for trial in self.runs_of(candidate)] or [0.0])
+
+    def keeps_limits(self, candidate: Candidate) -> bool:
+        """Return whether more than half of a candidate's measured runs kept every limit."""
+        runs = self.runs_of(candidate)
+        return 2 * sum(not trial.measurement.broken for trial in runs if trial.measurement) > len(runs)
 
     @property
     def settled(self) -> frozenset[Candidate]:
@@ -84,5 +91,5 @@ class Lessons:
 
 
 def speed(trial: Trial) -> float:
-    """Return tokens per second and device of one run, 0 for one without a measurement."""
-    return trial.measurement.tokens_per_second_per_device if trial.measurement else 0.0
+    """Return the steps per second of one run, 0 for one without a measurement."""
+    return 1.0 / trial.measurement.step_time_s if trial.measurement and trial.measurement.step_time_s > 0 else 0.0

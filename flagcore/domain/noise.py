@@ -46,7 +46,7 @@ def rivals(lessons: Lessons) -> tuple[Trial, ...]:
     runs, top = lessons.runs_of(best.candidate), lessons.speed_of(best.candidate)
     near = []
     for trial in lessons.trials:
-        if trial.state is not TrialState.MEASURED or trial.candidate == best.candidate:
+        if trial.candidate == best.candidate or not lessons.keeps_limits(trial.candidate):
             continue
         own = lessons.runs_of(trial.candidate)
         apart = max(noise(runs), noise(own)) / math.sqrt(min(len(runs), len(own)))

@@ -49,9 +49,10 @@ class Counts:
 class Plan:
     """What `flag tune` found. `gains` is best over baseline minus one, first runs first, then a figure a repeat.
 
-    `speeds` are the median tokens per second and device of candidates that ran more than once, by the number of their
-    first trial. `rivals` are not told apart from the best. `drift` is how much faster the baseline's last run was than
-    its first, None without a repeat of it, and `drifted` says that this is more than noise. `fidelity` is that of the
+    `medians` are the median seconds of a step of candidates that ran more than once, by the number of their first
+    trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` are not told apart
+    from the best. `drift` is how much faster the baseline's last run was than its first, None without a repeat of it,
+    and `drifted` says that this is more than noise. `fidelity` is that of the
     trials; `probes` are of a lower one, before the first run.
     """
 
@@ -65,12 +66,14 @@ class Plan:
     best: Trial | None
     gains: tuple[float, ...]
     stopped_because: str
-    speeds: Mapping[int, float] = field(default_factory=dict)
+    medians: Mapping[int, float] = field(default_factory=dict)
     rivals: tuple[Trial, ...] = ()
     drift: float | None = None
     drifted: bool = False
     fidelity: str = RUN
     probes: tuple[Trial, ...] = ()
+    fastest: Trial | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def gain(self) -> float | None:
@@ -122,8 +125,8 @@ def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, becaus
         best=lessons.best,
         gains=gains(lessons),
         stopped_because=because,
-        speeds={
-            trial.number: lessons.speed_of(trial.candidate)
+        medians={
+            trial.number: 1.0 / lessons.speed_of(trial.candidate)
             for trial in lessons.trials
             if len(lessons.runs_of(trial.candidate)) > 1
         },
@@ -132,6 +135,8 @@ def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, becaus
         drifted=drifted(lessons),
         fidelity=task.spec.control.fidelity,
         probes=lessons.probes,
+        fastest=lessons.fastest,
+        limits=task.spec.limits,
     )
 
 

@@ -16,7 +16,9 @@ from flagcore.domain.space import BoolArray, FloatArray, IntArray
 class Prediction:
     """One candidate's figures: seconds, bytes, flops. A figure that the model cannot give is None or absent.
 
-    `low` and `high` bound an 80% interval of the step time. `time_s` splits the step into the parts named
+    `step_time_s` is what the search makes small: where an engine serves, the seconds of the objective (of an output
+    token, say). `low` and `high` bound an 80% interval of it. `figures` are what else is told of a server, by the names
+    of `flagcore.domain.serving`. `time_s` splits the step into the parts named
     in the job format (`compute_s`, `tp_comm_s`, ...). `memory_bytes` is by component of the worst stage.
     """
 
@@ -34,6 +36,11 @@ class Prediction:
     worst_stage: int
     model_flops: float
     components: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+_BY_NAME = ("time_s", "figures")
+"""Fields of `Predictions` that hold arrays by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,7 @@ class Predictions:
     worst_stage: IntArray
     capacity_bytes: FloatArray | float | None
     model_flops: float
+    figures: Mapping[str, FloatArray] = field(default_factory=dict)
 
     @property
     def share_in_use(self) -> FloatArray:
@@ -72,6 +80,14 @@ class Predictions:
         if self.capacity_bytes is None:
             return np.ones(self.device_used_bytes.shape, dtype=np.bool_)
         return (self.device_used_bytes <= self.capacity_bytes) | np.isnan(self.capacity_bytes)
+
+    def keeps(self, limits: Mapping[str, float]) -> BoolArray:
+        """Return whether each candidate is predicted to keep upper bounds of figures; one that is not known is kept."""
+        kept = np.ones(self.step_time_s.shape, dtype=np.bool_)
+        for name, limit in limits.items():
+            if name in self.figures:
+                kept &= ~(self.figures[name] > limit)
+        return kept
 
     def row(self, row: int) -> Prediction:
         """Return one candidate's prediction."""
@@ -90,6 +106,7 @@ class Predictions:
             fits=None if capacity is None else bool(self.device_used_bytes[row] <= capacity),
             worst_stage=int(self.worst_stage[row]),
             model_flops=self.model_flops,
+            figures={name: float(values[row]) for name, values in self.figures.items()} if known else {},
         )
 
     def _capacity(self, row: int) -> float | None:
@@ -99,13 +116,14 @@ class Predictions:
         return None if np.isnan(capacity) else capacity
 
     def _figures(self) -> list[str]:
-        """Return the names of the fields that are arrays with one element a candidate, `time_s` apart."""
+        """Return the names of the fields that are arrays with one element a candidate, those of `_BY_NAME` apart."""
         return [each.name for each in fields(self) if isinstance(getattr(self, each.name), np.ndarray)]
 
     def take(self, rows: IntArray) -> Predictions:
         """Return the predictions of some rows."""
         figures: dict[str, Any] = {name: getattr(self, name)[rows] for name in self._figures()}
-        return replace(self, **figures, time_s={name: part[rows] for name, part in self.time_s.items()})
+        named: dict[str, Any] = {of: {name: part[rows] for name, part in getattr(self, of).items()} for of in _BY_NAME}
+        return replace(self, **figures, **named)
 
     @classmethod
     def join(cls, parts: Iterable[Predictions], rows: int | None = None) -> Predictions:
@@ -125,15 +143,17 @@ class Predictions:
             piece = slice(start, start + part.step_time_s.size)
             for name in first._figures():
                 getattr(joined, name)[piece] = getattr(part, name)
-            for name, seconds in joined.time_s.items():
-                seconds[piece] = part.time_s[name]
+            for of in _BY_NAME:
+                for name, values in getattr(joined, of).items():
+                    values[piece] = getattr(part, of)[name]
             start = piece.stop
         return joined
 
     def _empty(self, rows: int) -> Predictions:
         """Return predictions of `rows` candidates like these, not filled in yet."""
         figures: dict[str, Any] = {name: np.empty(rows, dtype=getattr(self, name).dtype) for name in self._figures()}
-        return replace(self, **figures, time_s={name: np.empty(rows) for name in self.time_s})
+        named: dict[str, Any] = {of: {name: np.empty(rows) for name in getattr(self, of)} for of in _BY_NAME}
+        return replace(self, **figures, **named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,8 @@ class ServeSpec:
     `engine_args` are the engine's own flags, the same for all candidates, in its spelling without dashes. `weights` is
     what the engine loads: a Hugging Face directory or a GGUF file; None can be predicted, not run. `command` starts
     one server in `directory`, None means the engine's own program. `cards` bounds the devices that a candidate may
-    use, None is all of them. `engine_version` None is the installed one.
+    use, None is all of them. `engine_version` None is the installed one. Each load point is sent `repeats` times in one
+    launch.
     """
 
     engine: str
@@ -68,3 +69,4 @@ class ServeSpec:
     directory: str | None = None
     cards: int | None = None
     engine_version: str | None = None
+    repeats: int = 1

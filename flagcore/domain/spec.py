@@ -9,6 +9,7 @@ from typing import TypeAlias
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.model import Model
+from flagcore.domain.serving import ServeSpec
 
 AUTO = "auto"
 """In a space: every legal value."""
@@ -71,11 +72,11 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """One tuning task as the user wrote it, before any hardware is looked at."""
+    """What the user wrote, before any hardware is looked at. `work` is what is done: train or serve."""
 
     model: Model
     cluster: ClusterSpec
-    train: TrainSpec
+    work: TrainSpec | ServeSpec
     space: Mapping[str, str | tuple[KnobValue, ...]] = field(default_factory=dict)
     baseline: Mapping[str, KnobValue] | None = None
     control: Control = Control()
@@ -83,6 +84,25 @@ class Spec:
     strategy: str = "learned"
     launcher: str = "local"
     envs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def train(self) -> TrainSpec:
+        """The training job. Raises TypeError for a spec that serves."""
+        if not isinstance(self.work, TrainSpec):
+            raise TypeError("this spec has no training job")
+        return self.work
+
+    @property
+    def serve(self) -> ServeSpec:
+        """The serving job. Raises TypeError for a spec that trains."""
+        if not isinstance(self.work, ServeSpec):
+            raise TypeError("this spec has no serving job")
+        return self.work
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """Upper bounds that a measurement has to keep, by the name of its figure."""
+        return self.work.slo if isinstance(self.work, ServeSpec) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

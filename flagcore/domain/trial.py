@@ -14,7 +14,7 @@ on one device, or of the whole job on all its devices."""
 
 
 class TrialState(Enum):
-    """How a trial ended. Only MEASURED competes for the best; the last five count as failed.
+    """How a trial ended. Only MEASURED competes for the best, if no limit was broken; the last five count as failed.
 
     PREDICTED is a candidate of which no trial was wanted.
     """
@@ -49,7 +49,9 @@ class Measurement:
 
     `step_times_s` are the steps that count (warm-up dropped), in order. `spread_s` is their interquartile
     range. `effective` are the values that the engine says it used, and `partial` marks a trial that was
-    ended early. Of a probe, `modelled_s` of the step are modelled, and `low_s` to `high_s` is an 80% interval of the
+    ended early. Where an engine serves, a step is the seconds of the objective in one run of the load, `figures` are
+    those of the load point that is told, `points` are all load points, and `broken` says in words which limits were
+    not kept. Of a probe, `modelled_s` of the step are modelled, and `low_s` to `high_s` is an 80% interval of the
     step.
     """
 
@@ -68,6 +70,9 @@ class Measurement:
     modelled_s: float | None = None
     low_s: float | None = None
     high_s: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    points: tuple[Mapping[str, float], ...] = ()
+    broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

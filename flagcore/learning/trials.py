@@ -24,6 +24,9 @@ PROBE_NOISE = 0.05
 
 MEMORY_NOISE = 0.01
 
+FIGURE_NOISE = 0.1
+"""Of a latency's statistic: the slowest of a hundred requests differs so much between two runs of one load."""
+
 BEYOND, FARTHEST = 0.02, 0.5
 """How much more than the capacity a trial that ran out of memory is taken to have needed, at the least; and how much
 more than predicted at the most: beyond, something else went wrong."""
@@ -64,6 +67,20 @@ def observed_memory(scene: Scene) -> Observed:
     expected = Ratios(Observed.join((scene.past.memory, known)), seen, MEMORY).of(seen).mean
     bound = np.minimum(BEYOND - np.log(share[rows]), FARTHEST)
     return Observed.join((known, _observed(scene, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
+
+
+def observed_figure(scene: Scene, name: str) -> Observed:
+    """Return measured over predicted values of a figure of servers, of the trials that measured it."""
+    predicted = scene.predictions.figures[name]
+    found = [
+        (row, figure)
+        for trial, row in _seen(scene)
+        if trial.state is TrialState.MEASURED and trial.measurement
+        if (figure := trial.measurement.figures.get(name, 0.0)) > 0 and predicted[row] > 0
+    ]
+    rows = np.array([row for row, _ in found], dtype=np.int64)
+    ratio = np.log(np.array([figure for _, figure in found], dtype=np.float64)) - np.log(predicted[rows])
+    return _observed(scene, rows, ratio, np.full(len(rows), FIGURE_NOISE))
 
 
 def unit_where_unknown(scene: Scene) -> FloatArray:

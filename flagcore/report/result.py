@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from flagcore.domain.objective import SERVING, is_rate, told
 from flagcore.domain.plan import Plan, off
 from flagcore.domain.trial import Measurement, Trial
+from flagcore.report.served import front
 
 SCHEMA_VERSION = 1
-DIRECTIONS = {"tokens_per_second_per_device": "max", "step_time_s": "min"}
 GIB = 2**30
 
 
@@ -20,27 +21,33 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "run_dir": run_dir,
         "chip": plan.chip,
         "devices": plan.devices,
-        "objective": {"name": plan.objective, "direction": DIRECTIONS[plan.objective]},
+        "objective": {"name": plan.objective, "direction": "max" if is_rate(plan.objective) else "min"},
         "fidelity": plan.fidelity,
         "stopped_because": plan.stopped_because,
         "counts": asdict(plan.counts),
         "baseline": trial(plan.baseline) if plan.baseline else None,
         "best": trial(plan.best) if plan.best else None,
+        **({"limits": dict(plan.limits), "fastest": plan.fastest and plan.fastest.number} if plan.limits else {}),
         "gain": plan.gain,
         "gains": list(plan.gains),
         "noise": {
             "drift": plan.drift,
             "drifted": plan.drifted,
             "not_told_apart": [each.number for each in plan.rivals],
-            "medians": [
-                {"trial": number, "tokens_per_second_per_device": figure} for number, figure in plan.speeds.items()
-            ],
+            "medians": [{"trial": number, plan.objective: figure} for number, figure in medians(plan).items()],
         },
         "predictions_off": asdict(plan.off) if plan.off else None,
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
         "probes": [trial(each) for each in plan.probes],
+        **({"front": list(front(plan))} if plan.objective in SERVING else {}),
     }
+
+
+def medians(plan: Plan) -> dict[int, float]:
+    """Return the objective's median over the runs of each candidate that ran more than once, by its first trial."""
+    by_number = {each.number: each.measurement for each in plan.trials}
+    return {number: told(plan.objective, step, by_number[number]) for number, step in plan.medians.items()}
 
 
 def trial(each: Trial) -> dict[str, Any]:
@@ -80,4 +87,6 @@ def _measured(measured: Measurement) -> dict[str, Any]:
             data[name.replace("_bytes", "_gib")] = figure / GIB
     if measured.modelled_s is not None:
         data["step_time_s"] |= {"modelled": measured.modelled_s, "low": measured.low_s, "high": measured.high_s}
+    if measured.figures:
+        data |= {"figures": dict(measured.figures), "points": list(measured.points), "broken": list(measured.broken)}
     return data | ({"partial": True} if measured.partial else {})

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
+from flagcore.domain.objective import told as figure_of
 from flagcore.domain.plan import Counts, Plan, off
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
+from flagcore.report import served
 from flagcore.report.formats import lookup, table
 
 GIB = 2**30
@@ -67,14 +70,17 @@ def trials_table(plan: Plan) -> str:
         return "No trial ran."
     base = _step(plan.baseline) if plan.baseline else None
     headings = ["trial", "configuration", "state", "step s", "spread", "~step s", "tok/s/dev", "vs base", "GiB", "~GiB"]
-    rows = [
-        [
-            _name(plan, trial),
-            candidate_text(trial.candidate),
-            *_figures(trial, base if trial.fidelity == plan.fidelity else None),
-        ]
-        for trial in trials
-    ]
+    if served.serves(plan):
+        headings = ["trial", "configuration", "state", *served.headings(plan.objective)]
+    rows = []
+    for trial in trials:
+        reference = base if trial.fidelity == plan.fidelity else None
+        figures = (
+            [state_text(trial), *served.cells(trial, plan.objective, reference)]
+            if served.serves(plan)
+            else _figures(trial, reference)
+        )
+        rows.append([_name(plan, trial), candidate_text(trial.candidate), *figures])
     reasons = [f"trial {trial.number}: {trial.reason}" for trial in trials if trial.reason and trial.state.failed]
     return "\n".join([table(headings, rows), *reasons])
 
@@ -139,11 +145,15 @@ def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _answer(plan: Plan) -> str:
+    if plan.best is None and plan.fastest is not None:
+        return f"No configuration kept {served.limits_text(plan.limits)}."
     if plan.best is None:
         return f"No configuration could be {'probed' if plan.fidelity == PROBE else 'measured'}."
     how = {ESTIMATE: ", as predicted (nothing ran)", PROBE: ", as probed on one device (it never ran)", RUN: ""}
     heading = f"Best on {plan.devices} x {plan.chip}{how[plan.fidelity]}: {candidate_text(plan.best.candidate)}"
-    lines, mark = [heading, f"  {_speed(plan.best)}"], "" if plan.fidelity == RUN else "~"
+    speed = _served_speed(plan) if served.serves(plan) else _speed(plan.best)
+    lines, mark = [heading, f"  {speed}", *served.limit_lines(plan)], "" if plan.fidelity == RUN else "~"
+    what = served.better(plan.objective) if served.serves(plan) else "tokens/s"
     if plan.baseline is None:
         return "\n".join([*lines, *_noise(plan)])
     baseline = candidate_text(plan.baseline.candidate)
@@ -157,7 +167,7 @@ def _answer(plan: Plan) -> str:
         )
         lines.append(f"  it is the baseline: {others}")
     else:
-        lines.append(f"  {mark}{plan.gain:+.1%} tokens/s against the baseline: {baseline}")
+        lines.append(f"  {mark}{plan.gain:+.1%} {what} against the baseline: {baseline}")
     if len(plan.gains) > 1:
         rounds = ", ".join(f"{each:+.1%}" for each in plan.gains)
         proof = "" if min(plan.gains) > 0 else "; the machine was not quiet, and no gain is proved"
@@ -180,6 +190,15 @@ def _speed(best: Trial) -> str:
     within = f" (80%: {measured.low_s:.4g} to {measured.high_s:.4g} s)" if measured.low_s and measured.high_s else ""
     parts = f"{step - measured.modelled_s:.4g} s of it measured, ~{measured.modelled_s:.4g} s modelled communication"
     return f"~{speed:,.0f} tokens/s/device, step ~{step:.4g} s{within}: {parts} and waiting"
+
+
+def _served_speed(plan: Plan) -> str:
+    assert plan.best is not None
+    if plan.best.measurement is not None:
+        return served.figures_line(plan.best.measurement, plan.objective)
+    figure = lookup(plan.best.predicted, "objective")
+    low, high = (served.objective_text(plan.objective, figure[each]) for each in ("low", "high"))
+    return f"~{served.objective_text(plan.objective, figure['value'])} (80%: {low} to {high})"
 
 
 def _step(trial: Trial) -> float | None:
@@ -205,13 +224,21 @@ def _noise(plan: Plan) -> list[str]:
     """Return what the repeats showed of the best, its rivals and the machine."""
     assert plan.best is not None
     lines, changed = [], drift_text(plan)
-    if (middle := plan.speeds.get(plan.best.number)) is not None:
-        lines.append(f"  median of its runs: {middle:,.0f} tokens/s/device")
-    near = [trial for trial in plan.rivals if trial.number in plan.speeds]
-    if near and plan.best.number in plan.speeds:
+    if (middle := plan.medians.get(plan.best.number)) is not None:
+        lines.append(f"  median of its runs: {_middle(plan, middle)}")
+    near = [trial for trial in plan.rivals if trial.number in plan.medians]
+    if near and plan.best.number in plan.medians:
         told = "; ".join(f"trial {trial.number} ({candidate_text(trial.candidate)})" for trial in near)
         lines.append(f"  its runs do not tell it apart from {told}")
     return [*lines, *([f"  {changed}"] if changed else [])]
+
+
+def _middle(plan: Plan, seconds: float) -> str:
+    """Return the best's objective for the median seconds of its runs."""
+    if served.serves(plan):
+        return served.objective_text(plan.objective, figure_of(plan.objective, seconds))
+    assert plan.best is not None
+    return f"{figure_of(TOKENS_PER_SECOND_PER_DEVICE, seconds, plan.best.measurement):,.0f} tokens/s/device"
 
 
 def _name(plan: Plan, trial: Trial) -> str:

@@ -45,7 +45,7 @@ def spec_as_data(path: Path) -> dict[str, Any]:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a spec, with a description and unit for each key."""
-    from flagcore.spec.schema import json_schema as schema
+    from flagcore.spec.serve_schema import json_schema as schema
 
     return schema()
 
@@ -61,7 +61,7 @@ def read_model(source: str | Mapping[str, object], base: Path) -> Model:
 
 
 def read_job(line: Mapping[str, object]) -> Job:
-    """Turn one training job record into a `Job`. Raises SpecError for one that is not valid."""
+    """Turn one job record into a `Job`. Raises SpecError for one that is not valid."""
     from flagcore.spec.jobs import job_from
 
     return job_from(line)

@@ -14,7 +14,9 @@ from flagcore.spec.knobs import candidate_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import KeyPath, spec_error
-from flagcore.spec.schema import ClusterSection, ControlSection, Document, GroupSection, TrainSection
+from flagcore.spec.schema import ClusterSection, ControlSection, Document, GroupSection, Shape, TrainSection
+from flagcore.spec.serve_schema import ServeDocument
+from flagcore.spec.serving import knobs_of_engine, serve_of, space_of_engine
 from flagcore.spec.settings import settings_of
 from flagcore.spec.units import parse_bytes
 from flagcore.spec.validate import checked
@@ -25,18 +27,43 @@ def document_as_spec(data: Any, *, file: str, base: Path) -> Spec:
     if not isinstance(data, dict):
         raise spec_error((), "must be a mapping with the keys model, cluster and train", value=data, file=file)
     if "serve" in data:
-        problem = "is not supported: tuning of serving comes in a later version"
-        raise spec_error("serve", problem, fix="give a train section", file=file)
+        return _serving(data, file, base)
     document = checked(Document, data, file=file)
     tuner = document.auto_tuner
     return Spec(
         cluster=_cluster(document.cluster, file, base),
         control=_control(tuner.control, file),
         envs=_environment(document.envs, file),
-        model=_model(document, file, base),
-        train=train_of(document.train, base),
+        model=_model(document.model, file, base),
+        work=train_of(document.train, base),
         space=space_of(tuner.space),
         baseline=None if tuner.baseline is None else candidate_of(tuner.baseline),
+        objective=tuner.objective,
+        strategy=tuner.strategy,
+        launcher=tuner.launcher,
+    )
+
+
+def _serving(data: Any, file: str, base: Path) -> Spec:
+    """Return the spec of a document that serves with one engine."""
+    if "train" in data:
+        raise spec_error("serve", "is given beside train", fix="give one of the two", file=file)
+    document = checked(ServeDocument, data, file=file)
+    tuner, engine = document.auto_tuner, document.serve.engine
+    if isinstance(engine, list):
+        if len(engine) > 1:
+            problem, fix = "are several, and this takes one", "give one of them; `flag tune` takes several"
+            raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
+        engine = engine[0]
+    baseline = None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
+    return Spec(
+        cluster=_cluster(document.cluster, file, base),
+        control=Control(**tuner.control.model_dump()),
+        envs=_environment(document.envs, file),
+        model=_model(document.model, file, base),
+        work=serve_of(document.serve, engine, base, cards=tuner.cards, model=document.model, file=file),
+        space=space_of_engine(tuner.space, engine),
+        baseline=baseline,
         objective=tuner.objective,
         strategy=tuner.strategy,
         launcher=tuner.launcher,
@@ -53,10 +80,10 @@ def train_of(train: TrainSection, base: Path) -> TrainSpec:
     return TrainSpec(**given, command=tuple(train.command), directory=str(directory))
 
 
-def _model(document: Document, file: str, base: Path) -> Model:
-    if isinstance(document.model, str):
-        return model_from(document.model, base=base, file=file)
-    return model_of_shape(document.model, file=file)
+def _model(model: str | Shape, file: str, base: Path) -> Model:
+    if isinstance(model, str):
+        return model_from(model, base=base, file=file)
+    return model_of_shape(model, file=file)
 
 
 def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:

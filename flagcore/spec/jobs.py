@@ -1,4 +1,4 @@
-"""Job records: one training candidate on one cluster. Beside their keys a record may have any that tell its source."""
+"""Job records: one candidate on one cluster. Beside their keys a record may have any that tell its source."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from flagcore.domain.job import Job
+from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import AUTO, TrainSpec
 from flagcore.spec.knobs import JobKnobs, candidate_of
-from flagcore.spec.limits import MAX_DEVICES, Devices, ModelPath, Precision, Rate, Size, Text, Word
+from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, NoSize, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import plain, spec_error
 from flagcore.spec.schema import Shape
+from flagcore.spec.serve_schema import Knob, PerSecond, Requests, Scalar
 from flagcore.spec.settings import Settings, settings_of
 from flagcore.spec.validate import Section, checked
 
@@ -43,13 +45,38 @@ class _Train(Settings):  # type: ignore[valid-type, misc]
     source: Any = None
 
 
-class _Record(Section):
+class _Serve(Section):
+    engine: Word
+    engine_version: Text | Literal[""] | None = None
+    precision: Precision
+    input_len: Size
+    output_len: Size
+    prefix_len: NoSize = 0
+    range_ratio: Fraction = 1.0
+    concurrency: Requests | None = None
+    request_rate: PerSecond | None = None
+    num_prompts: Requests | None = None
+    engine_args: dict[str, Scalar] = Field(default={})
+    notes: Any = None
+    source: Any = None
+
+
+class _Any(Section):
     model_config = ConfigDict(extra="ignore")
 
     id: str
-    kind: Literal["train"]
     model: ModelPath | Shape
     cluster: _Cluster
+
+
+class _ServeRecord(_Any):
+    kind: Literal["serve"]
+    serve: _Serve
+    candidate: dict[str, Knob]
+
+
+class _Record(_Any):
+    kind: Literal["train"]
     train: _Train
     candidate: JobKnobs  # type: ignore[valid-type]
     rank: Annotated[int, Field(ge=0, le=999_999)] | None = None
@@ -59,10 +86,10 @@ def job_from(line: Mapping[str, object]) -> Job:
     """Return one record as a job. A model's relative path starts at the working directory. Raises SpecError."""
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object a line")
+    if line.get("kind") == "serve":
+        return _served(line)
     _no_slips(line)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
-    if data.get("kind") == "serve":
-        raise spec_error("kind", "is not supported: serving comes in a later version", value="serve", fix="use train")
     _whole_cluster(data.get("cluster"))
     record = checked(_Record, data)
     devices = _devices(record.cluster)
@@ -79,7 +106,7 @@ def job_from(line: Mapping[str, object]) -> Job:
         devices=devices,
         devices_per_node=record.cluster.devices_per_node,
         nic_bytes_per_second=record.cluster.nic_bytes_per_second,
-        train=TrainSpec(
+        work=TrainSpec(
             engine=train.engine,
             seq_length=train.seq_length,
             global_batch_size=train.global_batch_size,
@@ -91,6 +118,40 @@ def job_from(line: Mapping[str, object]) -> Job:
         candidate=candidate,
         rank=record.rank,
         notes=train.notes if isinstance(train.notes, str) else "",
+    )
+
+
+def _served(line: Mapping[str, object]) -> Job:
+    """Return the record of a server as a job. Raises SpecError."""
+    data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
+    _whole_cluster(data.get("cluster"))
+    record = checked(_ServeRecord, data)
+    model, serve = record.model, record.serve
+    if (serve.concurrency is None) == (serve.request_rate is None):
+        fix = "give one of the two"
+        raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
+    rate = serve.request_rate
+    load = Load(
+        **serve.model_dump(include={"input_len", "output_len", "prefix_len", "range_ratio", "concurrency"}),
+        num_prompts=serve.num_prompts,
+        request_rate=None if rate is None else float(rate),
+    )
+    return Job(
+        id=record.id,
+        kind=record.kind,
+        model=model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
+        chip=record.cluster.chip,
+        devices=_devices(record.cluster),
+        devices_per_node=record.cluster.devices_per_node,
+        nic_bytes_per_second=record.cluster.nic_bytes_per_second,
+        work=ServeSpec(
+            engine=serve.engine,
+            loads=(load,),
+            precision=serve.precision,
+            engine_args=dict(serve.engine_args),
+            engine_version=serve.engine_version or None,
+        ),
+        candidate=dict(record.candidate),
     )
 
 

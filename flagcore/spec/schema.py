@@ -1,10 +1,10 @@
-"""The spec file as pydantic models: one class a section, one docstring a key. Nothing else knows these classes but
-`convert`, and rules that span several keys are there too.
+"""The spec file as pydantic models: one class a section, one docstring a key. Rules that span several keys are in
+`convert`. The serving half is in `serve_schema`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -148,13 +148,9 @@ class TrainSection(Section):
     """Settings of the engine that are the same for all candidates."""
 
 
-class ControlSection(Section):
-    """Budgets of the search."""
+class BudgetSection(Section):
+    """Budgets of any search."""
 
-    train_iters: Steps = _CONTROL.train_iters
-    """Steps of one trial."""
-    warmup_iters: NoSteps = _CONTROL.warmup_iters
-    """Steps at the start of a trial that do not count; fewer than train_iters."""
     max_time_per_task: Seconds = _CONTROL.max_time_per_task
     """Wall-clock limit of one trial, in seconds."""
     max_time: Seconds | None = _CONTROL.max_time
@@ -167,13 +163,31 @@ class ControlSection(Section):
     """Whether the best configuration is started for real at the end."""
     use_experience: bool = _CONTROL.use_experience
     """Whether predictions are corrected by what earlier runs on the same chip measured."""
+
+
+class ControlSection(BudgetSection):
+    """Budgets of the search."""
+
+    train_iters: Steps = _CONTROL.train_iters
+    """Steps of one trial."""
+    warmup_iters: NoSteps = _CONTROL.warmup_iters
+    """Steps at the start of a trial that do not count; fewer than train_iters."""
     fidelity: Literal["estimate", "probe", "run"] = "run"
     """How real trials are: none, single ranks on one device, or the whole job on all devices."""
     probes: Probes = _CONTROL.probes
     """Number of candidates that are probed on one device before the first run."""
 
 
-class TunerSection(Section):
+class SearchSection(Section):
+    """How any search goes."""
+
+    strategy: Word = "learned"
+    """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or one that you install."""
+    launcher: Word = "local"
+    """Name of the launcher that starts trials."""
+
+
+class TunerSection(SearchSection):
     """What is searched, and how."""
 
     space: Space = Space()  # type: ignore[valid-type]
@@ -184,10 +198,6 @@ class TunerSection(Section):
     """How long to look."""
     objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
     """The figure to optimise: more tokens a second and device, or fewer seconds a step."""
-    strategy: Word = "learned"
-    """Name of the search strategy: learned, predicted, grid, random, tpe, gp, or one that you install."""
-    launcher: Word = "local"
-    """Name of the launcher that starts trials."""
 
 
 class Document(Section):
@@ -205,12 +215,3 @@ class Document(Section):
     """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
     action: Literal["auto_tune"] | None = None
     """What to do; it has one value and may be left out."""
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of `Document`."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Document.model_json_schema(),
-        "title": "flagcore spec",
-    }

@@ -13,6 +13,7 @@ from flagcore.contracts import Costs, Platform, Plugins
 from flagcore.domain.chip import Chip, Device, Support, unknown_chip, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task
 from flagcore.errors import NoDevice
 from flagcore.physics.collectives.costs import Collectives
@@ -31,7 +32,7 @@ def discover(spec: Spec, plugins: Plugins) -> Platform:
     Every hook about chip, costs and engine is asked here, once for each node group. Raises NoDevice when nothing is
     found, when no plugin knows a chip, or when the engine cannot run on it.
     """
-    engine, devices = spec.train.engine, plugins.devices()
+    engine, devices = spec.work.engine, plugins.devices()
     groups, supports = [], []
     for place, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
         key = f"cluster.groups[{place}].chip" if spec.cluster.groups else "cluster.chip"
@@ -104,9 +105,10 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
 
     `needed` is how many of them it takes, by default a node's.
     """
-    cluster, support, train = platform.task.cluster, platform.support, platform.task.spec.train
-    if train.command is None and (support.device_type is None or support.distributed_backend is None):
-        raise NoDevice(f"no installed plugin says how {train.engine} runs on {cluster.chips}; give a train.command")
+    cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
+    where = "serve" if isinstance(work, ServeSpec) else "train"
+    if work.command is None and (support.device_type is None or support.distributed_backend is None):
+        raise NoDevice(f"no installed plugin says how {work.engine} runs on {cluster.chips}; give a {where}.command")
     found = ((group, [each for each in devices if group.chip.answers_to(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:

@@ -32,5 +32,6 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> Lessons:
         best=None,
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
     )
-    best = max(measured, key=lambda trial: lessons.speed_of(trial.candidate), default=None)
-    return replace(lessons, best=best)
+    order = sorted(measured, key=lambda trial: -lessons.speed_of(trial.candidate))
+    best = next((trial for trial in order if lessons.keeps_limits(trial.candidate)), None)
+    return replace(lessons, best=best, fastest=next(iter(order), None))

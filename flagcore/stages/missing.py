@@ -20,7 +20,7 @@ BYTES = 2.0**20
 def no_time(task: Task, costs: Costs) -> str:
     """Return why no time can be told for a candidate of `task`: each rate that nobody knows, and how it can be had."""
     unknown: dict[str, list[str]] = {}
-    unlisted = dict.fromkeys(chain(*(_unlisted(*pair, task.spec.train.precision) for pair in _pairs(task, costs))))
+    unlisted = dict.fromkeys(chain(*(_unlisted(*pair, task.spec.work.precision) for pair in _pairs(task, costs))))
     for what, how in _unknown(task, costs) or ([] if unlisted else [("a rate that it needs", MEASURED)]):
         unknown.setdefault(how, []).append(what)
     rates = ", ".join(f"{' and '.join(rates)} ({how})" for how, rates in unknown.items())
@@ -48,7 +48,7 @@ def _known(costs: Costs) -> list[str]:
 
 
 def _unknown(task: Task, costs: Costs) -> list[tuple[str, str]]:
-    found = [each for group, its in _pairs(task, costs) for each in _unknown_of(group, its, task.spec.train.precision)]
+    found = [each for group, its in _pairs(task, costs) for each in _unknown_of(group, its, task.spec.work.precision)]
     if costs.between is not None and np.isnan(costs.between.seconds("send", np.array([BYTES]), *_ranks(2, 1))).any():
         found.append(("the network between node groups", "give nic_bytes_per_second in each of cluster.groups"))
     return found

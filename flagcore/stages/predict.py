@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flagcore.contracts import Costs, Workload
+from flagcore.domain.objective import told
 from flagcore.domain.prediction import ModelPart, Prediction, Predictions, RankPrediction
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 
@@ -59,6 +62,8 @@ def model_table(parts: Sequence[ModelPart]) -> list[dict[str, object]]:
 
 def record(task: Task, prediction: Prediction) -> dict[str, object]:
     """Return a prediction as plain data in the format of job records: GiB, seconds; unknown figures are left out."""
+    if isinstance(task.spec.work, ServeSpec):
+        return _served(task.spec.objective, prediction)
     data: dict[str, object] = {}
     devices, train = task.cluster.devices, task.spec.train
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
@@ -73,6 +78,31 @@ def record(task: Task, prediction: Prediction) -> dict[str, object]:
             data["mfu"] = rate / peak
         data["time"] = dict(prediction.time_s)
         data["limit"] = limit(prediction)
+    return data | {"memory": _memory(prediction)}
+
+
+def _served(objective: str, prediction: Prediction) -> dict[str, object]:
+    """Return what is predicted of a server: its figures by name, those of a latency by statistic."""
+    data: dict[str, Any] = {}
+    cache: dict[str, object] = {}
+    for name, figure in prediction.figures.items():
+        of, _, statistic = name.partition(".")
+        if of.startswith("kv_cache"):
+            cache[of] = figure
+        elif statistic:
+            data.setdefault(of, {})[statistic] = figure
+        else:
+            data[of] = figure
+    seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
+    if seconds is not None and low is not None and high is not None:
+        bounds = sorted((told(objective, low), told(objective, high)))
+        data["objective"] = {"value": told(objective, seconds), "low": bounds[0], "high": bounds[1]}
+        data["step_time_s"] = {"value": seconds, "low": low, "high": high}
+        data["time"] = dict(prediction.time_s)
+    return data | {"memory": _memory(prediction) | cache}
+
+
+def _memory(prediction: Prediction) -> dict[str, object]:
     memory: dict[str, object] = {
         "static_gib": prediction.static_bytes / GIB,
         "activation_gib": prediction.activation_bytes / GIB,
@@ -91,8 +121,7 @@ def record(task: Task, prediction: Prediction) -> dict[str, object]:
             }
             for name, part in prediction.components.items()
         }
-    data["memory"] = memory
-    return data
+    return memory
 
 
 def rank_record(figures: RankPrediction) -> dict[str, object]:

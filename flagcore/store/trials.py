@@ -18,12 +18,15 @@ from optuna.trial import FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
 
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.objective import is_rate, told
 from flagcore.domain.trial import RUN, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
+LISTS = ("step_times_s", "losses", "points", "broken")
+"""Fields of a measurement that hold several values in order."""
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 
 
@@ -58,7 +61,7 @@ class OptunaStore:
                 storage=self._storage,
                 study_name=run,
                 load_if_exists=True,
-                direction="minimize" if objective == "step_time_s" else "maximize",
+                direction="maximize" if is_rate(objective) else "minimize",
             )
             self._identifier = self._storage.get_study_id_from_name(run)
             self._close_interrupted()
@@ -124,7 +127,7 @@ class OptunaStore:
         state = STATES.get(trial.state, OptunaState.FAIL)
         values = None
         if measured and state is OptunaState.COMPLETE:
-            values = [float(getattr(measured, self._objective))]
+            values = [told(self._objective, measured.step_time_s, measured)]
         self._storage.set_trial_state_values(identifier, state, values)
 
     def _close_interrupted(self) -> None:
@@ -167,7 +170,7 @@ def _thaw(frozen: FrozenTrial) -> Trial:
     attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
     measured = result.get("measurement")
     if measured:
-        measured = Measurement(**measured | {k: tuple(measured[k]) for k in ("step_times_s", "losses")})
+        measured = Measurement(**measured | {k: tuple(measured.get(k, ())) for k in LISTS})
         if not all(math.isfinite(figure) for figure in (measured.step_time_s, measured.tokens_per_second_per_device)):
             raise ValueError(f"trial {frozen.number} has a figure that is not finite")
     return Trial(

@@ -14,7 +14,7 @@ from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning import MEMORY, TIME, Ratios, chance_to_gain, expected_gain
-from flagcore.learning.trials import observed_memory, observed_times, unit_where_unknown
+from flagcore.learning.trials import observed_figure, observed_memory, observed_times, unit_where_unknown
 
 LOOKED_AT = 4096
 """Of the open candidates as many are weighed, the fastest predicted ones."""
@@ -35,7 +35,8 @@ TAIL = 1.2815515655446004
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What is believed of some open rows: logarithm of seconds, chance to fit, seconds of a trial."""
+    """What is believed of some open rows: logarithm of seconds, chance to fit and keep the limits, seconds of a
+    trial."""
 
     rows: IntArray
     features: Features
@@ -54,11 +55,15 @@ class Learned:
     def next(self, scene: Scene) -> Choice:
         """Return the trial with the most expected gain for its expected cost, or none if hardly any gain is left."""
         view = _view(scene)
-        measured = [trial.measurement.step_time_s for trial in scene.trials if _counts(trial) and trial.measurement]
+        ran = [trial.measurement for trial in scene.trials if _counts(trial) and trial.measurement]
+        measured = [measurement.step_time_s for measurement in ran if not measurement.broken]
         if not measured:
-            score = np.log(view.fits + 1e-12) - view.log_time
-            place = int(np.argmax(score))
-            return _choice(view, place, "nothing is measured yet: the fastest predicted that is likely to fit")
+            place = int(np.argmax(np.log(view.fits + 1e-12) - view.log_time))
+            if len(ran) >= LEAST_MEASURED and view.fits.max() < LEAST_CHANCE:
+                told = f"no untried candidate keeps the limits with a chance of more than {view.fits.max():.1%}"
+                return Choice(row=None, because=told)
+            nothing = "nothing that keeps the limits is measured yet" if ran else "nothing is measured yet"
+            return _choice(view, place, f"{nothing}: the fastest predicted that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * expected_gain(view.log_time, view.deviation, best)
         chance, most = _left(view, gain, best)
@@ -66,7 +71,7 @@ class Learned:
             f"the chance that an untried candidate is more than {LEAST_GAIN:.0%} faster than the best is {chance:.1%}; "
             f"it could be {most:.1%} faster at most (95%)"
         )
-        if chance < LEAST_CHANCE and len(measured) >= LEAST_MEASURED:
+        if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
             return Choice(row=None, because=told)
         possible = np.ones(gain.shape) if scene.seconds_left is None else view.cost < scene.seconds_left
         if not possible.any():
@@ -85,7 +90,8 @@ def _view(scene: Scene) -> _View:
     ratios = Ratios(Observed.join((scene.past.time, observed_times(scene))), found, TIME)
     time = ratios.of(found)
     log_time = np.log(predicted[rows]) + time.mean
-    return _View(rows, found, ratios, log_time, time.deviation, _fits(scene, rows, found), _cost(scene, log_time))
+    fits = _fits(scene, rows, found) * _keeps(scene, rows, found)
+    return _View(rows, found, ratios, log_time, time.deviation, fits, _cost(scene, log_time))
 
 
 def _fits(scene: Scene, rows: IntArray, found: Features) -> FloatArray:
@@ -96,6 +102,19 @@ def _fits(scene: Scene, rows: IntArray, found: Features) -> FloatArray:
     memory = Ratios(Observed.join((scene.past.memory, observed_memory(scene))), found, MEMORY).of(found)
     room = -np.log(share) - memory.mean
     chance: FloatArray = np.nan_to_num(ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
+    return chance
+
+
+def _keeps(scene: Scene, rows: IntArray, found: Features) -> FloatArray:
+    """Return the chance that each row keeps the limits, 1 where nothing is predicted of them."""
+    chance = np.ones(rows.size)
+    for name, limit in scene.task.spec.limits.items():
+        predicted = scene.predictions.figures.get(name)
+        if predicted is None:
+            continue
+        ratio = Ratios(observed_figure(scene, name), found, TIME).of(found)
+        room = math.log(limit) - np.log(np.maximum(predicted[rows], 1e-9)) - ratio.mean
+        chance *= np.nan_to_num(ndtr(room / np.maximum(ratio.deviation, 1e-6)), nan=1.0)
     return chance
 
 

@@ -29,5 +29,5 @@ def group_of(chip: Chip, devices: int = 8) -> NodeGroup:
 def task_on(chip: Chip, devices: int = 8) -> Task:
     """Return a training task of a small model on one node of `chip`."""
     train = TrainSpec(engine="megatron", seq_length=128, global_batch_size=16, precision="bf16")
-    spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), train=train)
+    spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=train)
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip, devices),)))

@@ -28,7 +28,7 @@ def record(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def taught(*records: dict[str, Any]) -> int:
-    return len(past(records, small.CHIP, LoadedPlugins.of({}), WORKLOAD).time)
+    return len(past(records, small.CHIP, LoadedPlugins.of({}), WORKLOAD, "tokens_per_second_per_device").time)
 
 
 def test_a_measured_record_teaches_one_time() -> None:

@@ -25,7 +25,7 @@ def trial(
     seconds: float = 10.0,
 ) -> Trial:
     measured = speed and Measurement(
-        step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=speed
+        step_times_s=(1.0 / speed,), step_time_s=1.0 / speed, spread_s=0.0, tokens_per_second_per_device=speed
     )
     return Trial(
         number=number,

@@ -14,7 +14,8 @@ from flagcore.stages.learn import learn
 
 
 def trial(number: int, who: str, speed: float, role: Role) -> Trial:
-    measured = Measurement(step_times_s=(1.0,), step_time_s=1.0, spread_s=0.0, tokens_per_second_per_device=speed)
+    step = 1.0 / speed
+    measured = Measurement(step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=speed)
     state = TrialState.MEASURED
     return Trial(number=number, candidate=Candidate.of({"who": who}), role=role, state=state, measurement=measured)
 

@@ -51,9 +51,9 @@ def test_record_becomes_a_job_and_what_it_does_not_know_is_tolerated() -> None:
     job = read_job(RECORD)
     assert (job.id, job.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
     assert (job.model.name, job.model.kv_channels) == ("tiny", 16)
-    assert (job.train.precision, job.train.attention, job.train.implementation) == ("nvfp4", "unfused", None)
+    assert (job.work.precision, job.work.attention, job.work.implementation) == ("nvfp4", "unfused", None)
     settings = {"recompute_modules": "core_attn,mlp", "pipeline_schedule": "zb-h1"}
-    assert job.train.settings == settings
+    assert job.work.settings == settings
     assert job.candidate == {key: value for key, value in RECORD["candidate"].items() if key not in settings}
     assert job.notes == "?"
     assert job.rank is None
@@ -62,7 +62,7 @@ def test_record_becomes_a_job_and_what_it_does_not_know_is_tolerated() -> None:
 @pytest.mark.parametrize("modules", ["mlp, core_attn", "mlp core_attn", ["core_attn", "mlp", "mlp"]])
 def test_recompute_modules_are_one_sorted_text(modules: object) -> None:
     job = read_job(changed(("candidate", "recompute_modules"), modules))
-    assert job.train.settings["recompute_modules"] == "core_attn,mlp"
+    assert job.work.settings["recompute_modules"] == "core_attn,mlp"
 
 
 @pytest.mark.parametrize("path", [("train",), ("train", "settings"), ("candidate",)])
@@ -72,7 +72,7 @@ def test_settings_may_stand_in_three_places(path: tuple[str, ...]) -> None:
     for key in path:
         place = place[key]
     place |= {"overlap_grad_reduce": True, "no_overlap_p2p_communication": True, "exp_avg_dtype": None}
-    found = read_job(record).train.settings
+    found = read_job(record).work.settings
     assert found["overlap_grad_reduce"] is True
     assert found["overlap_p2p_comm"] is False
     assert not {"exp_avg_dtype", "no_overlap_p2p_communication"} & set(found)
@@ -83,14 +83,14 @@ def test_a_setting_and_its_opposite_may_not_contradict_each_other(value: bool) -
     given = {"overlap_p2p_comm": value, "no_overlap_p2p_communication": value}
     with pytest.raises(SpecError, match=r"no_overlap_p2p_communication.*is the opposite of overlap_p2p_comm.*one of"):
         read_job(changed(("train", "settings"), given))
-    agreed = read_job(changed(("train", "settings"), given | {"overlap_p2p_comm": not value})).train.settings
+    agreed = read_job(changed(("train", "settings"), given | {"overlap_p2p_comm": not value})).work.settings
     assert agreed["overlap_p2p_comm"] is not value
 
 
 def test_a_candidates_own_word_counts_before_that_of_its_job() -> None:
     record = changed(("train", "settings"), {"pipeline_schedule": "1f1b", "expert_tensor_parallel_size": 4})
     job = read_job(record)
-    assert job.train.settings["pipeline_schedule"] == "zb-h1"
+    assert job.work.settings["pipeline_schedule"] == "zb-h1"
     assert job.candidate["expert_tensor_parallel_size"] == 1
 
 
@@ -102,7 +102,7 @@ def test_notes_that_are_no_text_are_tolerated(notes: object) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "key", "problem"),
     [
-        (("kind",), "serve", "kind", "later version"),
+        (("kind",), "serve", "serve", "is missing"),
         (("kind",), "dance", "kind", "must be train"),
         (("id",), 5, "id", "must be text"),
         (("rank",), 8, "rank", "below cluster.devices = 8"),

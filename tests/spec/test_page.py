@@ -9,12 +9,16 @@ import pytest
 import yaml
 
 from flagcore.spec import json_schema, parse_spec
+from flagcore.spec.schema import Document
+from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.validate import describe, keys_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "spec.md").read_text()
-SCHEMA = json_schema()
-KEYS = {path: schema for path, schema in keys_of(SCHEMA, SCHEMA) if path[:2] != ("auto_tuner", "baseline")}
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec.md", "spec-serve.md"))
+SCHEMA, SERVE_SCHEMA = Document.model_json_schema(), ServeDocument.model_json_schema()
 SECTIONS = {"The file": (), "model: an inline shape": ("model",)}
+SHARED = ("model", "cluster")
+"""Sections that the page of training describes for both."""
 MOE = {"num_moe_experts": 64, "moe_router_topk": 8, "num_layers": 32}
 MLA = {"multi_latent_attention": True, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64}
 BASE: dict[str, Any] = {
@@ -26,10 +30,29 @@ BASE: dict[str, Any] = {
 BASE["model"]["v_head_dim"] = 128
 
 
-def rows() -> dict[tuple[str | int, ...], list[str]]:
+SERVE_BASE: dict[str, Any] = {
+    "model": BASE["model"],
+    "serve": {"engine": "vllm", "profile": {}, "slo": {"ttft_s": {}, "tpot_s": {}, "itl_s": {}, "e2e_s": {}}},
+    "auto_tuner": {"control": {}},
+}
+
+
+def keys(schema: Any, but: tuple[str, ...] = ()) -> dict[tuple[str | int, ...], Any]:
+    all_of = keys_of(schema, schema)
+    return {
+        path: each
+        for path, each in all_of
+        if path[:2] != ("auto_tuner", "baseline") and not (len(path) > 1 and path[0] in but)
+    }
+
+
+KEYS, SERVE_KEYS = keys(SCHEMA), keys(SERVE_SCHEMA, SHARED)
+
+
+def rows(page: str) -> dict[tuple[str | int, ...], list[str]]:
     found: dict[tuple[str | int, ...], list[str]] = {}
     section: tuple[str | int, ...] = ()
-    for line in PAGE.splitlines():
+    for line in page.splitlines():
         if line.startswith("## "):
             name = line.removeprefix("## ")
             section = SECTIONS.get(name, tuple(name.split(".")))
@@ -39,24 +62,35 @@ def rows() -> dict[tuple[str | int, ...], list[str]]:
     return found
 
 
-ROWS = rows()
+ROWS, SERVE_ROWS = rows(PAGE), rows(SERVE_PAGE)
 
 
 def test_page_has_a_row_for_every_key_and_no_other() -> None:
     assert set(ROWS) == set(KEYS) | {("auto_tuner", "baseline")}
+    assert set(SERVE_ROWS) == set(SERVE_KEYS) | {("auto_tuner", "baseline")}
 
 
 @pytest.mark.parametrize("path", KEYS, ids=lambda path: ".".join(map(str, path)))
 def test_row_tells_rule_default_meaning_and_a_valid_example(path: tuple[str, ...], tmp_path: Path) -> None:
-    rule, default, _unit, meaning, example = ROWS[path]
-    schema = KEYS[path]
-    assert rule == describe(schema, SCHEMA)
+    check_row(path, ROWS[path], KEYS[path], SCHEMA, BASE, tmp_path)
+
+
+@pytest.mark.parametrize("path", SERVE_KEYS, ids=lambda path: ".".join(map(str, path)))
+def test_row_of_serving_tells_rule_default_meaning_and_a_valid_example(path: tuple[str, ...], tmp_path: Path) -> None:
+    check_row(path, SERVE_ROWS[path], SERVE_KEYS[path], SERVE_SCHEMA, SERVE_BASE, tmp_path)
+
+
+def check_row(
+    path: tuple[str, ...], row: list[str], schema: Any, root: Any, base: dict[str, Any], tmp_path: Path
+) -> None:
+    rule, default, _unit, meaning, example = row
+    assert rule == describe(schema, root)
     assert meaning == schema["description"]
     value = schema.get("default", "required")
     if isinstance(value, dict):
         value = "absent"
     assert default.strip("`") == (value if isinstance(value, str) else json.dumps(value))
-    data: dict[str, Any] = yaml.safe_load(yaml.safe_dump(BASE))
+    data: dict[str, Any] = yaml.safe_load(yaml.safe_dump(base))
     if path[:-1] == ("cluster", "groups"):
         data["cluster"] = {"groups": {"chip": "C550"}}
     place = data
@@ -75,14 +109,21 @@ def test_row_tells_rule_default_meaning_and_a_valid_example(path: tuple[str, ...
 
 
 def test_example_of_the_page_is_a_valid_spec(tmp_path: Path) -> None:
-    text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(text) == 1
-    spec = parse_spec(yaml.safe_load(text[0]), file="page", base=tmp_path)
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    spec = parse_spec(yaml.safe_load(text), file="page", base=tmp_path)
     assert spec.space["tensor_model_parallel_size"] == (1, 2, 4, 8)
+    (text,) = re.findall(r"```yaml\n(.*?)```", SERVE_PAGE, re.DOTALL)
+    serving = parse_spec(yaml.safe_load(text), file="page", base=tmp_path)
+    assert [load.concurrency for load in serving.serve.loads] == [16, 64]
+    assert serving.limits == {"ttft_s.p99": 1.0, "tpot_s.p99": 0.05}
 
 
 def test_schema_describes_every_key_and_refuses_others() -> None:
-    assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    assert SCHEMA["required"] == ["model", "train"]
-    assert all(schema.get("description") for schema in KEYS.values())
-    assert all(section["additionalProperties"] is False for section in SCHEMA["$defs"].values())
+    whole = json_schema()
+    assert whole["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert [whole["$defs"][name]["required"] for name in ("Document", "ServeDocument")] == [
+        ["model", "train"],
+        ["model", "serve"],
+    ]
+    assert all(schema.get("description") for schema in (KEYS | SERVE_KEYS).values())
+    assert all(section["additionalProperties"] is False for section in whole["$defs"].values())

@@ -24,7 +24,7 @@ CONTROL = "auto_tuner.control."
         ("cluster: {groups: [{chip: a, hostfile: b}]}", "cluster.groups[0].hostfile", "it belongs under cluster"),
         ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", "tensor_model_parallel"),
         ("auto_tuner: {space: {train_iters: 5}}", SPACE + "train_iters", "it belongs under auto_tuner.control"),
-        ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: space, baseline, control"),
+        ("auto_tuner: {algo: {name: grid}}", "auto_tuner.algo", "known here: strategy, launcher, space"),
     ],
 )
 def test_unknown_key_is_told_with_the_nearest_right_one(refused: Refused, more: str, key: str, fix: str) -> None:
@@ -37,7 +37,7 @@ def test_unknown_key_is_told_with_the_nearest_right_one(refused: Refused, more: 
 @pytest.mark.parametrize(
     ("more", "key", "problem", "fix"),
     [
-        ("serve: {engine: vllm}", "serve", "later version", "train section"),
+        ("serve: {engine: vllm}", "serve", "beside train", "one of the two"),
         ("action: autotune", "action", "must be auto_tune", "did you mean auto_tune?"),
         ("cluster:", "cluster", "is null but must be a mapping", "remove the key"),
         ("cluster: {nodes: 0}", "cluster.nodes", "from 1 to 1000000", ""),

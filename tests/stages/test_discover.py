@@ -209,7 +209,7 @@ def test_a_mixed_cluster_runs_nothing_but_the_users_own_command() -> None:
     platform = discover(spec(groups=GROUPS), plugins)
     with pytest.raises(NoDevice, match=r"test-chip \(16\) \+ other \(8\); give a train.command"):
         present(platform, plugins.devices())
-    own = replace(platform.task.spec, train=replace(platform.task.spec.train, command=("run",)))
+    own = replace(platform.task.spec, work=replace(platform.task.spec.train, command=("run",)))
     with_command = replace(platform, task=replace(platform.task, spec=own))
     present(with_command, plugins.devices())
     with pytest.raises(NoDevice, match="on this machine"):

@@ -44,7 +44,7 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
 
 def _whole(task: Task) -> Layout:
     """Return the layout of one device that holds all."""
-    spec = replace(task.spec, train=replace(task.spec.train, settings={}))
+    spec = replace(task.spec, work=replace(task.spec.train, settings={}))
     return layout_of(replace(task, spec=spec), candidate_columns({}))
 
 

@@ -57,7 +57,7 @@ def published(
     if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")
         noted = {"overlap_p2p_comm": False, **noted}
-        task = replace(task, spec=replace(task.spec, train=train))
+        task = replace(task, spec=replace(task.spec, work=train))
     kind = train.implementation or IMPLEMENTATION
     settings = {**noted, **train.settings}
     settings = _defaults(task, kind, settings, values) | settings
@@ -69,7 +69,7 @@ def published(
             values[VIRTUAL] = len(held) // stages
     elif not any(settings.get(key) or values.get(key) for key in SPLITS):
         settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL) or 1))
-    spec = replace(task.spec, train=replace(train, implementation=kind, settings=settings))
+    spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
     return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
 
 

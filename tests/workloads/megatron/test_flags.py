@@ -109,7 +109,7 @@ def test_trials_over_two_kinds_of_chips_are_refused_without_a_command() -> None:
         WORKLOAD.ready(spec)
     assert (refused.value.key, refused.value.value) == ("cluster.groups", ["a", "b"])
     assert "flag estimate" in refused.value.fix
-    WORKLOAD.ready(dataclasses.replace(spec, train=dataclasses.replace(spec.train, command=("run",))))
+    WORKLOAD.ready(dataclasses.replace(spec, work=dataclasses.replace(spec.train, command=("run",))))
 
 
 def test_settings_are_flags_once() -> None:

@@ -1,0 +1,35 @@
+"""What a task makes as large, or as small, as it can: always seconds inside, told as the user asked for it."""
+
+from __future__ import annotations
+
+from flagcore.domain.serving import LATENCIES, RATES, STATISTICS
+from flagcore.domain.trial import Measurement
+
+TOKENS_PER_SECOND_PER_DEVICE, STEP_TIME = TRAINING = ("tokens_per_second_per_device", "step_time_s")
+SERVING = (*RATES, *LATENCIES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS))
+"""A latency without a statistic is its mean."""
+
+
+def is_rate(objective: str) -> bool:
+    """Return whether more is better."""
+    return objective in RATES or objective == TOKENS_PER_SECOND_PER_DEVICE
+
+
+def figure_name(objective: str) -> str:
+    """Return the name of the figure behind a serving objective."""
+    return f"{objective}.mean" if objective in LATENCIES else objective
+
+
+def seconds(objective: str, figure: float) -> float:
+    """Return the seconds that a serving objective stands for: of a unit of a rate, or the latency itself."""
+    if not is_rate(objective):
+        return figure
+    return 1.0 / figure if figure > 0 else float("inf")
+
+
+def told(objective: str, seconds: float, measured: Measurement | None = None) -> float:
+    """Return the objective's figure for `seconds`; in training a rate is scaled from that of a measurement."""
+    if objective == TOKENS_PER_SECOND_PER_DEVICE:
+        assert measured is not None
+        return measured.tokens_per_second_per_device * measured.step_time_s / seconds
+    return 1.0 / seconds if is_rate(objective) else seconds

@@ -1,0 +1,97 @@
+"""From the serving half of a validated spec to `flagcore.domain.serving`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.spec.plain import spec_error
+from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
+
+USUAL_CLIENTS = 64
+"""Requests in flight where a profile says neither how many nor how often they come."""
+
+
+def serve_of(
+    section: ServeSection, engine: str, base: Path, *, cards: int | None, model: object, file: str
+) -> ServeSpec:
+    """Return the serving job of a section, for one of its engines. Raises SpecError."""
+    weights = section.weights or (model if isinstance(model, str) else None)
+    directory = (base / (section.directory or ".")).resolve()
+    return ServeSpec(
+        engine=engine,
+        loads=_loads(section.profile, base, file),
+        precision=section.precision or "bf16",
+        engine_args=dict(section.engine_args),
+        slo=slo_of(section.slo),
+        repeats=section.repeats,
+        weights=str((base / weights).resolve()) if weights else None,
+        command=tuple(section.command) if section.command else None,
+        directory=str(directory) if section.command else None,
+        cards=cards,
+        engine_version=section.engine_version,
+    )
+
+
+def slo_of(section: SloSection) -> dict[str, float]:
+    """Return the bounds by the names of their figures."""
+    bounds = section.model_dump()
+    return {f"{name}.{of}": limit for name, each in bounds.items() for of, limit in each.items() if limit is not None}
+
+
+def engines_of(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the engines of a spec's data in order; none for one that trains, or whose engine is not a name."""
+    serve = data.get("serve")
+    wanted = serve.get("engine") if isinstance(serve, Mapping) else None
+    several = wanted if isinstance(wanted, list) else [wanted]
+    return tuple(dict.fromkeys(name for name in several if isinstance(name, str)))
+
+
+def only(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return a spec's data with one of its engines."""
+    tuner = dict(data.get("auto_tuner") or {})
+    for key in ("space", "baseline"):
+        if tuner.get(key):
+            tuner[key] = knobs_of_engine(tuner[key], engine)
+    made = {**data, "serve": {**data["serve"], "engine": engine}}
+    return {**made, "auto_tuner": tuner} if tuner else made
+
+
+def space_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, str | tuple[KnobValue, ...]]:
+    """Return the values of each knob that a spec gives to an engine."""
+    own = knobs_of_engine(space, engine)
+    return {
+        key: "auto" if value == "auto" else tuple(dict.fromkeys(value if isinstance(value, list) else [value]))
+        for key, value in own.items()
+    }
+
+
+def knobs_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """Return what a mapping of knobs says for all engines and, before that, in the engine's own section."""
+    common = {key: value for key, value in space.items() if not isinstance(value, Mapping)}
+    return {**common, **(space.get(engine) or {})}
+
+
+def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
+    if profile.concurrency is not None and profile.request_rate is not None:
+        problem, fix = "is given beside serve.profile.request_rate", "give one of the two"
+        raise spec_error("serve.profile.concurrency", problem, value=profile.concurrency, fix=fix, file=file)
+    if profile.range_spread is not None and profile.range_ratio != 1.0:
+        problem, fix = "is given beside serve.profile.range_ratio", "give one of the two"
+        raise spec_error("serve.profile.range_spread", problem, value=profile.range_spread, fix=fix, file=file)
+    given = profile.model_dump(exclude={"concurrency", "request_rate", "trace"})
+    if profile.trace is not None:
+        given["trace"] = str((base / profile.trace).resolve())
+    rates = _several(profile.request_rate)
+    if rates:
+        return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
+    clients = _several(profile.concurrency) or [min(USUAL_CLIENTS, profile.num_prompts)]
+    return tuple(Load(**given, concurrency=each) for each in clients)
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
