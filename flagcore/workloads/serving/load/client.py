@@ -48,8 +48,10 @@ async def ask(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream
                 stream.feed(data, time.perf_counter())
     except aiohttp.ClientConnectorError as error:
         raise NotAnswered(ProblemKind.NOT_REACHED, f"{url}: {error.strerror or error}") from None
-    except (aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:
-        raise NotAnswered(ProblemKind.BROKEN, f"{url} does not answer in HTTP: {error}") from None
+    except aiohttp.InvalidURL:
+        raise NotAnswered(ProblemKind.NOT_REACHED, f"{url} is no URL of a server") from None
+    except aiohttp.ClientResponseError as error:
+        raise NotAnswered(ProblemKind.BROKEN, f"{url} does not answer in HTTP: {error.message}") from None
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
         why = str(error) or type(error).__name__
         raise NotAnswered(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {why}") from None

@@ -1,0 +1,147 @@
+"""HTTP servers on raw sockets, each of which behaves, or misbehaves, as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+Asked = dict[str, Any]
+
+
+@dataclass
+class Wire:
+    """One connection, seen from the server."""
+
+    writer: asyncio.StreamWriter
+    chunked: bool = True
+
+    async def raw(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self, status: str = "200 OK", kind: str = "text/event-stream", *, chunked: bool = True) -> None:
+        self.chunked = chunked
+        coding = "Transfer-Encoding: chunked\r\n" if chunked else "Connection: close\r\n"
+        await self.raw(f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n{coding}\r\n".encode())
+
+    async def send(self, data: bytes) -> None:
+        await self.raw(f"{len(data):x}\r\n".encode() + data + b"\r\n" if self.chunked else data)
+
+    async def event(self, event: Any) -> None:
+        text = event if isinstance(event, str) else json.dumps(event)
+        await self.send(f"data: {text}\n\n".encode())
+
+    async def end(self) -> None:
+        if self.chunked:
+            await self.raw(b"0\r\n\r\n")
+
+    def cut(self) -> None:
+        self.writer.transport.abort()
+
+
+Behaviour = Callable[[Asked, Wire], Awaitable[None]]
+
+
+def piece(text: str = " a", finish: str | None = None) -> Asked:
+    return {"id": "x", "choices": [{"index": 0, "text": text, "finish_reason": finish}], "usage": None}
+
+
+def usage(asked: Asked, made: int | None = None, read: int | None = None) -> Asked:
+    counts = {"prompt_tokens": len(asked["prompt"]) if read is None else read}
+    return {"id": "x", "choices": [], "usage": {**counts, "completion_tokens": made or asked["max_tokens"]}}
+
+
+async def well(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(asked["max_tokens"], wire)
+    await rest(asked, wire)
+
+
+async def pieces(count: int, wire: Wire) -> None:
+    for _ in range(count):
+        await wire.event(piece())
+
+
+async def rest(asked: Asked, wire: Wire, made: int | None = None, finish: str = "length") -> None:
+    await wire.event(piece("", finish))
+    await wire.event(usage(asked, made))
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+@dataclass
+class Served:
+    """What a server saw. `most` is the largest number of requests that were in flight at once."""
+
+    url: str = ""
+    asked: list[Asked] = field(default_factory=list)
+    now: int = 0
+    most: int = 0
+    stop: Callable[[], None] = lambda: None
+
+
+@contextmanager
+def serving(behaviour: Behaviour) -> Iterator[Served]:
+    """Run a server in a thread of its own. `stop` lets it die: it takes no connection more and cuts those it has."""
+    served, ready, loop = Served(), threading.Event(), asyncio.new_event_loop()
+    open_ones: set[asyncio.StreamWriter] = set()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_ones.add(writer)
+        counted = False
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(
+                int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+            )
+            asked = json.loads(await reader.readexactly(length))
+            counted = True
+            served.asked.append(asked)
+            served.now += 1
+            served.most = max(served.most, served.now)
+            await behaviour(asked, Wire(writer))
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            served.now -= counted
+            open_ones.discard(writer)
+            writer.close()
+
+    async def run() -> None:
+        over = asyncio.Event()
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        served.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+        def stop() -> None:
+            server.close()
+            for writer in list(open_ones):
+                writer.transport.abort()
+            over.set()
+
+        served.stop = lambda: loop.call_soon_threadsafe(stop)
+        ready.set()
+        await over.wait()
+
+    def main() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(run())
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    ready.wait()
+    try:
+        yield served
+    finally:
+        if thread.is_alive():
+            served.stop()
+        thread.join()
+        loop.close()
