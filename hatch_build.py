@@ -31,12 +31,13 @@ CORE = (
 VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
 ENGINES = {
     "megatron": ["torch>=2.5", "megatron-core>=0.16,<0.17"],
-    "vllm": ["vllm>=0.9"],
-    "sglang": ["sglang>=0.4"],
-    "llamacpp": ["llama-cpp-python[server]>=0.3"],
+    "vllm": ["vllm>=0.11"],
+    "sglang": ["sglang>=0.5"],
+    "llamacpp": ["xllamacpp>=2026.10"],
 }
 DEV = [
     "build>=1.2",
+    "gguf>=0.10",
     "hatchling>=1.25",
     "import-linter>=2.1",
     "mypy>=1.11",

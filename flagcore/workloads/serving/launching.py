@@ -1,0 +1,100 @@
+"""How a candidate is started: the trial program with a job, or, for real, its servers as users reach them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.launch import Launch
+from flagcore.domain.spec import Spec
+from flagcore.errors import LaunchError, SpecError
+from flagcore.workloads.serving import winner
+from flagcore.workloads.serving.engines.contract import DP, INSTANCES, PP, TP, Engine, Server
+from flagcore.workloads.serving.trial.job import SERVE, Instance, Job, as_text
+
+PROGRAM = "flagcore.workloads.serving.trial"
+
+
+def ready(spec: Spec, engine: Engine) -> None:
+    """Raise SpecError or NoDevice unless servers of `spec` can be started and loaded here."""
+    serve, cluster = spec.serve, spec.cluster
+    if cluster.groups:
+        chips, problem = [group.chip for group in cluster.groups], "are more kinds of chips than one machine has"
+        fix = "plan with `flag estimate`"
+        raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
+    if cluster.nodes > 1:
+        problem, fix = (
+            "is more than the one machine on which servers are started",
+            "use 1, or plan with `flag estimate`",
+        )
+        raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
+    if any(load.num_prompts is None for load in serve.loads):
+        problem, fix = "is a load without end, which can be predicted, not run", "give a number"
+        raise SpecError(key="serve.profile.num_prompts", problem=problem, fix=fix)
+    engine.ready(spec)
+
+
+def launch(
+    platform: Platform, engine: Engine, where: str, candidate: Candidate, folder: str, *, for_real: bool
+) -> Launch:
+    """Return how to start `candidate`; what it needs is written into `folder`. `where` leads to `engine`.
+
+    Raises LaunchError if that cannot be done.
+    """
+    instances = _instances(platform, engine, candidate)
+    serve = platform.task.spec.serve
+    directory = serve.directory or folder
+    try:
+        if for_real:
+            return winner.launch(instances, folder, directory)
+        job = Job(
+            engine=where,
+            instances=instances,
+            loads=serve.loads,
+            vocab_size=platform.task.spec.model.vocab_size,
+            timeout_s=platform.task.spec.control.max_time_per_task,
+            repeats=serve.repeats,
+            asked={knob: value for knob, value in candidate.items if value is not None},
+            slo=serve.slo,
+            patterns=platform.failure_patterns,
+            directory=directory,
+            versions={engine.name: engine.version(platform.task.spec)},
+        )
+        Path(folder, SERVE).write_text(as_text(job), encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
+    return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)
+
+
+def _instances(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:
+    """Return all servers of a candidate, each with devices of its own."""
+    task, values = platform.task, candidate.as_dict()
+    count = _size(values, INSTANCES)
+    width = _size(values, TP) * _size(values, PP) * _size(values, DP)
+    servers = [engine.server(task, values, index) for index in range(count)]
+    return tuple(_placed(platform, server, index * width, width) for index, server in enumerate(servers))
+
+
+def _placed(platform: Platform, server: Server, first: int, width: int) -> Instance:
+    """Return a server that sees `width` devices from `first` on. What the user sets goes before what an engine sets."""
+    envs, variable = platform.task.spec.envs, platform.support.visible_devices
+    environment = {name: value for name, value in server.environment.items() if name not in envs}
+    if variable is not None:
+        environment[variable] = ",".join(_visible(platform, variable)[first : first + width])
+    return Instance(argv=server.argv, environment=environment, cores=server.cores)
+
+
+def _visible(platform: Platform, variable: str) -> list[str]:
+    """Return the names of the devices that this process may use, in order: what is visible to it, or all of a node."""
+    given = platform.task.spec.envs.get(variable) or os.environ.get(variable)
+    if given:
+        return [word.strip() for word in given.split(",")]
+    return [str(index) for index in range(platform.task.cluster.groups[0].devices_per_node)]
+
+
+def _size(values: dict[str, KnobValue], knob: str) -> int:
+    value = values.get(knob)
+    return value if isinstance(value, int) and value > 0 else 1

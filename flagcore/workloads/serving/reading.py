@@ -1,0 +1,124 @@
+"""From what a trial left in its folder to a measurement: the load point that is told, and all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.objective import figure_name, seconds
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement
+from flagcore.errors import FlagError
+from flagcore.files import read_regular
+from flagcore.workloads.serving.trial.job import METRICS, NOT_AS_AGREED
+
+PER_DEVICE = "output_tokens_per_s_per_device"
+LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
+"""What tells load points apart in a measurement's `points`."""
+
+
+class NoMetrics(FlagError):
+    """A trial ended without the figures that it should have left."""
+
+
+def read(task: Task, candidate: Candidate, folder: str, devices: int) -> Measurement:
+    """Return what the trial program measured of a candidate that computes with `devices`.
+
+    A figure is the median of its repeats. Of several load points that one is told which is best by the objective among
+    those that keep the SLO; if none does, the one that misses it by least. Raises NoMetrics.
+    """
+    data = _metrics(Path(folder, METRICS))
+    try:
+        points = [_Point(task, point, devices) for point in data["points"]]
+        told = min(points, key=lambda point: (point.missed, point.step_s))
+        return Measurement(
+            step_times_s=told.steps_s,
+            step_time_s=told.step_s,
+            spread_s=_spread(told.steps_s),
+            tokens_per_second_per_device=told.figures["total_tokens_per_s"] / devices,
+            effective=_effective(candidate, data),
+            versions={name: str(version) for name, version in data["versions"].items()},
+            figures=told.figures | _counted(data),
+            points=tuple(point.plain() for point in points),
+            broken=told.broken,
+        )
+    except NOT_AS_AGREED as error:
+        raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
+
+
+class _Point:
+    """One load point. `missed` is by which factor it misses the SLO, 1 where it keeps it."""
+
+    def __init__(self, task: Task, data: Mapping[str, Any], devices: int) -> None:
+        self.load: Mapping[str, Any] = data["load"]
+        repeats = [_figures(repeat["figures"], devices) for repeat in data["repeats"]]
+        self.figures = {
+            name: statistics.median(each[name] for each in repeats)
+            for name in repeats[0]
+            if all(name in each for each in repeats)
+        }
+        objective = task.spec.objective
+        name = figure_name(objective)
+        if name not in self.figures:
+            raise KeyError(f"{name} was not measured")
+        self.steps_s = tuple(seconds(objective, each[name]) for each in repeats)
+        if not all(math.isfinite(step) and step > 0 for step in self.steps_s):
+            raise ValueError(f"{name} is not a positive number")
+        self.step_s = statistics.median(self.steps_s)
+        over = {name: self.figures.get(name, math.inf) / limit for name, limit in task.spec.limits.items()}
+        self.missed = max(1.0, *over.values()) if over else 1.0
+        self.broken = tuple(_words(name, self.figures, task.spec.limits[name]) for name in over if over[name] > 1.0)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as plain data: the load, then its figures."""
+        return {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None} | self.figures
+
+
+def _figures(given: Mapping[str, Any], devices: int) -> dict[str, float]:
+    figures = {name: float(value) for name, value in given.items()}
+    return figures | {PER_DEVICE: figures["output_tokens_per_s"] / devices}
+
+
+def _words(name: str, figures: Mapping[str, float], limit: float) -> str:
+    known = f"{figures[name]:.4g} s" if name in figures else "not measured"
+    return f"{name} is {known}, over {limit:g} s"
+
+
+def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
+    """Return what the servers said they use; the engine's own choice for a knob that was left to it is named so."""
+    asked = candidate.as_dict()
+    return {
+        (f"{knob} (the engine's own choice)" if knob in asked and asked[knob] is None else knob): value
+        for knob, value in dict(data["effective"]).items()
+    }
+
+
+def _counted(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return what explains a score: the servers' counters, and how long the slowest took to start."""
+    counters = {name: float(value) for name, value in data["counters"].items()}
+    return {**counters, "startup_s": max(float(each) for each in data["startup_s"])}
+
+
+def _spread(steps_s: Sequence[float]) -> float:
+    """Return the interquartile range, 0 for one repeat."""
+    if len(steps_s) < 2:
+        return 0.0
+    quarters = statistics.quantiles(steps_s, n=4, method="inclusive")
+    return quarters[2] - quarters[0]
+
+
+def _metrics(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(read_regular(file))
+    except FileNotFoundError:
+        raise NoMetrics(f"it ended with exit code 0 but wrote no {METRICS}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
+    if not isinstance(data, dict):
+        raise NoMetrics(f"{METRICS} is not an object")
+    return data

@@ -1,0 +1,81 @@
+"""Why a trial gives no figures: its class, one line that says it, and what the engine's log said first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from flagcore.domain.failure import LONGEST_REASON
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.trial import TrialState
+from flagcore.files import open_regular
+
+WORDS = {
+    TrialState.OUT_OF_MEMORY: "out of memory",
+    TrialState.INVALID: "invalid configuration",
+    TrialState.TIMED_OUT: "timed out",
+    TrialState.FAILED: "failed",
+}
+"""How the last line on stderr begins, by what the trial then is."""
+PATTERNS = tuple(FailurePattern(pattern=rf"^{words}:", state=state) for state, words in WORDS.items())
+
+LOG_BYTES = 4 << 20
+LONGEST_LINE = 2000
+NAMED = re.compile(r"\b[A-Za-z_.]*(Error|Exception)\b(: |$)")
+ANY = re.compile(r"\b(error|fatal|abort(ed)?|terminate called|failed|core dumped)\b", re.IGNORECASE)
+HARMLESS = re.compile(r"\b(WARNING|WARN|INFO|DEBUG)\b|Warning: |^\s*(File \"|raise |at /)")
+
+
+class TrialFailure(Exception):
+    """The trial is over without figures. `state` is its class; the text is one line."""
+
+    def __init__(self, state: TrialState, message: str) -> None:
+        self.state = state
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return f"{WORDS[self.state]}: {one_line(self.args[0])}"
+
+
+def one_line(text: str) -> str:
+    """Return `text` as one line that fits into a reason."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())[: LONGEST_REASON - 30]
+
+
+def log_text(file: Path) -> str:
+    """Return the beginning of a log, empty if there is none: what broke first stands in it, not at its end."""
+    try:
+        with open_regular(file) as log:
+            return log.read(LOG_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState | None, str]:
+    """Return what a log says went wrong first: the class that a pattern gives it, and the line; empty if nothing.
+
+    What the patterns know goes first, running out of memory before all; then the first line that names an exception,
+    then the first that speaks of an error. The last line of an engine often says only that there was one.
+    """
+    lines = [line.strip()[:LONGEST_LINE] for line in log.splitlines() if line.strip()]
+    for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
+        for line in lines:
+            if re.search(known.pattern, line):
+                return known.state, line + (f" ({known.advice})" if known.advice else "")
+    told = [line for line in lines if not HARMLESS.search(line)]
+    for sign in (NAMED, ANY):
+        for line in told:
+            if sign.search(line):
+                return None, line
+    return None, told[-1] if told else ""
+
+
+def died(who: str, how: str, log: Path, patterns: Sequence[FailurePattern]) -> TrialFailure:
+    """Return the failure of a server that ended, `how`, classified by its log."""
+    state, line = first_error(log_text(log), patterns)
+    said = f"; its log: {line}" if line else f"; {log.name} is empty"
+    if state is None and how.endswith("signal 9"):
+        return TrialFailure(TrialState.OUT_OF_MEMORY, f"{who} {how}: probably killed by the system{said}")
+    state = state if state in WORDS else TrialState.FAILED
+    return TrialFailure(state or TrialState.FAILED, f"{who} {how}{said}")

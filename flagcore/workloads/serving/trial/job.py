@@ -1,0 +1,94 @@
+"""What the trial program is told: `serve.json`, written by flagcore and read by the program."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.serving import Load
+from flagcore.domain.trial import TrialState
+
+SERVE, METRICS = "serve.json", "metrics.json"
+NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What reading somebody else's JSON may raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One server. `argv` has the contract's PORT where the port belongs; `cores` pins it, empty: it may use all."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One candidate to be served and loaded.
+
+    `engine` is where its adapter is, as module:attribute. All `loads` are run `repeats` times in one launch. `asked` is
+    what must be read back by knob; a knob whose value is None was left to the engine. `slo` bounds the figures of a
+    request that counts as good, by figure. All is over `timeout_s` seconds after the start.
+    """
+
+    engine: str
+    instances: tuple[Instance, ...]
+    loads: tuple[Load, ...]
+    vocab_size: int
+    timeout_s: float
+    repeats: int = 1
+    asked: Mapping[str, KnobValue] = field(default_factory=dict)
+    slo: Mapping[str, float] = field(default_factory=dict)
+    patterns: tuple[FailurePattern, ...] = ()
+    directory: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def as_text(job: Job) -> str:
+    """Return a job as JSON."""
+    data = asdict(job) | {
+        "loads": [plain_load(load) for load in job.loads],
+        "patterns": [{**asdict(pattern), "state": pattern.state.value} for pattern in job.patterns],
+    }
+    return json.dumps(data, indent=1)
+
+
+def read_job(folder: Path) -> Job:
+    """Return the job in `folder`. Raises ValueError with what is wrong."""
+    try:
+        data: dict[str, Any] = json.loads((folder / SERVE).read_text(encoding="utf-8"))
+        return Job(
+            **{
+                **data,
+                "instances": tuple(
+                    Instance(argv=tuple(each["argv"]), environment=each["environment"], cores=tuple(each["cores"]))
+                    for each in data["instances"]
+                ),
+                "loads": tuple(load_of(load) for load in data["loads"]),
+                "patterns": tuple(
+                    FailurePattern(**{**each, "state": TrialState(each["state"])}) for each in data["patterns"]
+                ),
+            }
+        )
+    except OSError as error:
+        raise ValueError(f"{folder / SERVE} cannot be read: {error.strerror or error}") from None
+    except NOT_AS_AGREED as error:
+        raise ValueError(f"{folder / SERVE} is not as agreed ({type(error).__name__}: {error})") from None
+
+
+def load_of(data: Mapping[str, Any]) -> Load:
+    """Return a load point from plain data. Raises TypeError and ValueError."""
+    rate = data.get("request_rate")
+    return Load(**{**data, "request_rate": None if rate is None else float(rate)})
+
+
+def plain_load(load: Load) -> dict[str, Any]:
+    """Return a load point as JSON can hold it: an endless rate is the word inf."""
+    rate = load.request_rate
+    return {**asdict(load), "request_rate": "inf" if rate is not None and math.isinf(rate) else rate}

@@ -1,0 +1,152 @@
+"""The winner for users: one server as it is, or several behind a balancer that prefers the one with least in flight."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from flagcore.domain.launch import Launch
+from flagcore.workloads.serving.engines.contract import PORT
+from flagcore.workloads.serving.trial.job import Instance
+
+FRONT_PORT = 8000
+"""Where users reach the winner: its only server, or the balancer; the servers behind it have the ports after it."""
+START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
+
+
+def launch(instances: Sequence[Instance], folder: str, directory: str) -> Launch:
+    """Return how to start the winner for real. Several instances leave their files in `folder`. Raises OSError."""
+    if len(instances) == 1:
+        only = at_port(instances[0], FRONT_PORT)
+        return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory)
+    fixed = [at_port(each, FRONT_PORT + number) for number, each in enumerate(instances, start=1)]
+    ports = [FRONT_PORT + number for number in range(1, len(fixed) + 1)]
+    Path(folder, NGINX).write_text(nginx_conf(ports), encoding="utf-8")
+    Path(folder, COMPOSE).write_text(compose_yaml(fixed, folder, directory), encoding="utf-8")
+    start = Path(folder, START)
+    start.write_text(start_script(fixed, folder), encoding="utf-8")
+    start.chmod(0o755)
+    return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory)
+
+
+def at_port(instance: Instance, port: int) -> Instance:
+    """Return an instance whose port is known."""
+    argv = tuple(word.replace(PORT, str(port)) for word in instance.argv)
+    environment = {name: value.replace(PORT, str(port)) for name, value in instance.environment.items()}
+    return replace(instance, argv=argv, environment=environment)
+
+
+def nginx_conf(ports: Sequence[int]) -> str:
+    """Return the balancer's settings: least connections, and answers passed on as they are streamed."""
+    servers = "\n".join(f"        server 127.0.0.1:{port} max_fails=0;" for port in ports)
+    return f"""\
+worker_processes auto;
+error_log stderr warn;
+pid /tmp/flagcore-nginx-{FRONT_PORT}.pid;
+events {{ worker_connections 65536; }}
+http {{
+    access_log off;
+    client_max_body_size 0;
+    upstream instances {{
+        least_conn;
+{servers}
+    }}
+    server {{
+        listen {FRONT_PORT};
+        location / {{
+            proxy_pass http://instances;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+            proxy_request_buffering off;
+            proxy_read_timeout 3600s;
+            proxy_next_upstream off;
+        }}
+    }}
+}}
+"""
+
+
+def start_script(instances: Sequence[Instance], folder: str) -> str:
+    """Return a shell script that runs all instances and the balancer, and ends them together."""
+    conf = shlex.quote(str(Path(folder, NGINX)))
+    lines = [
+        "#!/bin/sh",
+        f"# {len(instances)} servers behind nginx at port {FRONT_PORT}; without nginx each answers at its own port.",
+        "pids=",
+        "trap 'trap - EXIT; kill $pids 2>/dev/null; wait' EXIT",
+        "trap 'exit 143' TERM",
+        "trap 'exit 130' INT",
+    ]
+    for instance in instances:
+        lines += [f"{shlex.join(_command(instance))} &", 'pids="$pids $!"']
+    lines += [
+        "if command -v nginx >/dev/null 2>&1; then",
+        f"    nginx -c {conf} -g 'daemon off;' &",
+        '    pids="$pids $!"',
+        "else",
+        f"    echo 'nginx is not installed: the servers answer at ports "
+        f"{FRONT_PORT + 1} to {FRONT_PORT + len(instances)}, nobody at {FRONT_PORT}' >&2",
+        "fi",
+        "while sleep 1; do",
+        "    for pid in $pids; do",
+        '        kill -0 "$pid" 2>/dev/null || { echo "process $pid has ended: all are stopped" >&2; exit 1; }',
+        "    done",
+        "done",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def compose_yaml(instances: Sequence[Instance], folder: str, directory: str) -> str:
+    """Return the same for docker compose: the host's network, and files where the commands look for them."""
+    places = sorted({str(Path(folder)), directory, *(_folder(word) for each in instances for word in each.argv)} - {""})
+    services: dict[str, object] = {
+        f"instance-{number}": {
+            "image": "${IMAGE:?set IMAGE to an image that has the engine}",
+            "network_mode": "host",
+            "ipc": "host",
+            "working_dir": directory,
+            "entrypoint": [_escaped(word) for word in instance.argv],
+            "environment": {name: _escaped(value) for name, value in instance.environment.items()},
+            **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
+            "volumes": [f"{_escaped(place)}:{_escaped(place)}:ro" for place in places],
+            "restart": "unless-stopped",
+        }
+        for number, instance in enumerate(instances)
+    }
+    services["balancer"] = {
+        "image": "nginx:stable",
+        "network_mode": "host",
+        "volumes": [f"{_escaped(str(Path(folder, NGINX)))}:/etc/nginx/nginx.conf:ro"],
+        "depends_on": list(services),
+        "restart": "unless-stopped",
+    }
+    head = (
+        "# IMAGE=... docker compose up: the servers and nginx in front of them, which answers at port "
+        f"{FRONT_PORT}.\n# What the vendor's container runtime needs to show devices goes into compose.override.yaml.\n"
+    )
+    return head + str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))
+
+
+def _command(instance: Instance) -> list[str]:
+    """Return the command line of an instance with its environment and, where it has cores, pinned to them."""
+    given = [f"{name}={value}" for name, value in instance.environment.items()]
+    pinned = ["taskset", "-c", ",".join(map(str, instance.cores))] if instance.cores else []
+    return [*(["env", *given] if given else []), *pinned, *instance.argv]
+
+
+def _folder(word: str) -> str:
+    """Return the folder that a word of a command leads to, empty if it is no path of this machine."""
+    path = Path(word)
+    if not path.is_absolute() or not path.exists():
+        return ""
+    return str(path if path.is_dir() else path.parent)
+
+
+def _escaped(text: str) -> str:
+    """Return `text` as compose takes it: a dollar sign is doubled."""
+    return text.replace("$", "$$")

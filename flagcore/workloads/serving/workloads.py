@@ -1,0 +1,8 @@
+"""The serving workloads that ship with flagcore, one an engine."""
+
+from __future__ import annotations
+
+from flagcore.workloads.serving.adapter import Serving
+from flagcore.workloads.serving.engines import llamacpp
+
+LLAMACPP = Serving(llamacpp.ENGINE, "flagcore.workloads.serving.engines.llamacpp:ENGINE")
