@@ -90,7 +90,14 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         answers = list(predictions)
         if form in ("table", "csv"):
             answers = [{**each, "reason": _why(each)} for each in answers]
-        click.echo(render(answers, form, JOB_COLUMNS))
+        serve = any("objective" in each for each in answers)
+        columns = JOB_COLUMNS if not serve else {**JOB_COLUMNS, **SERVED_COLUMNS} if _trains(answers) else SERVED_JOBS
+        click.echo(render(answers, form, columns))
+
+
+def _trains(answers: list[dict[str, Any]]) -> bool:
+    """Return whether some answer is of training."""
+    return any("mfu" in each or "limit" in each for each in answers)
 
 
 def _why(answer: dict[str, Any]) -> str | None:
@@ -120,7 +127,8 @@ def _estimate_spec(
         options.say(
             f"The {'fastest predicted candidates' if timed else 'candidates that need least memory'} on {where}:"
         )
-    columns = {"#": "number", **candidate_columns(found.candidates), **PREDICTED_COLUMNS}
+    figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
+    columns = {"#": "number", **candidate_columns(found.candidates), **figures}
     click.echo(render(found.candidates, form, columns))
     if form == "table":
         options.say("\n" + candidate_line("baseline", found.baseline) + "\n\n" + funnel(found.counts))
@@ -211,8 +219,20 @@ PREDICTED_COLUMNS = {
     "of GiB": "memory.capacity_gib",
     "limited by": "limit",
 }
+SERVED_COLUMNS = {
+    "~output tok/s": "output_tokens_per_s",
+    "~req/s": "requests_per_s",
+    "~TTFT p50 s": "ttft_s.p50",
+    "~p99": "ttft_s.p99",
+    "~TPOT p50 s": "tpot_s.p50",
+    "~KV GiB": "memory.kv_cache_gib",
+    "~used GiB": "memory.device_used_gib",
+    "of GiB": "memory.capacity_gib",
+}
 MOST_EXPLAINED = 100_000
-JOB_COLUMNS = {"id": "id", "status": "status", **PREDICTED_COLUMNS, "fits": "memory.fits", "reason": "reason"}
+FITS = {"fits": "memory.fits", "reason": "reason"}
+JOB_COLUMNS = {"id": "id", "status": "status", **PREDICTED_COLUMNS, **FITS}
+SERVED_JOBS = {"id": "id", "status": "status", **SERVED_COLUMNS, **FITS}
 
 
 def _records(file: str) -> Iterator[Any]:

@@ -7,7 +7,8 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
-from flagcore.domain.trial import PROBE, Role
+from flagcore.domain.trial import PROBE, Measurement, Role
+from flagcore.report.served import short_line
 from flagcore.report.text import candidate_text, state_text
 
 
@@ -36,12 +37,12 @@ def line(event: Event) -> str:
     if trial.fidelity == PROBE:
         what = f"probe {trial.number}" + (" (baseline)" if trial.role is Role.BASELINE else "")
     if event.kind == "trial_started":
-        predicted = trial.predicted.get("step_time_s")
-        guess = f", predicted ~{predicted['value']:.3g} s" if isinstance(predicted, dict) else ""
+        step, figure = trial.predicted.get("step_time_s"), trial.predicted.get("objective")
+        guess = f", predicted ~{step['value']:.3g} s" if isinstance(step, dict) else ""
+        guess = f", predicted ~{figure['value']:.4g}" if isinstance(figure, dict) else guess
         return f"{what} starts: {candidate_text(trial.candidate)}{guess}"
     timed = trial.measurement if not trial.state.failed else None
-    modelled = "~" if timed and timed.modelled_s is not None else ""
-    said = f"{modelled}{timed.step_time_s:.3g} s a step" if timed else trial.reason or ""
+    said = _step(timed, " a step") if timed else trial.reason or ""
     return f"{what} {state_text(trial)}: {said}  [{_state(event)}]"
 
 
@@ -50,9 +51,15 @@ def _state(event: Event) -> str:
     if event.seconds_left is not None:
         parts.append(f"at most ~{event.seconds_left / 60:.1f} min left")
     if event.best and event.best.measurement:
-        modelled = "~" if event.best.measurement.modelled_s is not None else ""
-        parts.append(f"best {modelled}{event.best.measurement.step_time_s:.3g} s (trial {event.best.number})")
+        parts.append(f"best {_step(event.best.measurement)} (trial {event.best.number})")
     return ", ".join(parts)
+
+
+def _step(measured: Measurement, what: str = "") -> str:
+    """Return a measurement in a few words; `~` marks what is modelled in part."""
+    if measured.figures:
+        return short_line(measured)
+    return f"{'~' if measured.modelled_s is not None else ''}{measured.step_time_s:.3g} s{what}"
 
 
 @contextmanager

@@ -53,7 +53,8 @@ def tune_command(
         click.echo(json.dumps(found.data, indent=1, ensure_ascii=False))
     else:
         trials = found.data["trials"]
-        columns = {"trial": "number", **candidate_columns(trials), **TRIAL_COLUMNS}
+        figures = SERVED_COLUMNS if any((each["measured"] or {}).get("figures") for each in trials) else TRIAL_COLUMNS
+        columns = {"trial": "number", **candidate_columns(trials), **figures}
         click.echo(render([found.data] if form == "yaml" else trials, form, columns))
     if not quiet:
         start = f"start the best with `flag run {found.run_dir}`" if found.can_start else "best.sh says what it lacks"
@@ -75,6 +76,18 @@ def run_command(run: str) -> None:
     api.run_best(run)
 
 
+SERVED_COLUMNS = {
+    "state": "state",
+    "output tok/s": "measured.figures.output_tokens_per_s",
+    "req/s": "measured.figures.requests_per_s",
+    "TTFT p50 s": "measured.figures.ttft_s.p50",
+    "TTFT p99 s": "measured.figures.ttft_s.p99",
+    "TPOT p50 s": "measured.figures.tpot_s.p50",
+    "TPOT p99 s": "measured.figures.tpot_s.p99",
+    "e2e p99 s": "measured.figures.e2e_s.p99",
+    "~objective": "predicted.objective.value",
+    "reason": "reason",
+}
 TRIAL_COLUMNS = {
     "state": "state",
     "step s": "measured.step_time_s.median",

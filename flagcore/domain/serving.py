@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 EngineArg: TypeAlias = bool | int | float | str | None
 
@@ -19,6 +19,18 @@ RATES = (
     "output_tokens_per_s_per_device",
 )
 """Of the whole cluster, but the last. Goodput counts the requests that keep the SLO."""
+
+
+def nested(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures by name, those of a latency together: `ttft_s.p50` as `ttft_s` with `p50`."""
+    data: dict[str, Any] = {}
+    for name, figure in figures.items():
+        of, _, statistic = name.partition(".")
+        if statistic:
+            data.setdefault(of, {})[statistic] = figure
+        else:
+            data[of] = figure
+    return data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

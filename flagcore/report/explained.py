@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flagcore.domain.serving import LATENCIES, RATES, STATISTICS
 from flagcore.report.formats import table
 
 COMPONENTS = {
@@ -52,8 +53,22 @@ def explained(record: Mapping[str, Any]) -> str:
     """Return a prediction with its model's parts as text. What is not known is said to be unknown."""
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
+    if "objective" in record:
+        return served_text(record)
     parts = [model_text(record["model"]), memory_text(record["memory"]), time_text(record)]
     return "\n\n".join(parts)
+
+
+def served_text(record: Mapping[str, Any]) -> str:
+    """Return what is predicted of a server: its rates and latencies, where an iteration's time goes, and its memory."""
+    latencies = {name: record[name] for name in LATENCIES if isinstance(record.get(name), Mapping)}
+    rows = [[name, *(f"{each.get(of, float('nan')):.4g}" for of in STATISTICS)] for name, each in latencies.items()]
+    rates = [f"{name}: ~{record[name]:,.4g}" for name in RATES if name in record]
+    parts = [[PARTS.get(name, name), f"{seconds:.4g}"] for name, seconds in record.get("time", {}).items()]
+    memory = [f"{name}: {figure}" for name, figure in record["memory"].items() if not isinstance(figure, Mapping)]
+    tables = [table(["~ s", *STATISTICS], rows)] if rows else []
+    tables += [table(["time", "s"], parts)] if parts else []
+    return "\n\n".join(["\n".join(rates), *tables, "\n".join(memory)])
 
 
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:

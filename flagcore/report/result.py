@@ -7,6 +7,7 @@ from typing import Any
 
 from flagcore.domain.objective import SERVING, is_rate, told
 from flagcore.domain.plan import Plan, off
+from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.report.served import front
 
@@ -40,7 +41,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
         "probes": [trial(each) for each in plan.probes],
-        **({"front": list(front(plan))} if plan.objective in SERVING else {}),
+        **({"front": [nested(point) for point in front(plan)]} if plan.objective in SERVING else {}),
     }
 
 
@@ -88,5 +89,6 @@ def _measured(measured: Measurement) -> dict[str, Any]:
     if measured.modelled_s is not None:
         data["step_time_s"] |= {"modelled": measured.modelled_s, "low": measured.low_s, "high": measured.high_s}
     if measured.figures:
-        data |= {"figures": dict(measured.figures), "points": list(measured.points), "broken": list(measured.broken)}
+        points = [nested(point) for point in measured.points]
+        data |= {"figures": nested(measured.figures), "points": points, "broken": list(measured.broken)}
     return data | ({"partial": True} if measured.partial else {})

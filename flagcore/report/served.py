@@ -53,6 +53,16 @@ def figures_line(measured: Measurement, objective: str) -> str:
     return "; ".join(figures)
 
 
+def short_line(measured: Measurement) -> str:
+    """Return the figures of a measurement that fit beside others in a line of progress."""
+    rate = measured.figures.get("output_tokens_per_s")
+    said = [f"{_number(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate else []
+    for name in ("ttft_s", "tpot_s"):
+        middle = measured.figures.get(f"{name}.p50")
+        said += [f"{SHORT_LATENCIES[name]} {_number(middle)} s"] if middle is not None else []
+    return ", ".join([*said, *measured.broken])
+
+
 def limits_text(limits: Mapping[str, float]) -> str:
     """Return limits in words."""
     return ", ".join(f"{name_of(name)} <= {limit:g} s" for name, limit in limits.items())

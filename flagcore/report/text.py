@@ -132,7 +132,9 @@ def values_text(values: Mapping[str, Any]) -> str:
 def candidate_line(name: str, record: Mapping[str, Any]) -> str:
     """Return a candidate with its predicted time and memory in one line."""
     time, memory = lookup(record, "step_time_s.value"), lookup(record, "memory.device_used_gib")
+    served_at = lookup(record, "output_tokens_per_s")
     seconds = "time unknown" if time is None else f"~{time:.4g} s a step"
+    seconds = f"~{served_at:,.4g} output tokens/s" if served_at is not None else seconds
     fits = ", does not fit" if lookup(record, "memory.fits") is False else ""
     return f"{name}: {values_text(record['candidate'])}: {seconds}, ~{memory:.4g} GiB{fits}"
 

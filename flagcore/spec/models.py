@@ -103,7 +103,7 @@ def _model_at(source: str, base: Path, file: str) -> Model:
     from flagcore.spec.huggingface import model_of_config
 
     plain({"model": source}, file=file)
-    fix = "give a directory with a config.json, that file, or an inline shape; nothing is downloaded"
+    fix = "give a directory with a config.json, that file, a GGUF file, or an inline shape; nothing is downloaded"
     path, problem = base / source, ""
     try:
         if path.is_dir():
@@ -115,8 +115,19 @@ def _model_at(source: str, base: Path, file: str) -> Model:
         problem = f"cannot be reached ({error.strerror})"
     if problem:
         raise spec_error("model", problem, value=source, fix=fix, file=file)
+    if path.suffix == ".gguf":
+        return _model_of_gguf(path, file)
     data = read_mapping(path, file=str(path), key="model")
     return model_of_config(data, name=_name(path), file=str(path))
+
+
+def _model_of_gguf(path: Path, file: str) -> Model:
+    from flagcore.spec.gguf import shape
+    from flagcore.spec.schema import Shape
+    from flagcore.spec.validate import checked
+
+    sizes = {key: value for key, value in shape(str(path)).items() if value is not None}
+    return model_of_shape(checked(Shape, {**sizes, "name": _name(path)}, file=str(path), at=("model",)), file=file)
 
 
 def _name(path: Path) -> str:

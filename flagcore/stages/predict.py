@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.objective import told
 from flagcore.domain.prediction import ModelPart, Prediction, Predictions, RankPrediction
-from flagcore.domain.serving import ServeSpec
+from flagcore.domain.serving import ServeSpec, nested
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 
@@ -83,16 +82,8 @@ def record(task: Task, prediction: Prediction) -> dict[str, object]:
 
 def _served(objective: str, prediction: Prediction) -> dict[str, object]:
     """Return what is predicted of a server: its figures by name, those of a latency by statistic."""
-    data: dict[str, Any] = {}
-    cache: dict[str, object] = {}
-    for name, figure in prediction.figures.items():
-        of, _, statistic = name.partition(".")
-        if of.startswith("kv_cache"):
-            cache[of] = figure
-        elif statistic:
-            data.setdefault(of, {})[statistic] = figure
-        else:
-            data[of] = figure
+    cache = {name: figure for name, figure in prediction.figures.items() if name.startswith("kv_cache")}
+    data = nested({name: figure for name, figure in prediction.figures.items() if name not in cache})
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if seconds is not None and low is not None and high is not None:
         bounds = sorted((told(objective, low), told(objective, high)))
