@@ -157,7 +157,7 @@ def column(columns: Columns, knob: Knob, fixed: Mapping[str, KnobValue]) -> IntA
     """Return a knob's column; where there is none, what is fixed for all, or its neutral value."""
     if knob.name in columns:
         return columns[knob.name]
-    like = next(iter(columns.values()))
+    like = next(iter(columns.values()), np.zeros(1))
     value = fixed.get(knob.name, knob.neutral)
     return np.full(like.shape, knob.words.index(value) + 1 if isinstance(value, str) and knob.words else value or 0)
 
@@ -165,7 +165,7 @@ def column(columns: Columns, knob: Knob, fixed: Mapping[str, KnobValue]) -> IntA
 def shares(columns: Columns, axis: Axis, otherwise: float) -> FloatArray:
     """Return a SHARE's column as numbers, `otherwise` where it is not set."""
     known = np.array([otherwise if word is None else float(word) for word in axis.words])
-    like = next(iter(columns.values()))
+    like = next(iter(columns.values()), np.zeros(1))
     return known[columns[axis.knob]] if axis.knob in columns else np.full(like.shape, otherwise)
 
 

@@ -14,7 +14,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.errors import SpecError
+from flagcore.errors import FlagError, SpecError
+from flagcore.spec import gguf
 from flagcore.workloads.serving.engines import knob as knobs
 from flagcore.workloads.serving.engines.contract import INSTANCES, PP, TP, Settings
 from flagcore.workloads.serving.engines.knob import FLAG, WORD, Knob, column, powers_of_two
@@ -154,6 +155,15 @@ def slot_share(columns: Columns, total: int) -> IntArray:
     return share
 
 
+def trained_context(spec: Spec) -> int | None:
+    """Return the context that the weights were trained for, llama.cpp's own choice; None where they are not at hand."""
+    weights = spec.serve.weights
+    try:
+        return None if weights is None else gguf.context_length(weights)
+    except FlagError:
+        return None
+
+
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what llama.cpp makes of candidates. Slots are sequences; an iteration is a logical batch."""
     fixed, _ = fixed_arguments(task.spec)
@@ -163,6 +173,9 @@ def settings(task: Task, columns: Columns) -> Settings:
     batch = np.where(get[N_BATCH] > 0, get[N_BATCH], BATCH)
     context = np.where(get[CONTEXT] > 0, get[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
+    if trained := trained_context(task.spec):  # what all slots share if nobody sets their number
+        own = (get[PARALLEL] == 0) & (get[CONTEXT] == 0) & (total == 0)
+        context, pool = np.where(own, trained, context), np.where(own, trained, pool)
     element = np.array([KV_BYTES["f16"], *(KV_BYTES[name] for name in KV_TYPES)])[get[KV]]
     devices = get[TP] * get[PP]
     if place.on_cores:

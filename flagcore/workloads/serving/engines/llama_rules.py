@@ -120,7 +120,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return knobs without effect, and values that llama.cpp has by itself."""
     place = Place.of(task)
-    f16 = KV_TYPES.index("f16") + 1
+    f16, auto = KV_TYPES.index("f16") + 1, BY_NAME[FLASH].words.index("auto") + 1
 
     def batches(c: Columns) -> Columns:
         batch = np.where(c[N_BATCH] > 0, c[N_BATCH], BATCH)
@@ -142,6 +142,11 @@ def merges(task: Task) -> tuple[Merge, ...]:
             name="batch_by_default",
             knobs=(N_BATCH,),
             canonical=lambda c: {N_BATCH: np.where(c[N_BATCH] == BATCH, 0, c[N_BATCH])},
+        ),
+        Merge(
+            name="attention_by_default",
+            knobs=(FLASH,),
+            canonical=lambda c: {FLASH: np.where(c[FLASH] == auto, 0, c[FLASH])},
         ),
         Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
         Merge(
