@@ -37,7 +37,7 @@ def traffic(load: Load) -> Traffic:
     if trace is not None:
         trace = trace.first(load.num_prompts)
         inputs, outputs = trace.input_len, trace.output_len
-    elif load.num_prompts is None:
+    elif not load.num_prompts:
         raise SpecError(key="num_prompts", problem="is needed to send a load", fix="say how many requests are sent")
     else:
         inputs = _lengths(lengths, load.input_len, load)

@@ -311,7 +311,7 @@ def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time()
 
         result = measure(
             [Target(served.url), Target(other.url)],
-            Load(input_len=8, output_len=5, num_prompts=100_000, concurrency=4),
+            Load(input_len=8, output_len=5, num_prompts=10_000, concurrency=4),
             model="m",
             vocab_size=1000,
             seed=0,
@@ -320,5 +320,5 @@ def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time()
         )
     assert result.problems[0].startswith("connection lost")
     assert result.failed >= 1
-    assert len(seen) < 90_000
+    assert len(seen) < 9_000
     assert not result.figures
