@@ -31,5 +31,5 @@ def features(
             for code, word in enumerate(axis.words):
                 knobs[f"{axis.knob}={word}"] = WORD_APART * (codes == code)
         else:
-            knobs[axis.knob] = np.log2(1.0 + codes)
+            knobs[axis.knob] = np.sign(codes) * np.log2(1.0 + np.abs(codes))
     return Features(parts, {name: np.asarray(values, dtype=np.float64) for name, values in sizes.items()}, knobs)
