@@ -1,0 +1,120 @@
+"""Plays llama-server: `server.py BEHAVIOUR --port N --parallel N ...`. Started as `serve.command`."""
+
+import json
+import os
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+BEHAVIOUR, FLAGS = sys.argv[1], dict(zip(sys.argv[2:], sys.argv[3:], strict=False))
+PORT, SLOTS = int(FLAGS["--port"]), int(FLAGS.get("--parallel", 4))
+STARTED = Path(f"started-{BEHAVIOUR}")
+
+
+class Handler(BaseHTTPRequestHandler):
+    answered = 0
+
+    def log_message(self, *_: object) -> None: ...
+
+    def plain(self, data: object, status: int = 200) -> None:
+        body = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        slots = SLOTS + 1 if BEHAVIOUR == "other_slots" else SLOTS
+        if self.path == "/health":
+            self.plain({"status": "ok"}, 503 if BEHAVIOUR == "never_healthy" else 200)
+        elif self.path == "/props":
+            self.plain({"total_slots": slots, "default_generation_settings": {"n_ctx": 512}})
+        elif self.path == "/v1/models":
+            self.plain({"data": [{"id": "played"}]})
+        else:
+            self.plain({}, 404)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with open("asked.jsonl", "a") as file:
+            file.write(json.dumps({"prompt": asked["prompt"], "model": asked["model"], "port": PORT}) + "\n")
+        Handler.answered += 1
+        if BEHAVIOUR == "dies" and Handler.answered > 6:
+            print("RuntimeError: the engine exploded\nsee above", flush=True)
+            os._exit(3)
+        if BEHAVIOUR == "slow":
+            time.sleep(60)
+        if BEHAVIOUR == "refuses":
+            return self.plain({"error": {"message": "exceed_context_size_error: 700 of 512"}}, 400)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        if BEHAVIOUR == "garbage":
+            return self.line("\x00\x01 neither this { nor that")
+        if BEHAVIOUR == "error_in_200":
+            return self.line({"error": {"message": "EngineDeadError: the engine core is dead"}})
+        return self.stream(asked["max_tokens"], len(asked["prompt"]))
+
+    def stream(self, wanted: int, prompt: int) -> None:
+        made, why = wanted, "length"
+        if BEHAVIOUR == "stops_at_eos":
+            made, why = wanted // 2, "stop"
+        if BEHAVIOUR == "cuts":
+            made = wanted // 2
+        for _ in range(made // 2):  # two tokens in a piece
+            self.line({"choices": [{"index": 0, "text": "a b", "finish_reason": None}]})
+            time.sleep(0.001)
+        self.line({"choices": [{"index": 0, "text": "", "finish_reason": why}]})
+        self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": made}})
+        self.line("[DONE]")
+
+    def line(self, event: object) -> None:
+        self.wfile.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+
+
+def serve() -> None:
+    ThreadingHTTPServer.daemon_threads = True
+    ThreadingHTTPServer.request_queue_size = 64
+    ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+
+
+def be_a_stranger() -> None:
+    """Leave a process that is no child of this one on the port, and return when it listens."""
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
+            os.write(write, b".")
+            server.serve_forever()
+        os._exit(0)
+    os.read(read, 1)
+
+
+Path(f"environment-{PORT}.json").write_text(
+    json.dumps({"pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0)), **os.environ})
+)
+first = not STARTED.exists()
+STARTED.touch()
+if BEHAVIOUR == "crashes":
+    print("INFO: loading\nWARNING: an Error that is harmless\nValueError: 16 is no multiple of 32")
+    sys.exit("RuntimeError: initialization failed. See root cause above.")
+if BEHAVIOUR == "out_of_memory":
+    sys.exit("ggml_backend_cuda_buffer_type_alloc_buffer: cudaMalloc failed: out of memory\nfailed to load model")
+if BEHAVIOUR == "port_taken" and first:
+    be_a_stranger()
+    sys.exit("couldn't bind HTTP server socket")
+if BEHAVIOUR == "stale":
+    be_a_stranger()
+    time.sleep(60)
+if BEHAVIOUR == "has_children" and os.fork() == 0:
+    os.setsid()
+    Path("child.pid").write_text(str(os.getpid()))
+    time.sleep(600)
+    os._exit(0)
+if BEHAVIOUR == "ignores_sigterm":
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+serve()
