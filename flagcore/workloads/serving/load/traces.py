@@ -127,7 +127,7 @@ def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Trace:
             inputs.append(_count(row, _INPUT, number))
             outputs.append(_count(row, _OUTPUT, number))
             continue
-        turns = row.get("conversations") or row.get("messages")
+        turns = row.get("conversations", row.get("messages"))
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise _Bad(f"row {number} has no list of turns")
         said = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
