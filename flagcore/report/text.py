@@ -30,6 +30,15 @@ SHORT = {
     "recompute_num_layers": "layers",
 }
 """What the field calls the knobs, for tables."""
+DEVICES = (
+    "data_parallel_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "instances",
+)
+"""Knobs that count devices, or groups of them: 1 goes without saying."""
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
@@ -111,7 +120,8 @@ def state_text(trial: Trial) -> str:
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Return a candidate in one line: parallel sizes of 1, flags that are off and knobs not in use are left out."""
+    """Return a candidate in one line: sizes of 1 that count devices, flags that are off, and knobs that are not in use
+    or left to the engine are left out."""
     return values_text(candidate.as_dict())
 
 
@@ -124,7 +134,7 @@ def values_text(values: Mapping[str, Any]) -> str:
             parts.append(" ".join(["recompute", *how]))
         elif value is True:
             parts.append(SHORT.get(knob, knob))
-        elif value not in (None, False) and knob not in RECOMPUTE and not (value == 1 and "parallel" in knob):
+        elif value not in (None, False, -1) and knob not in RECOMPUTE and not (value == 1 and knob in DEVICES):
             parts.append(f"{SHORT.get(knob, knob)} {value}")
     return ", ".join(parts)
 

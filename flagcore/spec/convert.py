@@ -16,7 +16,7 @@ from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import KeyPath, spec_error
 from flagcore.spec.schema import ClusterSection, ControlSection, Document, GroupSection, Shape, TrainSection
 from flagcore.spec.serve_schema import ServeDocument
-from flagcore.spec.serving import knobs_of_engine, serve_of, space_of_engine
+from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
 from flagcore.spec.settings import settings_of
 from flagcore.spec.units import parse_bytes
 from flagcore.spec.validate import checked
@@ -55,6 +55,8 @@ def _serving(data: Any, file: str, base: Path) -> Spec:
             problem, fix = "are several, and this takes one", "give one of them; `flag tune` takes several"
             raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
         engine = engine[0]
+    check_sections(tuner.space, [engine], "space", file)
+    check_sections(tuner.baseline or {}, [engine], "baseline", file)
     baseline = None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
     return Spec(
         cluster=_cluster(document.cluster, file, base),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,22 @@ def engines_of(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def only(data: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return a spec's data with one of its engines."""
+    """Return a spec's data with one of its engines. Raises SpecError for knobs of an engine that it does not name."""
     tuner = dict(data.get("auto_tuner") or {})
     for key in ("space", "baseline"):
-        if tuner.get(key):
+        if isinstance(tuner.get(key), Mapping):
+            check_sections(tuner[key], engines_of(data), key)
             tuner[key] = knobs_of_engine(tuner[key], engine)
     made = {**data, "serve": {**data["serve"], "engine": engine}}
     return {**made, "auto_tuner": tuner} if tuner else made
+
+
+def check_sections(knobs: Mapping[str, Any], engines: Sequence[str], key: str, file: str = "") -> None:
+    """Raise SpecError for a section of knobs that is of none of `engines`."""
+    for name, value in knobs.items():
+        if isinstance(value, Mapping) and name not in engines:
+            problem, fix = "has knobs of an engine that serve.engine does not name", f"it names {', '.join(engines)}"
+            raise spec_error(("auto_tuner", key, name), problem, fix=fix, file=file)
 
 
 def space_of_engine(space: Mapping[str, Any], engine: str) -> dict[str, str | tuple[KnobValue, ...]]:

@@ -1,0 +1,78 @@
+"""Several serving engines for one load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.api.engines import each_engine
+from flagcore.errors import Interrupted, NoDevice
+
+DATA = {
+    "serve": {"engine": ["slow", "quick", "absent"]},
+    "auto_tuner": {"space": {"a": [1], "quick": {"b": [2]}}, "control": {"max_trials": 9, "max_time": 90}},
+}
+ENGINES = ("slow", "quick", "absent")
+RATES = {"slow": 10.0, "quick": 20.0}
+
+
+@dataclass(frozen=True)
+class Found:
+    plan: Any
+    data: dict[str, Any]
+    run_dir: Path
+    heading: str = ""
+    seen: list[Any] = field(default_factory=list)
+
+
+def outcome(data: dict[str, Any], run_dir: Path) -> Found:
+    engine = data["serve"]["engine"]
+    if engine not in RATES:
+        raise NoDevice(f"{engine} is not installed")
+    run_dir.mkdir(parents=True)
+    (run_dir / "best.yaml").write_text(engine)
+    (run_dir / "best").mkdir()
+    (run_dir / "best" / "launch.json").write_text(engine)
+    told = {
+        "objective": {"name": "output_tokens_per_s"},
+        "noise": {"medians": []},
+        "best": {"number": 0, "measured": {"step_time_s": {"median": 1 / RATES[engine]}}},
+        "given": data,
+    }
+    return Found(SimpleNamespace(objective="output_tokens_per_s"), told, run_dir)
+
+
+def test_the_best_engine_wins_and_one_that_cannot_run_costs_only_itself(tmp_path: Path) -> None:
+    found = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
+    assert found.data["engine"] == "quick"
+    assert list(found.data["engines"]) == ["quick", "slow", "absent"]
+    assert "absent is not installed" in found.data["engines"]["absent"]["error"]
+    assert (tmp_path / "run" / "best.yaml").read_text() == "quick"
+    assert (tmp_path / "run" / "best" / "launch.json").read_text() == "quick"
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["engine"] == "quick"
+    assert "quick: 20 output_tokens_per_s" in found.heading
+
+
+def test_each_engine_has_its_own_knobs_and_a_share_of_the_budget(tmp_path: Path) -> None:
+    found = each_engine(DATA, ENGINES, tmp_path / "run", outcome)
+    given = {engine: found.data["engines"][engine]["given"]["auto_tuner"] for engine in RATES}
+    assert given["quick"] == {"space": {"a": [1], "b": [2]}, "control": {"max_trials": 3, "max_time": 30.0}}
+    assert given["slow"]["space"] == {"a": [1]}
+
+
+def test_where_no_engine_can_run_the_first_error_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(NoDevice, match="no1"):
+        each_engine(DATA, ("no1", "no2"), tmp_path, outcome)
+
+
+def test_an_interrupt_ends_all_engines(tmp_path: Path) -> None:
+    def interrupted(data: dict[str, Any], run_dir: Path) -> Any:
+        raise Interrupted("interrupted")
+
+    with pytest.raises(Interrupted):
+        each_engine(DATA, ENGINES, tmp_path, interrupted)

@@ -1,0 +1,91 @@
+"""What a person reads of servers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flagcore.domain.plan import Counts, Plan, gains
+from flagcore.domain.trial import Role, Trial
+from flagcore.report.result import result
+from flagcore.report.served import front, impossible
+from flagcore.report.text import plan_text
+from flagcore.stages.learn import learn
+from tests.serving import LIMITS, OBJECTIVE, trial
+
+COUNTS = Counts(
+    combinations=3,
+    illegal={},
+    merged=0,
+    candidates=3,
+    does_not_fit=0,
+    pruned={},
+    measured=3,
+    stopped=0,
+    failed=0,
+    untried=0,
+)
+
+
+def plan(*trials: Trial, objective: str = OBJECTIVE, limits: dict[str, float] = LIMITS) -> Plan:
+    lessons = learn(trials)
+    return Plan(
+        chip="x",
+        devices=8,
+        objective=objective,
+        counts=COUNTS,
+        trials=lessons.trials,
+        repeats=lessons.repeats,
+        baseline=lessons.baseline,
+        best=lessons.best,
+        gains=gains(lessons),
+        stopped_because="all is tried",
+        fastest=lessons.fastest,
+        limits=limits,
+    )
+
+
+BASELINE = trial(0, 100.0, role=Role.BASELINE)
+
+
+def test_the_best_is_told_with_what_the_limits_cost() -> None:
+    text = plan_text(plan(BASELINE, trial(1, 200.0, ttft=1.5), trial(2, 160.0, ttft=0.9)))
+    assert "160 output tok/s" in text
+    assert "+60.0% output tok/s against the baseline" in text
+    assert "it keeps p99 TTFT <= 1 s" in text
+    assert "the limits cost 25.0%: trial 1 is that much better, but ttft_s.p99 is 1.5 s, over 1 s" in text
+
+
+def test_limits_that_cost_nothing_are_told_as_such() -> None:
+    text = plan_text(plan(BASELINE, trial(1, 200.0)))
+    assert "the limits cost nothing" in text
+    assert "it keeps" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
+
+
+def test_limits_that_nothing_keeps_name_the_nearest() -> None:
+    found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), trial(1, 200.0, ttft=1.5))
+    assert impossible(found).startswith("none of 2 trials kept p99 TTFT <= 1 s; the nearest is trial 1 (parallel=1)")
+    assert "ttft_s.p99 is 1.5 s, over 1 s" in impossible(found)
+    assert "No configuration kept p99 TTFT <= 1 s" in plan_text(found)
+
+
+def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
+    objective = "ttft_s.p99"
+    base, best = (trial(n, 10.0, ttft=t, objective=objective, limits={}) for n, t in ((0, 0.8), (1, 0.4)))
+    found = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})
+    text = plan_text(found)
+    assert "0.4 TTFT p99 s" in text
+    assert "+100.0% speed of TTFT p99 against the baseline" in text
+    assert result(found, "x")["objective"] == {"name": objective, "direction": "min"}
+
+
+def test_the_front_holds_what_no_other_point_beats_in_rate_and_latency() -> None:
+    found = plan(trial(0, 100.0), trial(1, 300.0))
+    slower = trial(2, 200.0)
+    assert slower.measurement is not None
+    quick = dataclasses.replace(
+        slower.measurement, points=({"concurrency": 1, "output_tokens_per_s": 50.0, "tpot_s.p50": 0.001},)
+    )
+    found = dataclasses.replace(found, trials=(*found.trials, dataclasses.replace(slower, measurement=quick)))
+    assert [point["trial"] for point in front(found)] == [1, 2]
+    told = result(found, "x")["front"]
+    assert told[1]["tpot_s"] == {"p50": 0.001}

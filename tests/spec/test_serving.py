@@ -1,0 +1,104 @@
+"""The serving half of a spec, and job records of servers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.errors import SpecError
+from flagcore.spec import parse_spec, read_job
+from flagcore.spec.serving import engines_of, only
+from tests.spec.test_page import BASE
+
+MODEL = BASE["model"]
+
+
+def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = None, **more: Any) -> ServeSpec:
+    data = {"model": MODEL, "serve": {"engine": "vllm", "profile": profile or {}, **more}, "auto_tuner": tuner or {}}
+    return parse_spec(data, file="x", base=Path("/somewhere")).serve
+
+
+def test_a_list_of_clients_is_several_load_points() -> None:
+    assert [load.concurrency for load in serve({"concurrency": [1, 8]}).loads] == [1, 8]
+    assert [load.request_rate for load in serve({"request_rate": [2.5, "inf"]}).loads] == [2.5, math.inf]
+    assert [load.concurrency for load in serve({"num_prompts": 10}).loads] == [10]
+
+
+@pytest.mark.parametrize(
+    ("profile", "key"),
+    [
+        ({"concurrency": 4, "request_rate": 1.0}, "serve.profile.concurrency"),
+        ({"range_ratio": 0.5, "range_spread": 0.5}, "serve.profile.range_spread"),
+        ({"request_rate": "fast"}, "serve.profile.request_rate"),
+        ({"concurrency": 0}, "serve.profile.concurrency"),
+    ],
+)
+def test_a_profile_that_contradicts_itself_is_refused(profile: dict[str, Any], key: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        serve(profile)
+    assert refused.value.key == key
+
+
+def test_limits_are_named_as_figures_are() -> None:
+    assert serve(slo={"ttft_s": {"p99": 1.0, "mean": 0.5}}).slo == {"ttft_s.mean": 0.5, "ttft_s.p99": 1.0}
+
+
+def test_paths_start_at_the_folder_of_the_spec() -> None:
+    found = serve({"trace": "t.jsonl"}, weights="w.gguf", command=["run"])
+    assert found.weights == "/somewhere/w.gguf"
+    assert found.loads[0].trace == "/somewhere/t.jsonl"
+    assert (found.command, found.directory) == (("run",), "/somewhere")
+
+
+SEVERAL = {
+    "model": MODEL,
+    "serve": {"engine": ["vllm", "sglang"]},
+    "auto_tuner": {"space": {"instances": [1, 2], "vllm": {"block_size": [16]}, "sglang": {"page_size": [1]}}},
+}
+
+
+def test_of_several_engines_each_has_its_own_section_of_knobs() -> None:
+    assert engines_of(SEVERAL) == ("vllm", "sglang")
+    spec = parse_spec(only(SEVERAL, "sglang"), file="x", base=Path())
+    assert spec.space == {"instances": (1, 2), "page_size": (1,)}
+    with pytest.raises(SpecError, match="takes one"):
+        parse_spec(SEVERAL, file="x", base=Path())
+
+
+def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
+    data = {**SEVERAL, "auto_tuner": {"space": {"vlm": {"block_size": 16}}}}
+    with pytest.raises(SpecError, match="auto_tuner.space.vlm has knobs of an engine that serve.engine does not name"):
+        only(data, "vllm")
+    with pytest.raises(SpecError, match="auto_tuner.space.vlm"):
+        parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path())
+
+
+RECORD: dict[str, Any] = {
+    "id": "a",
+    "kind": "serve",
+    "model": MODEL,
+    "cluster": {"chip": "x", "devices": 4, "devices_per_node": 8},
+    "serve": {"engine": "vllm", "engine_version": "", "precision": "fp8", "input_len": 1024, "output_len": 128},
+    "candidate": {"tensor_model_parallel_size": 4, "enforce_eager": True},
+}
+
+
+def test_a_record_of_a_server_becomes_a_job() -> None:
+    closed = read_job({**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "num_prompts": None}, "more": 1})
+    assert isinstance(closed.work, ServeSpec)
+    assert closed.work.loads == (Load(input_len=1024, output_len=128, concurrency=8, num_prompts=None),)
+    assert closed.work.engine_version is None
+    assert closed.candidate == {"tensor_model_parallel_size": 4, "enforce_eager": True}
+    burst = read_job({**RECORD, "serve": {**RECORD["serve"], "request_rate": "inf", "num_prompts": 64}})
+    assert isinstance(burst.work, ServeSpec)
+    assert burst.work.loads[0].request_rate == math.inf
+
+
+@pytest.mark.parametrize("load", [{}, {"concurrency": 4, "request_rate": 2.0}])
+def test_a_record_without_one_kind_of_load_is_refused(load: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"serve\.concurrency and serve\.request_rate"):
+        read_job({**RECORD, "serve": {**RECORD["serve"], **load}})

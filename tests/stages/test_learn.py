@@ -1,0 +1,26 @@
+"""What trials teach: the best, and the fastest where a limit rules it out."""
+
+from __future__ import annotations
+
+from flagcore.domain.trial import Role
+from flagcore.stages.learn import learn
+from tests.serving import trial
+
+FAST, SLOWER = trial(1, 200.0, ttft=1.5), trial(2, 150.0, ttft=0.9)
+
+
+def test_the_best_keeps_every_limit_though_another_is_faster() -> None:
+    lessons = learn((trial(0, 100.0, role=Role.BASELINE), FAST, SLOWER))
+    assert (lessons.best, lessons.fastest) == (SLOWER, FAST)
+
+
+def test_without_a_candidate_that_keeps_the_limits_there_is_no_best() -> None:
+    lessons = learn((FAST,))
+    assert (lessons.best, lessons.fastest) == (None, FAST)
+
+
+def test_a_candidate_that_breaks_a_limit_in_half_of_its_runs_is_not_the_best() -> None:
+    again = trial(3, 150.0, ttft=1.2, role=Role.REPEAT, slots=2)
+    assert learn((trial(0, 100.0), SLOWER, again)).best == trial(0, 100.0)
+    twice = trial(4, 150.0, ttft=0.8, role=Role.REPEAT, slots=2)
+    assert learn((trial(0, 100.0), SLOWER, again, twice)).best == SLOWER
