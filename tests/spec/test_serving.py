@@ -71,7 +71,7 @@ def test_of_several_engines_each_has_its_own_section_of_knobs() -> None:
 
 def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
     data = {**SEVERAL, "auto_tuner": {"space": {"vlm": {"block_size": 16}}}}
-    with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm has knobs of an engine that serve\.engine does not name"):
+    with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm has knobs of an engine that serve\.engine does not"):
         only(data, "vllm")
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm"):
         parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path())
