@@ -5,7 +5,8 @@ from flagcore.api.estimating import Estimate, Explanation, estimate, explain
 from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
 from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.probing import Probed, probe
-from flagcore.api.tuning import Outcome, run_best, tune
+from flagcore.api.tuning import tune
+from flagcore.api.winner import Outcome, run_best
 
 __all__ = [
     "AT_ONCE",

@@ -2,63 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import sys
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from flagcore import plugins
 from flagcore.api.engines import each_engine
 from flagcore.api.experienced import past as past_of
 from flagcore.api.telling import loaded_plugins, tell, tell_of_problem
+from flagcore.api.winner import Outcome, keep
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
-from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
 from flagcore.domain.spec import Control, Spec
-from flagcore.domain.trial import ESTIMATE, FIDELITIES, PROBE, RUN
-from flagcore.errors import EveryTrialFailed, Interrupted, NoDevice, NothingFits, RunError, SpecError, UsageError
+from flagcore.domain.trial import FIDELITIES, PROBE, RUN
+from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
 from flagcore.loop import Ending, Parts
 from flagcore.loop import tune as run_loop
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
-from flagcore.report.result import result
 from flagcore.report.served import impossible
-from flagcore.report.text import candidate_text, drift_text, plan_text
+from flagcore.report.text import drift_text
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.spec.serving import engines_of, only
-from flagcore.stages.launch import prepared
 from flagcore.store import OptunaStore, RunDirectory
-from flagcore.store.directory import writable, write
+from flagcore.store.directory import write
 
 RUNS = Path("runs")
-MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Where the ranks of a best configuration meet if nobody says; each trial gets a free port from its launcher."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a tune found: the plan, the folder that holds it, and the same as plain data and as text.
-
-    `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
-    stands.
-    """
-
-    plan: Plan
-    run_dir: Path
-    data: Mapping[str, Any]
-    run_best: bool
-    can_start: bool = True
-    heading: str = ""
-
-    def __str__(self) -> str:
-        return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))
 
 
 def tune(
@@ -90,7 +62,7 @@ def tune(
         return one(data, directory)
     for engine in engines:
         parse_spec(only(data, engine), file=str(file), base=file.parent)
-    outcome: Outcome = each_engine(data, engines, directory, one)
+    outcome: Outcome = each_engine(_anywhere(data, file.parent), engines, directory, one)
     return outcome
 
 
@@ -157,7 +129,7 @@ def _tune(
             )
             ending = run_loop(replace(spec, baseline=baseline), parts)
             tell(filter(None, [drift_text(ending.plan)]))
-            outcome = _keep(ending, workload, directory.path, _anywhere(data, file.parent))
+            outcome = keep(ending, workload, directory.path, _with_fidelity(_anywhere(data, file.parent)))
             _remember(experience, name, ending)
         finally:
             directory.close()
@@ -199,114 +171,12 @@ def _with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict
     return {**data, "auto_tuner": {**tuner, "control": control}}
 
 
-def run_best(run_dir: Path | str, *, stdout: int | None = None) -> NoReturn:
-    """Become the best configuration of a run, for real: this process is replaced by it.
-
-    `stdout` is a file descriptor for its output. Raises RunError if the run has no best configuration,
-    UsageError if it cannot be started.
-    """
-    file = Path(run_dir) / "best" / "launch.json"
-    try:
-        launch = json.loads(file.read_text(encoding="utf-8"))
-        argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
-        raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
-    sys.stdout.flush()
-    if stdout is not None:
-        os.dup2(stdout, 1)
-    try:
-        os.chdir(folder)
-        os.execvpe(argv[0], argv, {**MEETING_PLACE, **os.environ, **environment})
-    except (OSError, ValueError, TypeError, IndexError) as error:
-        raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
-
-
-def _keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
-    """Write the result and, where there is one, the best configuration in every form in which it can be used."""
-    plan, problem = ending.plan, ending.problem
-    cannot = _cannot_start(problem, workload) if plan.best else "there is no best"
-    data = result(plan, str(run_dir))
-    with writable(run_dir):
-        write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", plan_text(plan) + "\n")
-        if plan.best:
-            folder = run_dir.resolve() / "best"
-            folder.mkdir(exist_ok=True)
-            if cannot:
-                write(run_dir / "best.sh", _excuse(plan, cannot))
-            else:
-                planned = workload.launch(problem.platform, plan.best.candidate, str(folder), for_real=True)
-                launch = prepared(problem.platform, planned)
-                write(folder / "launch.json", json.dumps({**asdict(launch), "directory": _directory(launch)}, indent=1))
-                write(run_dir / "best.sh", _script(plan, launch))
-            (run_dir / "best.sh").chmod(0o755)
-            write(run_dir / "best.yaml", _best_spec(plan.best.candidate, _with_fidelity(spec)))
-    wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
-    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
-
-
-def _cannot_start(problem: Problem, workload: Workload) -> str | None:
-    """Return why the best of a plan cannot be started as it stands on any machine, None if it can."""
-    platform = problem.platform
-    try:
-        workload.ready(platform.task.spec)
-    except SpecError as error:
-        return str(error)
-    except NoDevice:
-        pass  # the engine is not installed on this machine
-    if platform.task.spec.work.command is None and platform.support.device_type is None:
-        return f"no installed plugin says how {workload.name} runs on {platform.task.cluster.chips}"
-    return None
-
-
 def _remember(experience: Experience, run: str, ending: Ending) -> None:
     """Keep what was measured for the runs to come. A run is none the worse if that fails."""
     try:
         experience.keep(run, ending.problem.platform.task, ending.plan.trials)
     except RunError as error:
         tell([f"later runs will not learn from this one: {error}"])
-
-
-def _script(plan: Plan, launch: Launch) -> str:
-    """Return a shell script that starts `launch` as it stands."""
-    assert plan.best is not None
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
-    exports += [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
-    lines = [
-        "#!/bin/sh",
-        _heading(plan),
-        f"cd {shlex.quote(_directory(launch))} || exit 1",
-        *exports,
-        f"exec {shlex.join(launch.argv)}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _excuse(plan: Plan, why: str) -> str:
-    """Return a shell script that says why it cannot start the best of a plan."""
-    told = f"echo {shlex.quote(f'this cannot be started as it stands: {why}')} >&2"
-    return "\n".join(["#!/bin/sh", _heading(plan), told, "exit 2"]) + "\n"
-
-
-def _heading(plan: Plan) -> str:
-    assert plan.best is not None
-    of = {
-        RUN: f"{len(plan.trials)} trials",
-        PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
-        ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
-    }[plan.fidelity]
-    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate)}"
-
-
-def _directory(launch: Launch) -> str:
-    return launch.directory or launch.folder
-
-
-def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:
-    """Return the user's spec with every knob fixed to the best value."""
-    tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
-    return as_yaml({**spec, "auto_tuner": {**tuner, "space": candidate.as_dict()}}) + "\n"
 
 
 def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:

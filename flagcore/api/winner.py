@@ -1,0 +1,150 @@
+"""What a tune leaves behind: the result, and the best configuration in every form in which it can be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.launch import Launch
+from flagcore.domain.plan import Plan
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN
+from flagcore.errors import NoDevice, RunError, SpecError, UsageError
+from flagcore.loop import Ending
+from flagcore.problem import Problem
+from flagcore.report.formats import as_yaml
+from flagcore.report.result import result
+from flagcore.report.text import candidate_text, plan_text
+from flagcore.stages.launch import prepared
+from flagcore.store.directory import writable, write
+
+MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Where the ranks of a best configuration meet if nobody says; each trial gets a free port from its launcher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a tune found: the plan, the folder that holds it, and the same as plain data and as text.
+
+    `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
+    stands.
+    """
+
+    plan: Plan
+    run_dir: Path
+    data: Mapping[str, Any]
+    run_best: bool
+    can_start: bool = True
+    heading: str = ""
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))
+
+
+def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+    """Write the result and, where there is one, the best configuration in every form in which it can be used."""
+    plan, problem = ending.plan, ending.problem
+    cannot = _cannot_start(problem, workload) if plan.best else "there is no best"
+    data = result(plan, str(run_dir))
+    with writable(run_dir):
+        write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+        write(run_dir / "report.txt", plan_text(plan) + "\n")
+        if plan.best:
+            folder = run_dir.resolve() / "best"
+            folder.mkdir(exist_ok=True)
+            if cannot:
+                write(run_dir / "best.sh", _excuse(plan, cannot))
+            else:
+                planned = workload.launch(problem.platform, plan.best.candidate, str(folder), for_real=True)
+                launch = prepared(problem.platform, planned)
+                write(folder / "launch.json", json.dumps({**asdict(launch), "directory": _directory(launch)}, indent=1))
+                write(run_dir / "best.sh", _script(plan, launch))
+            (run_dir / "best.sh").chmod(0o755)
+            write(run_dir / "best.yaml", _best_spec(plan.best.candidate, spec))
+    wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
+    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
+
+
+def run_best(run_dir: Path | str, *, stdout: int | None = None) -> NoReturn:
+    """Become the best configuration of a run, for real: this process is replaced by it.
+
+    `stdout` is a file descriptor for its output. Raises RunError if the run has no best configuration,
+    UsageError if it cannot be started.
+    """
+    file = Path(run_dir) / "best" / "launch.json"
+    try:
+        launch = json.loads(file.read_text(encoding="utf-8"))
+        argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
+        raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
+    sys.stdout.flush()
+    if stdout is not None:
+        os.dup2(stdout, 1)
+    try:
+        os.chdir(folder)
+        os.execvpe(argv[0], argv, {**MEETING_PLACE, **os.environ, **environment})
+    except (OSError, ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
+
+
+def _cannot_start(problem: Problem, workload: Workload) -> str | None:
+    """Return why the best of a plan cannot be started as it stands on any machine, None if it can."""
+    platform = problem.platform
+    try:
+        workload.ready(platform.task.spec)
+    except SpecError as error:
+        return str(error)
+    except NoDevice:
+        pass  # the engine is not installed on this machine
+    if platform.task.spec.work.command is None and platform.support.device_type is None:
+        return f"no installed plugin says how {workload.name} runs on {platform.task.cluster.chips}"
+    return None
+
+
+def _script(plan: Plan, launch: Launch) -> str:
+    """Return a shell script that starts `launch` as it stands."""
+    assert plan.best is not None
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
+    exports += [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
+    lines = [
+        "#!/bin/sh",
+        _heading(plan),
+        f"cd {shlex.quote(_directory(launch))} || exit 1",
+        *exports,
+        f"exec {shlex.join(launch.argv)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _excuse(plan: Plan, why: str) -> str:
+    """Return a shell script that says why it cannot start the best of a plan."""
+    told = f"echo {shlex.quote(f'this cannot be started as it stands: {why}')} >&2"
+    return "\n".join(["#!/bin/sh", _heading(plan), told, "exit 2"]) + "\n"
+
+
+def _heading(plan: Plan) -> str:
+    assert plan.best is not None
+    of = {
+        RUN: f"{len(plan.trials)} trials",
+        PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
+        ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
+    }[plan.fidelity]
+    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate)}"
+
+
+def _directory(launch: Launch) -> str:
+    return launch.directory or launch.folder
+
+
+def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:
+    """Return the user's spec with every knob fixed to the best value."""
+    tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
+    return as_yaml({**spec, "auto_tuner": {**tuner, "space": candidate.as_dict()}}) + "\n"
