@@ -73,6 +73,7 @@ def interpreter(program: str) -> str | None:
     return named if named and "python" in os.path.basename(named) and os.path.exists(named) else None
 
 
+@lru_cache(maxsize=64)
 def package_version(program: str, *names: str) -> str:
     """Return the version of the first of some packages that the Python of `program` has; empty if it has none."""
     folders = package_folders(program)
