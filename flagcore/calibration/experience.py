@@ -17,7 +17,7 @@ from flagcore.calibration.store import Calibrations, delete_files, replace_file,
 from flagcore.domain.chip import Chip
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Task, TrainSpec
-from flagcore.domain.trial import RUN, Trial, TrialState
+from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
 from flagcore.files import read_regular
 
 GIB = 2**30
@@ -95,7 +95,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
     assert measured is not None
     used = measured.device_used_bytes
-    kind, job = ("serve", _served(work)) if isinstance(work, ServeSpec) else ("train", _trained(work))
+    kind, job = ("serve", _served(work, measured)) if isinstance(work, ServeSpec) else ("train", _trained(work))
     return {
         "id": f"{run}/{trial.number}",
         "kind": kind,
@@ -130,11 +130,11 @@ def _trained(work: TrainSpec) -> dict[str, Any]:
     }
 
 
-def _served(work: ServeSpec) -> dict[str, Any]:
+def _served(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
     load = work.loads[0]
     return {
         "engine": work.engine,
-        "engine_version": work.engine_version,
+        "engine_version": measured.versions.get(work.engine) or work.engine_version,
         "precision": work.precision,
         "engine_args": dict(work.engine_args),
         "input_len": load.input_len,

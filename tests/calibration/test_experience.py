@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flagcore.calibration import Experience
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.spec import read_job
 from tests import small
 
 
@@ -51,3 +57,27 @@ def test_a_chip_is_forgotten_by_its_name_and_other_files_stay(kept: Experience) 
     assert kept.forget(chip.name.upper()) == (file,)
     assert [path.name for path in kept.folder.iterdir()] == ["broken.jsonl"]
     assert list(kept.records(chip, task.spec.train.engine)) == []
+
+
+def serving(*loads: Load) -> Task:
+    task = small.task(small.DENSE)
+    work = ServeSpec(engine="vllm", loads=loads, engine_args={"max_model_len": 2048})
+    return replace(task, spec=replace(task.spec, work=work, objective="output_tokens_per_s"))
+
+
+def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(kept: Experience) -> None:
+    task = serving(Load(request_rate=math.inf, num_prompts=64))
+    ran = trial(0)
+    assert ran.measurement is not None
+    measured = replace(ran.measurement, versions={"vllm": "0.32.0"})
+    kept.keep("one", task, [replace(ran, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
+    (record,) = kept.records(task.cluster.groups[0].chip, "vllm")
+    assert record["measured"]["objective"] == "output_tokens_per_s"
+    job = read_job(record)
+    assert isinstance(job.work, ServeSpec)
+    assert (job.work.engine_version, job.work.loads) == ("0.32.0", task.spec.serve.loads)
+    assert job.candidate == {"max_num_seqs": 8}
+
+
+def test_a_run_under_several_loads_is_not_kept(kept: Experience) -> None:
+    assert kept.keep("one", serving(Load(concurrency=1), Load(concurrency=8)), [trial(0)]) is None
