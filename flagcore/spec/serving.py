@@ -98,6 +98,8 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     rates = _several(profile.request_rate)
     if rates:
         return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
+    if profile.trace is not None and profile.concurrency is None:
+        return (Load(**given),)  # the trace says when requests come
     clients = _several(profile.concurrency) or [min(USUAL_CLIENTS, profile.num_prompts)]
     return tuple(Load(**given, concurrency=each) for each in clients)
 

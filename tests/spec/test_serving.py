@@ -26,6 +26,7 @@ def test_a_list_of_clients_is_several_load_points() -> None:
     assert [load.concurrency for load in serve({"concurrency": [1, 8]}).loads] == [1, 8]
     assert [load.request_rate for load in serve({"request_rate": [2.5, "inf"]}).loads] == [2.5, math.inf]
     assert [load.concurrency for load in serve({"num_prompts": 10}).loads] == [10]
+    assert [load.concurrency for load in serve({"trace": "x.jsonl"}).loads] == [None]
 
 
 @pytest.mark.parametrize(
