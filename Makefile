@@ -8,18 +8,26 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup tune test lint bench bench-estimate bench-replay sweeps accuracy clean
+.PHONY: setup setup-vllm tune tune-serve test lint bench bench-estimate bench-replay sweeps accuracy clean
 
 setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) -e ".[dev,megatron]"
+	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp]"
 	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
 	touch $@
 
 tune: setup
 	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu
+
+tune-serve: setup build/tiny-qwen3.gguf
+	$(BIN)/flag tune examples/serve-cpu.yaml --run-dir runs/serve-cpu
+
+build/tiny-qwen3.gguf: examples/tiny_gguf.py | setup
+	mkdir -p $(@D)
+	$(BIN)/python $< $@.new
+	mv $@.new $@
 
 lint: setup
 	$(BIN)/ruff check .

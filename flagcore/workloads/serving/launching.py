@@ -34,6 +34,9 @@ def ready(spec: Spec, engine: Engine) -> None:
     if any(load.num_prompts is None for load in serve.loads):
         problem, fix = "is a load without end, which can be predicted, not run", "give a number"
         raise SpecError(key="serve.profile.num_prompts", problem=problem, fix=fix)
+    if spec.objective == "goodput_requests_per_s" and not spec.limits:
+        problem, fix = "counts the requests that keep the SLO, and there is none", "give serve.slo"
+        raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
     engine.ready(spec)
 
 

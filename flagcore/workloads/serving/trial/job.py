@@ -15,7 +15,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 
 SERVE, METRICS = "serve.json", "metrics.json"
-NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+NOT_AS_AGREED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading somebody else's JSON may raise."""
 
 

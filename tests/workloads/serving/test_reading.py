@@ -1,0 +1,94 @@
+"""What a trial left in its folder becomes a measurement, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement
+from flagcore.workloads.serving.reading import NoMetrics
+from flagcore.workloads.serving.workloads import LLAMACPP
+from tests.workloads.serving.engines.tasks import serving
+
+
+def task(objective: str = "output_tokens_per_s", **slo: float) -> Task:
+    made = serving("llamacpp", slo={name.replace("__", "."): limit for name, limit in slo.items()})
+    return dataclasses.replace(made, spec=dataclasses.replace(made.spec, objective=objective))
+
+
+def point(concurrency: int, *repeats: dict[str, float]) -> dict[str, Any]:
+    filled = [{"total_tokens_per_s": 2 * each["output_tokens_per_s"], **each} for each in repeats]
+    return {
+        "load": {"concurrency": concurrency, "input_len": 8, "request_rate": None},
+        "repeats": [{"figures": each} for each in filled],
+    }
+
+
+def rate(tokens: float, ttft: float = 0.1) -> dict[str, float]:
+    return {"output_tokens_per_s": tokens, "ttft_s.p99": ttft, "ttft_s.mean": ttft / 2}
+
+
+def read(folder: Path, where: Task, *points: dict[str, Any], **changes: Any) -> Measurement:
+    data = {"points": points, "effective": {}, "versions": {}, "counters": {}, "startup_s": [1.0], **changes}
+    (folder / "metrics.json").write_text(json.dumps(data))
+    return LLAMACPP.read(where, Candidate.of(LLAMACPP.engine.defaults(where)), str(folder))
+
+
+def test_a_figure_is_the_median_of_its_repeats_and_they_are_the_steps(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(4, rate(100), rate(400), rate(200)))
+    assert found.figures["output_tokens_per_s"] == 200
+    assert found.step_times_s == (1 / 100, 1 / 400, 1 / 200)
+    assert found.step_time_s == 1 / 200
+    assert 0 < found.spread_s < 1 / 100
+
+
+def test_the_best_load_point_that_keeps_the_slo_is_told(tmp_path: Path) -> None:
+    points = point(1, rate(50)), point(8, rate(90)), point(64, rate(200, ttft=9.0))
+    found = read(tmp_path, task(ttft_s__p99=1.0), *points)
+    assert (found.figures["output_tokens_per_s"], found.broken) == (90, ())
+    assert [each["output_tokens_per_s"] for each in found.points] == [50, 90, 200]
+    assert read(tmp_path, task(), *points).figures["output_tokens_per_s"] == 200
+
+
+def test_where_no_load_point_keeps_the_slo_the_nearest_is_told_with_what_it_breaks(tmp_path: Path) -> None:
+    found = read(tmp_path, task(ttft_s__p99=1.0), point(8, rate(90, ttft=1.5)), point(64, rate(200, ttft=9.0)))
+    assert found.figures["output_tokens_per_s"] == 90
+    assert found.broken == ("ttft_s.p99 is 1.5 s, over 1 s",)
+
+
+def test_a_limit_on_what_was_not_measured_is_not_kept(tmp_path: Path) -> None:
+    assert read(tmp_path, task(itl_s__p99=1.0), point(8, rate(90))).broken == ("itl_s.p99 is not measured, over 1 s",)
+
+
+def test_a_latency_is_made_small_itself(tmp_path: Path) -> None:
+    found = read(tmp_path, task("ttft_s"), point(8, rate(90, ttft=3.0)))
+    assert found.step_time_s == 1.5
+
+
+def test_counters_and_start_up_are_kept_beside_the_figures(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(8, rate(90)), counters={"preemptions": 3}, startup_s=[2.0, 5.0])
+    assert (found.figures["preemptions"], found.figures["startup_s"]) == (3, 5)
+
+
+def test_a_value_that_was_left_to_the_engine_is_not_taken_for_one_that_was_asked_for(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(8, rate(90)), effective={"parallel": 4, "enable_prefix_caching": True})
+    assert found.effective == {"parallel (the engine's own choice)": 4, "enable_prefix_caching": True}
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"points": []}', '{"points": [{"load": {}, "repeats": []}]}'])
+def test_metrics_that_are_none_are_told(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "metrics.json").write_text(text)
+    with pytest.raises(NoMetrics, match=r"metrics\.json"):
+        LLAMACPP.read(task(), Candidate.of(LLAMACPP.engine.defaults(task())), str(tmp_path))
+
+
+def test_a_rate_of_nothing_is_no_measurement(tmp_path: Path) -> None:
+    with pytest.raises(NoMetrics, match="not a positive number"):
+        read(tmp_path, task(), point(8, rate(0.0)))
