@@ -17,6 +17,8 @@ from flagcore.errors import SpecError
 
 INT, FLAG, WORD, SHARE = "int", "flag", "word", "share"
 """Kinds: a whole number, yes or no, one of some words, a number between 0 and 1."""
+SHARES = tuple(f"{thousandths / 1000:g}" for thousandths in range(1, 1001))
+"""The values of a SHARE as words, so that its code is the same in every task: thousandths."""
 SPELT_OTHERWISE = {"instance": "instances"}
 """FlagScale's names of knobs."""
 
@@ -54,7 +56,7 @@ class Knob:
             if word in self.words:
                 return word
         if self.kind == SHARE and (share := _number(given)) is not None and 0 < share <= 1:
-            return f"{share:g}"
+            return SHARES[max(1, round(share * len(SHARES))) - 1]
         raise SpecError(key=key, value=given, problem=f"is no value of {self.name}", fix=self._fix(given))
 
     def _fix(self, given: object) -> str:
@@ -77,15 +79,12 @@ class Knob:
             values = tuple(self.value(each, key) for each in asked)
         baseline = (task.spec.baseline or {}).get(self.name)
         others = (fixed, self.neutral, *(() if baseline is None else (self.value(baseline, "auto_tuner.baseline"),)))
-        words: tuple[str | None, ...] = ()
-        if self.kind in (WORD, SHARE):
-            shares = sorted({str(each) for each in (*values, *others) if each is not None})
-            words = (None, *(self.words or shares))
+        words = SHARES if self.kind == SHARE else self.words
         return Axis(
             knob=self.name,
             values=tuple(dict.fromkeys(values)),
             neutral=self.neutral,
-            words=words,
+            words=(None, *words) if words else (),
             is_flag=self.kind == FLAG,
             also=tuple(each for each in dict.fromkeys(others) if each not in values),
         )
@@ -159,14 +158,13 @@ def column(columns: Columns, knob: Knob, fixed: Mapping[str, KnobValue]) -> IntA
         return columns[knob.name]
     like = next(iter(columns.values()), np.zeros(1))
     value = fixed.get(knob.name, knob.neutral)
-    return np.full(like.shape, knob.words.index(value) + 1 if isinstance(value, str) and knob.words else value or 0)
+    words = SHARES if knob.kind == SHARE else knob.words
+    return np.full(like.shape, words.index(value) + 1 if isinstance(value, str) else value or 0)
 
 
-def shares(columns: Columns, axis: Axis, otherwise: float) -> FloatArray:
+def shares(codes: IntArray, otherwise: FloatArray | float) -> FloatArray:
     """Return a SHARE's column as numbers, `otherwise` where it is not set."""
-    known = np.array([otherwise if word is None else float(word) for word in axis.words])
-    like = next(iter(columns.values()), np.zeros(1))
-    return known[columns[axis.knob]] if axis.knob in columns else np.full(like.shape, otherwise)
+    return np.where(codes > 0, codes / len(SHARES), otherwise)
 
 
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:

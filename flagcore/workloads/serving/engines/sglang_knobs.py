@@ -194,7 +194,7 @@ def pool_tokens(task: Task, instances: int) -> int:
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what SGLang makes of candidates."""
     fixed, others = fixed_arguments(task.spec)
-    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS if knob.kind != SHARE}
+    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS}
     place = Place.of(task)
     chunk = chunk_sizes(task, get)
     prefill = np.where(get[PREFILL] > 0, get[PREFILL], PREFILL_TOKENS)
@@ -219,21 +219,12 @@ def settings(task: Task, columns: Columns) -> Settings:
         chunked=(chunk > 0).astype(np.int64),
         graphs=((get[EAGER] == 0) & (not place.on_cores)).astype(np.int64),
         prefix_caching=get[PREFIX],
-        memory_fraction=_share(task, columns, get, fixed),
+        memory_fraction=np.full(ranks.shape, np.nan)
+        if place.on_cores
+        else knobs.shares(get[MEMORY], memory_share(task, get)),
         cache_bytes=_cache_bytes(task, others, get, devices, element),
         cache_element_bytes=element,
     )
-
-
-def _share(task: Task, columns: Columns, get: Columns, fixed: Mapping[str, KnobValue]) -> FloatArray:
-    own = memory_share(task, get)
-    if Place.of(task).on_cores:
-        return np.full(own.shape, np.nan)
-    given = fixed.get(MEMORY)
-    if MEMORY not in columns:
-        return own if given is None else np.full(own.shape, float(str(given)))
-    told = knobs.shares(columns, BY_NAME[MEMORY].axis(task, given), math.nan)
-    return np.where(np.isnan(told), own, told)
 
 
 def _cache_bytes(

@@ -237,7 +237,7 @@ def cache_gib(task: Task, instances: int, ranks: int) -> int:
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what vLLM makes of candidates."""
     fixed, others = fixed_arguments(task.spec)
-    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS if knob.kind != SHARE}
+    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS}
     place = Place.of(task)
     tokens, seqs = limits(task, get)
     ranks = get[TP] * get[PP] * get[DP]
@@ -261,7 +261,9 @@ def settings(task: Task, columns: Columns) -> Settings:
         chunked=get[CHUNKED],
         graphs=((get[EAGER] == 0) & (get[GRAPHS] != 1)).astype(np.int64),
         prefix_caching=get[PREFIX],
-        memory_fraction=np.full(ranks.shape, np.nan) if _absolute(task, others) else _share(task, columns, fixed),
+        memory_fraction=np.full(ranks.shape, np.nan)
+        if _absolute(task, others)
+        else knobs.shares(get[MEMORY], memory_share(task.spec)),
         cache_bytes=_cache_bytes(task, others, get, ranks, devices),
         cache_element_bytes=element,
     )
@@ -271,13 +273,6 @@ def _own_block(task: Task) -> int:
     if not Place.of(task).on_cores:
         return GPU_BLOCK
     return MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
-
-
-def _share(task: Task, columns: Columns, fixed: Mapping[str, KnobValue]) -> FloatArray:
-    given = fixed.get(MEMORY)
-    otherwise = memory_share(task.spec) if given is None else float(str(given))
-    axis = BY_NAME[MEMORY].axis(task, given)
-    return knobs.shares(columns, axis, otherwise if MEMORY not in columns else memory_share(task.spec))
 
 
 def _absolute(task: Task, others: Mapping[str, EngineArg]) -> bool:
