@@ -19,13 +19,13 @@ CORE = (
     "click>=8.1",
     "numpy>=1.24",
     "optuna>=4.2",
-    "scikit-learn>=1.3",
     "packaging>=23",
     "pluggy>=1.5",
     "psutil>=5.9",
     "pydantic>=2.7,<3",
     "pyyaml>=6.0",
     "rich>=13",
+    "scipy>=1.14",
     "stevedore>=5.1",
 )
 VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
@@ -44,7 +44,6 @@ DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.6",
-    "scipy>=1.11",
     "types-psutil",
     "types-PyYAML",
 ]

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 from searchers import Search, Searcher, by_strategy
-from sweeps import Sweep
+from sweeps import Sweep, posed
 
 from flagcore import plugins
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.space import BoolArray, Columns
-from flagcore.stages.prune import prune
+
+PROBES = 3
+"""As many candidates are probed before the first run, where every candidate of every sweep was."""
 
 
 def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
@@ -28,22 +30,24 @@ def ablations(sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
     def without_dominance(sweep: Sweep) -> list[Search]:
         return experienced(replace(sweep, workload=_Blunt(sweep.workload)))  # type: ignore[arg-type]
 
-    return {
+    searches = {
         "all of it": experienced,
         "without experience: first run on a chip": new,
         "without prior and experience": without_prior,
         "without learning: order of prediction": by_strategy(predicted),
         "without dominance": without_dominance,
     }
+    if all(len(sweep.probes) == len(sweep.seconds) for sweep in sweeps):
+        searches[f"{PROBES} probes first"] = by_strategy(learned, sweeps, probes=PROBES)
+        searches[f"{PROBES} probes first, first run on a chip"] = by_strategy(learned, probes=PROBES)
+    return searches
 
 
 def _without_prior(sweep: Sweep) -> Sweep:
     """Return a sweep of which all candidates are predicted to take the same time."""
-    known, problem = sweep.problem.predictions, sweep.problem
+    known = sweep.problem.predictions
     same = np.full_like(known.step_time_s, np.median(known.step_time_s))
-    equal = replace(known, step_time_s=same, low_s=0.5 * same, high_s=2.0 * same, time_s={})
-    pruned = prune(problem.space, equal, sweep.workload, problem.rules, ())
-    return replace(sweep, problem=replace(problem, predictions=equal, pruned=pruned))
+    return posed(sweep, replace(known, step_time_s=same, low_s=0.5 * same, high_s=2.0 * same, time_s={}))
 
 
 class _Blunt:

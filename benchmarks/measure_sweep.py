@@ -4,14 +4,17 @@
 
 Candidates run in another random order each round, none is ended early. `rounds_s` are the medians of the steps of each
 run, `others` what share of the machine's processors other work took meanwhile; a record's step time is the least of
-them, since other work can only make a run slower. A run beside too much of it is repeated once at the end of a round.
-What runs out of memory is kept as `oom`. The file is written anew after every run, and a later call adds to it.
+them, since other work can only make a run slower, and `start_s` the least that a run took beside its steps. A run
+beside too much of it is repeated once at the end of a round. What runs out of memory is kept as `oom`. In its first
+round a candidate is probed, too, as `flag tune` does with `control.probes`: `probe` has its ranks. The file is written
+anew after every run, and a later call adds to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -19,6 +22,7 @@ import resource
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,11 +32,13 @@ import psutil
 from flagcore import plugins
 from flagcore.api.telling import loaded_plugins
 from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.problem import Problem, pose
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
+from flagcore.stages.probe import probe
 from flagcore.workloads.megatron.options import settings_in_force
 
 SOURCE = "flagcore's own trials"
@@ -74,6 +80,8 @@ def main() -> None:
             print(f"round {round_ + 1}, {place + 1}: {done.candidate}: {told}, others {others:.0%}", file=sys.stderr)
             records = _records(given.out)
             record = _record(data, problem, row, done, others, records)
+            if "probe" not in record["measured"]:
+                record["measured"]["probe"] = _probed(problem, workload, done.candidate)
             _write(given.out, {**records, record["id"]: record})
 
 
@@ -97,6 +105,24 @@ def _run(problem: Problem, workload: Workload, row: int) -> tuple[Trial, float]:
         done = measure(running, problem.platform, workload, trial, folder, None)
     took = (time.monotonic() - began) * (os.cpu_count() or 1)
     return done, max(0.0, (_others() - others) / took)
+
+
+def _probed(problem: Problem, workload: Workload, candidate: Candidate) -> list[dict[str, Any]]:
+    """Return what probes of a candidate's ranks told, as plain data."""
+    seconds = problem.platform.task.spec.control.max_time_per_task
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = plugins.launcher("local")
+        found = probe(problem.platform, workload, launcher, candidate, folder, seconds, to_the_end=False)
+    return [
+        {
+            "rank": rank.rank,
+            "state": rank.state.value,
+            "reason": rank.reason,
+            "duration_s": round(rank.duration_s, 2),
+            "measured": {**asdict(rank.measured), "versions": {}} if rank.measured else None,
+        }
+        for rank in found.ranks
+    ]
 
 
 def _others() -> float:
@@ -139,7 +165,7 @@ def _record(
             **settings,
         },
         "candidate": {knob: value for knob, value in problem.space.candidate(row).items if value is not None},
-        "measured": _measured(done, others, known),
+        "measured": _measured(done, others, known, task.spec.control.train_iters),
         "provenance": {
             "how": "benchmarks/measure_sweep.py",
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -150,18 +176,22 @@ def _record(
     }
 
 
-def _measured(done: Trial, others: float, known: dict[str, Any]) -> dict[str, Any]:
+def _measured(done: Trial, others: float, known: dict[str, Any], iterations: int) -> dict[str, Any]:
     """Return the figures of a candidate with those of one more run."""
     if done.state is not TrialState.MEASURED or done.measurement is None:
         return known or ({"oom": True} if done.state is TrialState.OUT_OF_MEMORY else {"failed": done.reason})
-    medians = [*known.get("rounds_s", ()), round(done.measurement.step_time_s, 5)]
+    measured = done.measurement
+    medians = [*known.get("rounds_s", ()), round(measured.step_time_s, 5)]
+    start = max(0.0, done.duration_s - iterations * measured.step_time_s)
     figures = {
         "step_time_s": min(medians),
         "rounds_s": medians,
         "others": [*known.get("others", ()), round(others, 3)],
+        "start_s": min(round(start, 2), known.get("start_s", math.inf)),
     }
-    peak = done.measurement.peak_allocated_bytes
-    return figures | ({"peak_gib": round(peak / 2**30, 4)} if peak else {})
+    sizes = {"peak_gib": measured.peak_allocated_bytes, "device_used_gib": measured.device_used_bytes}
+    figures |= {name: round(size / 2**30, 4) for name, size in sizes.items() if size}
+    return {**figures, "probe": known["probe"]} if "probe" in known else figures
 
 
 if __name__ == "__main__":

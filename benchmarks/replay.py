@@ -1,11 +1,12 @@
 """Replay measured sweeps: what a search would have found, and after how many trials, had it run on these machines.
 
-    python benchmarks/replay.py [FILE] [--strategy NAME]... [--seconds-off 1] [--memory-off 1] [--ablations]
+    python benchmarks/replay.py [FILE] [--strategy NAME]... [--fitting SHARE] [--ablations | --wrong | --subsets]
 
 FILE holds job records with what was measured; without it the sweeps in `benchmarks/sweeps/`, measured on CPU. Records
 that differ in their candidate alone are a sweep. A trial's answer is the measured row, its cost the seconds of its
-steps; starting is not counted. A search that says it is done, the best within the tolerance not among its trials, has
-lost it: it is charged the whole sweep. The last line of stdout is one JSON object, of means over sweeps.
+steps, and of its start where a source tells them. A search that says it is done, the best within the tolerance not
+among its trials, has lost it: it is charged the whole sweep. The last line of stdout is one JSON object, of means over
+sweeps; with `--subsets` it has one for each.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from typing import Any
 import numpy as np
 import optuna
 from ablations import ablations
-from searchers import Search, Searcher, by_strategy, flagscale, random, tpe
-from sweeps import Sweep, read_sweeps
+from searchers import Search, Searcher, by_strategy, cost, flagscale, oracle, random, tpe
+from subsets import subsets
+from sweeps import Sweep, crowded, read_sweeps
+from wrong_models import wrong_models
 
 from flagcore import plugins
 from flagcore.api.telling import loaded_plugins
@@ -34,6 +37,8 @@ from flagcore.errors import FlagError
 SHIPPED = Path(__file__).with_name("sweeps")
 TOLERANCES = {"5pct": 0.05, "1pct": 0.01, "0pct": 0.0}
 LOOKED_AT = 5
+SPACES = ("measured", "candidates", "combinations")
+"""What never tried is a share of: what was measured, what is legal and distinct among its ranges, and all of these."""
 DEFAULT = ("learned", "predicted", "grid")
 """flagcore's strategies to compare, as far as they are installed; the first of them is its figure in the last line."""
 OTHERS = {
@@ -46,13 +51,15 @@ OTHERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One search on one sweep. `trials` and `seconds` are by tolerance; `untried` is None if it never says done."""
+    """One search on one sweep. `trials` and `seconds` are by tolerance, `untried` is by what it is a share of.
+
+    What holds when a search is done is None, or empty, if it never says so.
+    """
 
     trials: Mapping[str, float]
     seconds: Mapping[str, float]
-    reached: Mapping[str, bool]
     regret: float
-    untried: float | None
+    untried: Mapping[str, float]
     regret_when_done: float | None
 
 
@@ -61,11 +68,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--strategy", action="append", help="one of flagcore's; may be given again; the first counts")
-    parser.add_argument("--seconds-off", type=float, default=1.0, help="multiply every predicted time")
-    parser.add_argument("--memory-off", type=float, default=1.0, help="multiply every predicted memory")
+    parser.add_argument("--fitting", type=float, help="shrink memory until this share of a sweep's candidates fits")
     parser.add_argument("--seeds", type=int, default=5, help="of TPE; chance has its own")
     parser.add_argument("--by-sweep", action="store_true", help="print a line of every sweep, too")
-    parser.add_argument("--ablations", action="store_true", help="compare the search with itself, a part taken away")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--ablations", action="store_true", help="compare the search with itself, a part taken away")
+    kinds.add_argument("--wrong", action="store_true", help="mislead the search by models wrong about a sweep")
+    kinds.add_argument("--subsets", action="store_true", help="replay parts of the sweeps only")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     logging.getLogger("flagcore").setLevel(logging.ERROR)
@@ -74,22 +83,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as nothing_calibrated:
         os.environ["FLAGCORE_HOME"] = nothing_calibrated
         with loaded_plugins(()) as loaded:
-            sweeps = read_sweeps(records, loaded, seconds_off=given.seconds_off, memory_off=given.memory_off)
+            sweeps = read_sweeps(records, loaded)
         if not sweeps:
             sys.exit("no sweep: no eight measured records that differ in their candidate alone")
-        ours = ablations(sweeps) if given.ablations else _ours(given.strategy, sweeps)
-        others = {} if given.ablations else {**OTHERS, "tpe": tpe(given.seeds), "random": random}
-        searchers = {**ours, **others}
-        scores = {name: [_scores(sweep, search) for sweep in sweeps] for name, search in searchers.items()}
+        if given.fitting is not None:
+            sweeps = [crowded(sweep, given.fitting) for sweep in sweeps]
+        if given.subsets:
+            print(json.dumps({name: _compared(name, some, given) for name, some in subsets(sweeps).items()}))
+        else:
+            print(json.dumps(_compared("", sweeps, given)))
+
+
+def _compared(name: str, sweeps: Sequence[Sweep], given: argparse.Namespace) -> dict[str, Any]:
+    """Print a table of searches over some sweeps, and return its figures."""
+    alone = given.ablations or given.wrong
+    kind = ablations if given.ablations else wrong_models
+    ours = kind(sweeps) if alone else _ours(given.strategy, sweeps)
+    others = {} if alone else {**OTHERS, "tpe": tpe(given.seeds), "random": random, "oracle": oracle}
+    scores = {name: [_scores(sweep, search) for sweep in sweeps] for name, search in {**ours, **others}.items()}
     if given.by_sweep:
         _print_sweeps(sweeps, scores)
     figures = {name: _figures(each) for name, each in scores.items()}
-    _print_table(sweeps, figures)
+    _print_table(name, sweeps, figures)
     named = {"flagcore": next(iter(ours)), **{name: name for name in ("flagscale", "tpe", "random") if name in others}}
     short = {short: round(figures[name]["trials_to_within_1pct"], 3) for short, name in named.items()}
     last: dict[str, Any] = {"trials_to_within_1pct": short, "sweeps": len(sweeps), "strategy": named["flagcore"]}
+    last |= {f"mean_{name}": float(np.mean([_spaces(sweep)[name] for sweep in sweeps])) for name in SPACES}
     last["candidates"] = sum(len(sweep.seconds) for sweep in sweeps)
-    print(json.dumps({**last, "figures": figures}))
+    return {**last, "figures": figures}
 
 
 def _ours(names: Sequence[str] | None, sweeps: Sequence[Sweep]) -> dict[str, Searcher]:
@@ -105,17 +126,21 @@ def _ours(names: Sequence[str] | None, sweeps: Sequence[Sweep]) -> dict[str, Sea
     return found
 
 
+def _spaces(sweep: Sweep) -> dict[str, int]:
+    """Return how large a sweep's space is, by what is counted."""
+    return dict(zip(SPACES, (len(sweep.seconds), sweep.candidates, sweep.combinations), strict=True))
+
+
 def _scores(sweep: Sweep, search: Searcher) -> Score:
     """Return the mean score of a searcher's runs on a sweep."""
     every = [_score(sweep, run) for run in search(sweep)]
-    done = [each for each in every if each.untried is not None]
+    done = [each.regret_when_done for each in every if each.regret_when_done is not None]
     return Score(
         trials={tol: float(np.mean([each.trials[tol] for each in every])) for tol in TOLERANCES},
         seconds={tol: float(np.mean([each.seconds[tol] for each in every])) for tol in TOLERANCES},
-        reached={tol: all(each.reached[tol] for each in every) for tol in TOLERANCES},
         regret=float(np.mean([each.regret for each in every])),
-        untried=float(np.mean([each.untried for each in done])) if done else None,
-        regret_when_done=float(np.mean([each.regret_when_done for each in done])) if done else None,
+        untried={of: float(np.mean([each.untried[of] for each in every])) for of in every[0].untried},
+        regret_when_done=float(np.mean(done)) if done else None,
     )
 
 
@@ -123,20 +148,20 @@ def _score(sweep: Sweep, run: Search) -> Score:
     steps = np.nan_to_num(sweep.seconds, nan=np.inf)
     slowest = np.nanmax(sweep.seconds)  # what a user has who found nothing that runs
     so_far = np.minimum.accumulate(np.minimum(steps[list(run.rows)], slowest)) if run.rows else np.array([slowest])
-    spent, every = np.cumsum([0.0, *run.seconds]), float(np.nansum(sweep.seconds)) * 5
-    trials, seconds, reached = {}, {}, {}
+    spent = run.probe_seconds + np.cumsum([0.0, *run.seconds])
+    every = run.probe_seconds + sum(cost(sweep, row) for row in range(len(steps)))
+    trials, seconds = {}, {}
     for name, tolerance in TOLERANCES.items():
         hits = np.flatnonzero(so_far <= sweep.best * (1 + tolerance)) if run.rows else np.zeros(0, dtype=np.int64)
-        reached[name] = bool(hits.size)
         trials[name] = float(hits[0] + 1) if hits.size else float(len(steps))
         seconds[name] = float(spent[hits[0] + 1]) if hits.size else max(every, float(spent[-1]))
+    done = run.says_done
     return Score(
         trials=trials,
         seconds=seconds,
-        reached=reached,
         regret=float(so_far[:LOOKED_AT][-1] / sweep.best - 1),
-        untried=1 - len(run.rows) / len(steps) if run.says_done else None,
-        regret_when_done=float(so_far[-1] / sweep.best - 1) if run.says_done else None,
+        untried={of: 1 - len(run.rows) / size for of, size in _spaces(sweep).items()} if done else {},
+        regret_when_done=float(so_far[-1] / sweep.best - 1) if done else None,
     )
 
 
@@ -148,22 +173,28 @@ def _figures(scores: Sequence[Score]) -> dict[str, Any]:
         figures[f"trial_seconds_to_within_{tol}"] = float(np.mean([score.seconds[tol] for score in scores]))
     figures["regret_at_5_trials"] = float(np.mean([score.regret for score in scores]))
     figures["worst_regret_at_5_trials"] = float(np.max([score.regret for score in scores]))
-    done = [score for score in scores if score.untried is not None and score.regret_when_done is not None]
-    figures["never_tried_when_done"] = float(np.mean([score.untried for score in done])) if done else None
-    kept = [score.regret_when_done is not None and score.regret_when_done <= TOLERANCES["1pct"] for score in done]
-    figures["best_not_lost"] = float(np.mean(kept)) if done else None
-    figures["regret_when_done"] = float(np.mean([score.regret_when_done for score in done])) if done else None
+    regrets = [score.regret_when_done for score in scores if score.regret_when_done is not None]
+    for of in SPACES:
+        shares = [score.untried[of] for score in scores if score.untried]
+        figures[f"never_tried_of_{of}"] = float(np.mean(shares)) if shares else None
+    figures["best_kept_within_1pct"] = float(np.mean(np.array(regrets) <= TOLERANCES["1pct"])) if regrets else None
+    figures["regret_when_done"] = float(np.mean(regrets)) if regrets else None
+    figures["worst_regret_when_done"] = float(np.max(regrets)) if regrets else None
     return {name: value if value is None else round(value, 4) for name, value in figures.items()}
 
 
-def _print_table(sweeps: Sequence[Sweep], figures: Mapping[str, Mapping[str, Any]]) -> None:
-    sizes = sorted(len(sweep.seconds) for sweep in sweeps)
-    print(f"{len(sweeps)} sweeps of {sizes[0]} to {sizes[-1]} candidates, {sum(sizes)} in all; means over sweeps")
-    print("| search | trials to 5% | 1% | best | trial seconds to 1% | regret at 5 | never tried | best kept |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+HEADS = ("search", "trials to 5%", "1%", "best", "trial seconds to 1%", "regret at 5")
+HEADS_WHEN_DONE = ("never tried of measured", "of candidates", "of combinations", "best kept")
+
+
+def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapping[str, Any]]) -> None:
+    sizes, heads = sorted(len(sweep.seconds) for sweep in sweeps), (*HEADS, *HEADS_WHEN_DONE)
+    told = f"{len(sweeps)} sweeps of {sizes[0]} to {sizes[-1]} candidates, {sum(sizes)} in all"
+    print(f"{title}{': ' * bool(title)}{told}; means over sweeps")
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for name, told in figures.items():
         trials = (f"{told[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
-        done = (told["never_tried_when_done"], told["best_not_lost"])
+        done = (*(told[f"never_tried_of_{of}"] for of in SPACES), told["best_kept_within_1pct"])
         shares = ("never says" if share is None else f"{share:.1%}" for share in done)
         cells = (*trials, f"{told['trial_seconds_to_within_1pct']:.1f}", f"{told['regret_at_5_trials']:.2%}", *shares)
         print(f"| {name} | {' | '.join(cells)} |")

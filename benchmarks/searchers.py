@@ -1,7 +1,8 @@
 """The searches that a replay compares, each over one sweep: flagcore's strategies, FlagScale's tuner, Optuna, chance.
 
 A search is the rows that it ran, in order, with what each cost. flagcore's go through the functions of `flag tune`
-itself: `learn`, `prune`, `rank`, `spent`, the baseline first, hopeless trials ended early.
+itself: `learn`, `prune`, `rank`, `spent`, the baseline first, hopeless trials ended early; with probes, `combine` and
+`judge`, too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from flagcore.contracts import Scene, Strategy
 from flagcore.domain.budget import spent
 from flagcore.domain.experience import Observed, Past
 from flagcore.domain.knowledge import Lessons, Pruned
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.learning.trials import LEAST_NOISE
+from flagcore.domain.space import FloatArray
+from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
+from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.stages.combine import combine
+from flagcore.stages.judge import judge
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import HOPELESS
 from flagcore.stages.predict import record
@@ -37,19 +41,22 @@ MOST_ASKS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What one search did on one sweep. `seconds` is what each trial cost, `says_done` whether it ended by itself."""
+    """What one search did on one sweep. `seconds` is what each trial cost, `probe_seconds` what probes took before the
+    first, `says_done` whether it ended by itself.
+    """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
     says_done: bool
+    probe_seconds: float = 0.0
 
 
 Searcher = Callable[[Sweep], list[Search]]
 """Runs on a sweep, several times where there is chance in it."""
 
 
-def by_strategy(strategy: Strategy, others: Sequence[Sweep] = ()) -> Searcher:
-    """Return a search by one of flagcore's strategies, without any limit but its own.
+def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int = 0) -> Searcher:
+    """Return a search by one of flagcore's strategies, without any limit but its own, after some probes if wanted.
 
     It knows what was measured in those of `others` that are of the same chip and of another model: what earlier runs
     leave behind, and as many of them, the last ones, as a run of `flag tune` learns from.
@@ -57,11 +64,14 @@ def by_strategy(strategy: Strategy, others: Sequence[Sweep] = ()) -> Searcher:
     taught = [(one, _measured(one, number)) for number, one in enumerate(others, start=1)]
 
     def search(sweep: Sweep) -> list[Search]:
-        all_of_it = Observed.join([observed for one, observed in taught if _teaches(one, sweep)])
-        known = _last(all_of_it, MOST)
-        return [_tuned(sweep, strategy, replace(Past.nothing(), time=known))]
+        known = [past for one, past in taught if _teaches(one, sweep)]
+        time, memory = (_last(Observed.join(each), MOST) for each in zip(*known, strict=True)) if known else _NOTHING
+        return [_tuned(sweep, strategy, Past(time=time, memory=memory), probes)]
 
     return search
+
+
+_NOTHING = Observed.nothing(), Observed.nothing()
 
 
 def _last(observed: Observed, most: int) -> Observed:
@@ -76,11 +86,20 @@ def _teaches(one: Sweep, other: Sweep) -> bool:
     return here.cluster.groups[0].chip == there.cluster.groups[0].chip and here.spec.model != there.spec.model
 
 
-def _measured(sweep: Sweep, number: int) -> Observed:
+def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
+    """Return times and memory of what a sweep measured."""
     rows = np.flatnonzero(np.isfinite(sweep.seconds))
-    ratio = np.log(sweep.seconds[rows] / sweep.problem.predictions.step_time_s[rows])
+    predictions = sweep.problem.predictions
     seen = _scene(sweep, sweep.problem.pruned, learn(()), Past.nothing()).features(rows)
-    return Observed(seen, ratio, np.full(rows.size, LEAST_NOISE), np.full(rows.size, number))
+
+    def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observed:
+        ratio = np.log(measured[rows] / predicted[rows])
+        return Observed(seen, ratio, np.full(rows.size, noise), np.full(rows.size, number))
+
+    return (
+        observed(sweep.seconds, predictions.step_time_s, LEAST_NOISE),
+        observed(sweep.used_bytes, predictions.device_used_bytes, MEMORY_NOISE),
+    )
 
 
 def _scene(sweep: Sweep, pruned: Pruned, lessons: Lessons, past: Past) -> Scene:
@@ -89,29 +108,62 @@ def _scene(sweep: Sweep, pruned: Pruned, lessons: Lessons, past: Past) -> Scene:
     return scene(task, sweep.workload, problem.space, problem.predictions, pruned, lessons, past)
 
 
-def _tuned(sweep: Sweep, strategy: Strategy, past: Past) -> Search:
-    problem, trials, cost = sweep.problem, list[Trial](), list[float]()
-    task, space = problem.platform.task, problem.space
-    control = replace(task.spec.control, max_trials=len(space) + 1, max_time=None)
-    pruned, lessons = problem.pruned, learn(())
+def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int) -> Search:
+    problem, space = sweep.problem, sweep.problem.space
+    control = replace(problem.platform.task.spec.control, max_trials=len(space) + 1, max_time=None)
+    trials = _probed(sweep, strategy, past, probes)
+    before = len(trials)
+    lessons, pruned = _learnt(sweep, trials, problem.pruned)
     row, role = space.find(problem.baseline), Role.BASELINE
     while row is not None:
         best = lessons.best if role is Role.SEARCH else None
-        trial, seconds = _ran(sweep, row, len(trials), role, best)
-        trials.append(trial)
-        cost.append(seconds)
-        lessons = learn(trials)
-        pruned = prune(space, problem.predictions, sweep.workload, problem.rules, lessons.trials, pruned)
+        trials.append(_ran(sweep, row, len(trials), role, best))
+        lessons, pruned = _learnt(sweep, trials, pruned)
         role = Role.SEARCH
-        if spent(control, lessons, sum(cost)) is not None:
+        if spent(control, lessons, 0.0) is not None:
             break
         row = rank(strategy, _scene(sweep, pruned, lessons, past)).row
-    found = [space.find(trial.candidate) for trial in trials]
-    return Search(rows=tuple(at for at in found if at is not None), seconds=tuple(cost), says_done=True)
+    found = [space.find(trial.candidate) for trial in trials[before:]]
+    return Search(
+        rows=tuple(at for at in found if at is not None),
+        seconds=tuple(trial.duration_s for trial in trials[before:]),
+        says_done=True,
+        probe_seconds=sum(trial.duration_s for trial in trials[:before]),
+    )
 
 
-def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) -> tuple[Trial, float]:
-    """Return a trial that gave what was measured, ended early as a real one would be, and the seconds of its steps."""
+def _learnt(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[Lessons, Pruned]:
+    problem, lessons = sweep.problem, learn(trials)
+    known = problem.rules, lessons.trials, pruned, lessons.probes
+    return lessons, prune(problem.space, problem.predictions, sweep.workload, *known)
+
+
+def _probed(sweep: Sweep, strategy: Strategy, past: Past, wanted: int) -> list[Trial]:
+    """Return the probes before the first run: of what the strategy would try first if nothing had been measured."""
+    problem, trials = sweep.problem, list[Trial]()
+    task, memory = problem.platform.task, problem.platform.costs.memory
+    done = np.zeros(0, dtype=np.int64)
+    while len(trials) < wanted:
+        lessons, pruned = _learnt(sweep, trials, problem.pruned)
+        seen = _scene(sweep, pruned, lessons, past)
+        left = np.setdiff1d(seen.open_rows, done)
+        if not left.size or (row := rank(strategy, replace(seen, open_rows=left)).row) is None:
+            break
+        probe = sweep.probes[row]
+        trial = Trial(
+            number=len(trials),
+            candidate=probe.candidate,
+            role=Role.SEARCH,
+            state=TrialState.RUNNING,
+            fidelity=PROBE,
+        )
+        trials.append(judge(task, trial, probe, combine(problem.predictions.row(row), probe, memory)))
+        done = np.append(done, row)
+    return trials
+
+
+def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) -> Trial:
+    """Return a trial that gave what was measured, ended early as a real one would be."""
     problem, step = sweep.problem, float(sweep.seconds[row])
     task = problem.platform.task
     trial = Trial(
@@ -121,31 +173,31 @@ def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) ->
         state=TrialState.OUT_OF_MEMORY,
         predicted=record(task, problem.predictions.row(row)),
         reason="it ran out of memory",
-        duration_s=ITERATIONS * step,
+        duration_s=cost(sweep, row),
     )
     if np.isnan(step):
-        cost = _cost(sweep, row)
-        return replace(trial, duration_s=cost), cost
+        return trial
     hopeless = best is not None and best.measurement is not None and step > HOPELESS * best.measurement.step_time_s
-    ran, peak = WARMUP + 2 if hopeless else ITERATIONS, float(sweep.peak_bytes[row])
+    ran = WARMUP + 2 if hopeless else ITERATIONS
     train = task.spec.train
     measurement = Measurement(
         step_times_s=(step,) * (ran - WARMUP),
         step_time_s=step,
         spread_s=0.0,
         tokens_per_second_per_device=train.global_batch_size * train.seq_length / step / task.cluster.devices,
-        peak_allocated_bytes=None if np.isnan(peak) else int(peak),
+        device_used_bytes=None if hopeless else int(sweep.used_bytes[row]),
         partial=hopeless,
     )
     state = TrialState.STOPPED if hopeless else TrialState.MEASURED
-    done = replace(trial, state=state, reason=None, measurement=measurement, duration_s=ran * step)
-    return done, ran * step
+    seconds = float(sweep.start_seconds[row]) + ran * step
+    return replace(trial, state=state, reason=None, measurement=measurement, duration_s=seconds)
 
 
-def _cost(sweep: Sweep, row: int) -> float:
+def cost(sweep: Sweep, row: int) -> float:
     """Return the seconds of a whole trial; one that ran out of memory counts like the sweep's median."""
     step = float(sweep.seconds[row])
-    return ITERATIONS * (float(np.nanmedian(sweep.seconds)) if np.isnan(step) else step)
+    steps = float(np.nanmedian(sweep.seconds)) if np.isnan(step) else step
+    return float(sweep.start_seconds[row]) + ITERATIONS * steps
 
 
 def flagscale(priority: str | None = None, *, memory_model: bool = False) -> Searcher:
@@ -159,8 +211,8 @@ def flagscale(priority: str | None = None, *, memory_model: bool = False) -> Sea
         strategies = [problem.space.candidate(row).as_dict() for row in range(len(problem.space))]
         assert set(strategies[0]) == set(NESTING)
         needed = problem.predictions.peak_allocated_bytes.tolist() if memory_model else None
-        chip = problem.platform.task.cluster.groups[0]
-        tuner = FlagScale(strategies, priority, needed, chip.memory_bytes or chip.chip.memory_bytes.value)
+        capacity = problem.predictions.capacity_bytes
+        tuner = FlagScale(strategies, priority, needed, float("inf") if capacity is None else float(capacity))
         while (row := tuner.next()) is not None:
             rows.append(row)
             step = float(sweep.seconds[row])
@@ -211,6 +263,13 @@ def _sampled(sweep: Sweep, sampler: optuna.samplers.BaseSampler, seed: int) -> S
     return _search(sweep, rows, says_done=False)
 
 
+def oracle(sweep: Sweep) -> list[Search]:
+    """Run the baseline, then the best: no search that begins with a baseline can do better."""
+    problem = sweep.problem
+    rows = dict.fromkeys((problem.space.find(problem.baseline), int(np.nanargmin(sweep.seconds))))
+    return [_search(sweep, [row for row in rows if row is not None], says_done=True)]
+
+
 def random(sweep: Sweep) -> list[Search]:
     """Search without replacement, in many orders."""
     chance = np.random.default_rng(0)
@@ -219,4 +278,4 @@ def random(sweep: Sweep) -> list[Search]:
 
 
 def _search(sweep: Sweep, rows: list[int], *, says_done: bool) -> Search:
-    return Search(rows=tuple(rows), seconds=tuple(_cost(sweep, row) for row in rows), says_done=says_done)
+    return Search(rows=tuple(rows), seconds=tuple(cost(sweep, row) for row in rows), says_done=says_done)

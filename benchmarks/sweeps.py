@@ -2,7 +2,8 @@
 
 The space of a sweep is what was measured, nothing else: a candidate that nobody ran is not in it. Predictions are those
 of `flag estimate`, but where the curve of the chip was fitted to the sweep's own source, with the curve of the fit that
-left this source out (`left_out_parameters` of `fitted.json`).
+left this source out (`left_out_parameters` of `fitted.json`). Where a source does not tell the memory in use, what the
+model says of it stands in for it, also where a search is then told something else.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip
 from flagcore.domain.job import Job
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Axis, FloatArray, IntArray, Space
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, Task
+from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem
 from flagcore.spec import read_job
-from flagcore.stages.build import canonical
+from flagcore.stages.build import build, canonical
 from flagcore.stages.discover import discover
 from flagcore.stages.prune import prune
 
@@ -45,7 +48,10 @@ PIPELINE = "pipeline_model_parallel_size"
 class Sweep:
     """One tuning task of which every candidate was measured. Arrays have one element a row of the problem's space.
 
-    `seconds` are of a step, NaN where the candidate ran out of memory; `peak_bytes` is NaN where nobody told.
+    `seconds` are of a step, NaN where the candidate ran out of memory. `used_bytes` is the memory in use on a device.
+    `start_seconds` is what a trial takes beside its steps, 0 where nobody told, and `probes` are what one device
+    measured of a candidate before it ran, by row. `candidates` are the legal and distinct ones in the ranges of knobs
+    that were measured, and `combinations` those of these values.
     """
 
     name: str
@@ -53,7 +59,11 @@ class Sweep:
     problem: Problem
     workload: Workload
     seconds: FloatArray
-    peak_bytes: FloatArray
+    used_bytes: FloatArray
+    start_seconds: FloatArray
+    probes: Mapping[int, Probe]
+    candidates: int
+    combinations: int
 
     @property
     def best(self) -> float:
@@ -69,13 +79,8 @@ class _Row:
     measured: Mapping[str, Any]
 
 
-def read_sweeps(
-    records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins, *, seconds_off: float = 1.0, memory_off: float = 1.0
-) -> list[Sweep]:
-    """Return the sweeps among job records, in their order. Records that cannot be predicted are left out.
-
-    `seconds_off` and `memory_off` multiply every prediction, to see what a wrong model costs.
-    """
+def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> list[Sweep]:
+    """Return the sweeps among job records, in their order. Records that cannot be predicted are left out."""
     groups: dict[str, list[tuple[Job, Mapping[str, Any]]]] = defaultdict(list)
     for record in records:
         measured = record.get("measured") or {}
@@ -85,12 +90,40 @@ def read_sweeps(
             capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
             told = {"source": record.get("source", ""), "capacity": capacity}
             groups[f"{told}: {alone!r}"].append((job, {**measured, **told}))
-    sweeps = []
-    for members in groups.values():
-        if sum(bool(measured.get("step_time_s")) for _, measured in members) >= FEWEST:
-            sweep = _sweep(members, loaded, seconds_off, memory_off)
-            sweeps += [sweep] if len(sweep.problem.space) >= FEWEST else []
-    return sweeps
+    some = [
+        members for members in groups.values() if sum(bool(told.get("step_time_s")) for _, told in members) >= FEWEST
+    ]
+    return [sweep for sweep in (_sweep(members, loaded) for members in some) if len(sweep.problem.space) >= FEWEST]
+
+
+def posed(sweep: Sweep, predictions: Predictions) -> Sweep:
+    """Return the sweep as a tuner begins it that predicts this of its candidates."""
+    problem, workload = sweep.problem, sweep.workload
+    pruned = prune(problem.space, predictions, workload, problem.rules, ())
+    baseline = _baseline(problem.platform.task, workload, problem.space, predictions)
+    return replace(sweep, problem=replace(problem, predictions=predictions, pruned=pruned, baseline=baseline))
+
+
+def taken(sweep: Sweep, rows: IntArray) -> Sweep:
+    """Return the sweep as if only `rows`, in ascending order, had been measured."""
+    space = replace(sweep.problem.space, rows=sweep.problem.space.rows[rows])
+    fewer = replace(
+        sweep,
+        problem=replace(sweep.problem, space=space),
+        seconds=sweep.seconds[rows],
+        used_bytes=sweep.used_bytes[rows],
+        start_seconds=sweep.start_seconds[rows],
+        probes={place: sweep.probes[row] for place, row in enumerate(rows.tolist()) if row in sweep.probes},
+    )
+    return posed(fewer, sweep.problem.predictions.take(rows))
+
+
+def crowded(sweep: Sweep, share: float) -> Sweep:
+    """Return the sweep on devices with so much memory that `share` of its candidates fit; the others run out of it."""
+    capacity = float(np.quantile(sweep.used_bytes, share, method="inverted_cdf"))
+    seconds = np.where(sweep.used_bytes > capacity, np.nan, sweep.seconds)
+    predictions = replace(sweep.problem.predictions, capacity_bytes=capacity)
+    return posed(replace(sweep, seconds=seconds), predictions)
 
 
 def _extras(job: Job) -> tuple[object, ...]:
@@ -101,9 +134,7 @@ def _extras(job: Job) -> tuple[object, ...]:
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
-def _sweep(
-    members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins, seconds_off: float, memory_off: float
-) -> Sweep:
+def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins) -> Sweep:
     first, source = members[0][0], str(members[0][1]["source"])
     workload, platform = plugins.workload(first.train.engine), _platform(first, members[0][1]["capacity"], loaded)
     costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
@@ -111,28 +142,52 @@ def _sweep(
     space = _space(rows, workload)
     at = np.array([space.find(_candidate(row, space.axes)) for row in rows])
     _, order = np.unique(at, return_index=True)
-    predictions = _distorted(_predicted(rows, workload, costs).take(order), seconds_off, memory_off)
     task = rows[0].task
-    platform = replace(platform, task=task, costs=costs)
+    legal = build(space.axes, workload.rules(task), workload.merges(task))
+    predictions = _predicted(rows, workload, costs).take(order)
     rules = (*workload.pruning_rules(task), *platform.pruning_rules)
-    pruned = prune(space, predictions, workload, rules, ())
     problem = Problem(
-        platform=platform,
+        platform=replace(platform, task=task, costs=costs),
         space=space,
         predictions=predictions,
-        pruned=pruned,
+        pruned=prune(space, predictions, workload, rules, ()),
         baseline=_baseline(task, workload, space, predictions),
         rules=rules,
     )
     name = f"{first.model.name}, {first.devices} x {first.chip}, batch {first.train.global_batch_size}"
+    used = _figure(rows, at, "device_used_gib", 2.0**30)
     return Sweep(
         name=f"{name}, sequence {first.train.seq_length}",
         source=source,
         problem=problem,
         workload=workload,
         seconds=_figure(rows, at, "step_time_s", 1.0),
-        peak_bytes=_figure(rows, at, "peak_gib", 2.0**30),
+        used_bytes=np.where(np.isnan(used), predictions.device_used_bytes, used),
+        start_seconds=np.nan_to_num(_figure(rows, at, "start_s", 1.0)),
+        probes={
+            int(place): _probe(row, space.candidate(int(place)), workload, costs)
+            for place, row in zip(at, rows, strict=True)
+            if row.measured.get("probe")
+        },
+        candidates=len(legal),
+        combinations=legal.combinations,
     )
+
+
+def _probe(row: _Row, candidate: Candidate, workload: Workload, costs: Costs) -> Probe:
+    """Return the probe that a record tells of, as `benchmarks/measure_sweep.py` writes it."""
+
+    def rank(told: Mapping[str, Any]) -> RankProbe:
+        return RankProbe(
+            rank=told["rank"],
+            state=TrialState(told["state"]),
+            predicted=workload.rank(row.task, row.columns, told["rank"], costs),
+            measured=RankMeasurement(**told["measured"]) if told["measured"] else None,
+            reason=told["reason"],
+            duration_s=told["duration_s"],
+        )
+
+    return Probe(candidate=candidate, ranks=tuple(map(rank, row.measured["probe"])))
 
 
 def _platform(job: Job, capacity: int | None, loaded: LoadedPlugins) -> Platform:
@@ -200,18 +255,6 @@ def _predicted(rows: Sequence[_Row], workload: Workload, costs: Costs) -> Predic
         columns = {knob: np.concatenate([rows[at].columns[knob] for at in places]) for knob in rows[0].columns}
         parts.append(workload.predict(rows[places[0]].task, columns, costs))
     return Predictions.join(parts).take(np.argsort(np.concatenate([*tasks.values()])))
-
-
-def _distorted(predictions: Predictions, seconds: float, memory: float) -> Predictions:
-    """Return predictions of a model that is wrong by these factors."""
-    times = {each: getattr(predictions, each) * seconds for each in ("step_time_s", "low_s", "high_s")}
-    sizes = {each.name: getattr(predictions, each.name) * memory for each in fields(Predictions) if _is_size(each.name)}
-    parts = {name: part * seconds for name, part in predictions.time_s.items()}
-    return replace(predictions, **times, **sizes, time_s=parts)
-
-
-def _is_size(name: str) -> bool:
-    return name.endswith("_bytes") and name != "capacity_bytes"
 
 
 def _baseline(task: Task, workload: Workload, space: Space, predictions: Predictions) -> Candidate:

@@ -13,7 +13,7 @@ from flagcore.domain.knowledge import Lessons, speed
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
 
-LEAST_NOISE = 0.02
+RUNS_DIFFER = 0.02
 """Two runs of one configuration differ by so much, as a share, whatever a run's own steps say."""
 
 MOST_RIVALS = 2
@@ -27,12 +27,12 @@ def noise(runs: Sequence[Trial]) -> float:
     """Return by how much two runs of a candidate differ, as a share: from the spread of steps and between its runs."""
     measured = [trial.measurement for trial in runs if trial.measurement]
     if not measured:
-        return LEAST_NOISE
+        return RUNS_DIFFER
     within = median(one.spread_s / one.step_time_s if one.step_time_s > 0 else 0.0 for one in measured)
     speeds = [speed(trial) for trial in runs]
     middle = median(speeds)
     between = (max(speeds) - min(speeds)) / 2 / middle if middle > 0 else 0.0
-    return max(LEAST_NOISE, within, between)
+    return max(RUNS_DIFFER, within, between)
 
 
 def rivals(lessons: Lessons) -> tuple[Trial, ...]:

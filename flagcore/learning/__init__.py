@@ -2,11 +2,13 @@
 
 from flagcore.learning.features import features
 from flagcore.learning.gain import chance_to_gain, expected_gain
-from flagcore.learning.ratios import MEMORY, TIME, Ratios
+from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.ratios import Belief, Ratios
 
 __all__ = [
     "MEMORY",
     "TIME",
+    "Belief",
     "Ratios",
     "chance_to_gain",
     "expected_gain",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flagcore.learning.ratios import MEMORY
+from flagcore.learning.prior import MEMORY
 
 SURE = 1.6448536269514722
 """Standard deviations below the mean: with a chance of 95% a candidate needs more."""

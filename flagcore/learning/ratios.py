@@ -1,139 +1,209 @@
 """A Gaussian process over the logarithm of measured over predicted: what is believed of candidates that did not run.
 
-The prior is of physics: a factor common to a chip, one of a task, one of each part of the step (so that slow links
-show wherever they weigh), a smooth function of the sizes that kernels see and one of each knob, for each task one of
-all its knobs together, and an error of each candidate's own. What it says of the error of a prediction before anything
-was measured is what `docs/accuracy.md` shows of runs that were not fitted.
+How rough the errors are is not known before, and what earlier runs teach may not hold for the task at hand: so several
+processes stand side by side, each with another error of candidates' own, with and without the past. They count by how
+well they foretold the trials of the task (Bayesian model averaging; Hoeting et al. 1999).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from sklearn.gaussian_process import GaussianProcessRegressor
-from sklearn.gaussian_process.kernels import Kernel
-from sklearn.metrics.pairwise import euclidean_distances
+from scipy.linalg import cho_solve, solve_triangular
+from scipy.special import logsumexp
 
 from flagcore.domain.experience import Features, Observed
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import FloatArray
+from flagcore.learning.prior import Points, Scales, covariance, variance
 
 TRUST = 4.0
 """How many measurements the prior's own widths weigh against: after as many, widths follow the measurements half."""
 
+ROUGHER, CHANCES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0), (0.2, 0.45, 0.2, 0.08, 0.04, 0.03)
+"""The error of a candidate's own is so many times that of the prior, with these chances before anything is measured."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
-    """Standard deviations of the logarithm of measured over predicted, and lengths in factors of two."""
+PAST_HOLDS = 0.97
+"""The chance that what earlier runs teach holds for the task at hand, before trials put it to the test."""
 
-    chip: float
-    task: float
-    part: float
-    size: float
-    knob: float
-    own: float
-    row: float
-    size_length: float = 0.7
-    knob_length: float = 1.5
-
-
-TIME = Scales(chip=0.25, task=0.10, part=0.15, size=0.15, knob=0.03, own=0.05, row=0.03)
-"""Of step times: those of published runs that were not fitted (bias 5 to 20% a source, 7 to 10% within one)."""
-
-MEMORY = Scales(chip=0.10, task=0.03, part=0.0, size=0.02, knob=0.01, own=0.015, row=0.005)
-"""Of memory in use: within 2 to 4% where a chip's context is known, more where it is guessed."""
+NEGLIGIBLE = 1e-3
+"""A process with a smaller chance is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """Mean and standard deviation of the logarithm of the ratio, one element a candidate; their covariance if asked."""
+    """What each process believes of the logarithm of the ratio: means and standard deviations, a row a process and a
+    column a candidate, and the processes' chances."""
 
-    mean: FloatArray
-    deviation: FloatArray
-    covariance: FloatArray | None = None
+    chances: FloatArray
+    means: FloatArray
+    deviations: FloatArray
+
+    @property
+    def mean(self) -> FloatArray:
+        """Over all processes."""
+        mean: FloatArray = self.chances @ self.means
+        return mean
+
+    @property
+    def deviation(self) -> FloatArray:
+        """Over all processes."""
+        square = self.chances @ (self.deviations**2 + self.means**2)
+        deviation: FloatArray = np.sqrt(np.maximum(square - self.mean**2, 0.0))
+        return deviation
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Measurements with the Cholesky root of their covariance, and its inverse times what was measured.
+
+    `wider` is by how much all variances are scaled after them, `likely` the logarithm of how likely they are then.
+    """
+
+    root: FloatArray
+    weights: FloatArray
+    wider: float
+    likely: float
+
+    @classmethod
+    def of(cls, covariance: FloatArray, noise: FloatArray, measured: FloatArray, wide: float = 1.0) -> _Fit:
+        """Fit what was `measured` about 0, with variances of `noise`. `wide` is the scale before.
+
+        The scale is the likeliest of those from 1 on, believed before as if TRUST measurements had told it.
+        """
+        root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
+        weights = cho_solve((root, True), measured)
+        surprise, count = float(measured @ weights), len(measured)
+        wider = max(1.0, (TRUST * wide + surprise) / (TRUST + count))
+        likely = -np.log(np.diag(root)).sum() - 0.5 * (
+            (TRUST + count) * np.log(wider) + (TRUST * wide + surprise) / wider
+        )
+        return cls(root, weights, wider, float(likely))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What is believed of the task before its trials: the prior, or what the past makes of it.
+
+    `rough` are the logarithms of the chances of ROUGHER.
+    """
+
+    scales: Scales
+    chance: float
+    rough: FloatArray
+    past: Points | None = None
+    fit: _Fit | None = None
+
+    def about(self, points: Points) -> tuple[FloatArray, FloatArray]:
+        """Return the mean of `points`, and a root of what the past tells of their covariance."""
+        if self.past is None or self.fit is None:
+            return np.zeros(len(points)), np.zeros((0, len(points)))
+        cross = covariance(self.scales, self.past, points)
+        return self.fit.weights @ cross, solve_triangular(self.fit.root, cross, lower=True, check_finite=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A ground with the trials of the task, if the error of candidates' own is `row`."""
+
+    ground: _Ground
+    fit: _Fit
+    row: float
+    chance: float
 
 
 class Ratios:
-    """What measurements let us believe of candidates of the task at hand.
+    """What measurements let us believe of candidates of the task at hand, task 0 of `observed`.
 
-    Widths are scaled by how far the measurements are from what the prior expected, as a Student process does
-    (Shah et al. 2014), so that a model that is badly off is not trusted.
+    Widths of each process are scaled by how far the trials of the task are from what it expected, as in a Student
+    process (Shah et al. 2014), so that a model that is badly off is not trusted.
     """
 
     def __init__(self, observed: Observed, rows: Features, scales: Scales) -> None:
         """Learn from `observed`. What is asked later has the same features as `rows`."""
-        count = len(observed)
-        self._like = rows.take(np.zeros(0, dtype=np.int64))
-        self._names = Features.join((observed.features, self._like)) if count else self._like
-        known = self._matrix(self._names, observed.task)
-        prior = Prior(scales, len(self._names.parts), len(self._names.sizes))
-        self._row = scales.row
-        noise = observed.noise**2 + scales.row**2 if count else 0.0
-        self._process = GaussianProcessRegressor(prior, alpha=noise, optimizer=None)
-        self._wider = 1.0
-        if count:
-            self._process.fit(known, observed.log_ratio)
-            surprise = float(observed.log_ratio @ self._process.alpha_)
-            self._wider = max(1.0, np.sqrt((TRUST + surprise) / (TRUST + count)))
+        like = rows.take(np.zeros(0, dtype=np.int64))
+        self._names = Features.join((observed.features, like)) if len(observed) else like
+        points = Points.of(self._names, observed.task)
+        own, past = np.flatnonzero(observed.task == 0), np.flatnonzero(observed.task != 0)
+        self._scales, self._own = scales, points.take(own)
+        grounds = [_Ground(scales, 1.0, np.log(CHANCES))]
+        if past.size:
+            grounds = _grounds(scales, points.take(past), observed.log_ratio[past], observed.noise[past])
+        self._processes = _processes(scales, grounds, self._own, observed.log_ratio[own], observed.noise[own])
 
     def of(self, rows: Features) -> Belief:
         """Return what is believed of each of `rows`."""
-        mean, deviation = self._process.predict(self._asked(rows), return_std=True)
-        return Belief(mean, np.hypot(deviation, self._row) * self._wider)
+        asked = self._asked(rows)
+        alone = variance(self._scales, asked)
+        means, deviations = [], []
+        for process, middle, told in self._told(asked):
+            spread = np.maximum(alone - sum((root**2).sum(axis=0) for root in told), 0.0)
+            means.append(middle)
+            deviations.append(np.sqrt((spread + process.row**2) * process.fit.wider))
+        chances = np.array([process.chance for process in self._processes])
+        return Belief(chances, np.stack(means), np.stack(deviations))
 
-    def joint(self, rows: Features) -> Belief:
-        """Return what is believed of `rows` together, with covariance."""
-        mean, covariance = self._process.predict(self._asked(rows), return_cov=True)
-        covariance = (covariance + self._row**2 * np.eye(len(mean))) * self._wider**2
-        return Belief(mean, np.sqrt(np.maximum(np.diag(covariance), 0.0)), covariance)
+    def drawn(self, rows: Features, count: int) -> FloatArray:
+        """Return about `count` draws of the ratios' logarithms of `rows` together; always the same ones."""
+        asked, rng = self._asked(rows), np.random.default_rng(0)
+        alone = covariance(self._scales, asked, asked)
+        draws = []
+        for process, middle, told in self._told(asked):
+            together = alone - sum(root.T @ root for root in told)
+            values, vectors = np.linalg.eigh(together)
+            root = vectors * np.sqrt(np.maximum(values, 0.0))
+            several = max(1, round(process.chance * count))
+            deviates = rng.standard_normal((several, len(asked))) @ root.T
+            deviates += process.row * rng.standard_normal((several, len(asked)))
+            draws.append(middle + np.sqrt(process.fit.wider) * deviates)
+        return np.concatenate(draws)
 
-    def _asked(self, rows: Features) -> FloatArray:
+    def _told(self, asked: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
+        """Yield of each process the mean of what is asked, and the roots of what is known of its covariance."""
+        prior = covariance(self._scales, self._own, asked)
+        about = {}
+        for process in self._processes:
+            if id(process.ground) not in about:
+                middle, root = process.ground.about(asked)
+                about[id(process.ground)] = middle, root, prior - process.ground.about(self._own)[1].T @ root
+            middle, root, cross = about[id(process.ground)]
+            own = solve_triangular(process.fit.root, cross, lower=True, check_finite=False)
+            yield process, middle + process.fit.weights @ cross, (root, own)
+
+    def _asked(self, rows: Features) -> Points:
         aligned = Features.join((self._names.take(np.zeros(0, dtype=np.int64)), rows))
-        return self._matrix(aligned, np.zeros(len(rows)))
-
-    @staticmethod
-    def _matrix(features: Features, task: FloatArray | IntArray) -> FloatArray:
-        """Return a row a candidate: its task, and its features group by group."""
-        columns = [*features.parts.values(), *features.sizes.values(), *features.knobs.values()]
-        return np.stack([np.asarray(task, dtype=np.float64), *columns], axis=1)
+        return Points.of(aligned, np.zeros(len(rows)))
 
 
-class Prior(Kernel):  # type: ignore[misc]
-    """Covariance of two candidates: columns are the task, then `parts` shares, `sizes` sizes, and the knobs."""
+def _grounds(scales: Scales, past: Points, measured: FloatArray, noise: FloatArray) -> list[_Ground]:
+    """Return the ground on which the past does not hold, and the one on which it does."""
+    shared = covariance(scales, past, past)
+    fits = [_Fit.of(shared, noise**2 + (times * scales.row) ** 2, measured) for times in ROUGHER]
+    likely = np.log(CHANCES) + [fit.likely for fit in fits]
+    likely -= logsumexp(likely)
+    best = fits[int(np.argmax(likely))]
+    as_rough = np.logaddexp(np.log(CHANCES), likely) - np.log(2.0)
+    return [
+        _Ground(scales, 1.0 - PAST_HOLDS, np.log(CHANCES)),
+        _Ground(scales, PAST_HOLDS, as_rough, past, best),
+    ]
 
-    def __init__(self, scales: Scales, parts: int, sizes: int) -> None:
-        self.scales, self.parts, self.sizes = scales, parts, sizes
 
-    def __call__(self, X: FloatArray, Y: FloatArray | None = None, eval_gradient: bool = False) -> FloatArray:
-        """Return the covariance of each row of `X` with each of `Y`."""
-        other, scales = X if Y is None else Y, self.scales
-        parts, sizes, knobs = self._split()
-        same = X[:, :1] == other[:, :1].T
-        found: FloatArray = scales.chip**2 + scales.task**2 * same
-        found = found + scales.part**2 * (X[:, parts] @ other[:, parts].T)
-        if X[:, sizes].shape[1]:
-            apart = euclidean_distances(X[:, sizes], other[:, sizes], squared=True)
-            found = found + scales.size**2 * np.exp(-0.5 * apart / scales.size_length**2)
-        if X[:, knobs].shape[1]:
-            apart = euclidean_distances(X[:, knobs], other[:, knobs], squared=True)
-            found = found + scales.own**2 * same * np.exp(-0.5 * apart / scales.knob_length**2)
-            for here, there in zip(X[:, knobs].T, other[:, knobs].T, strict=True):
-                along = np.exp(-0.5 * ((here[:, None] - there) / scales.knob_length) ** 2)
-                found = found + scales.knob**2 * along
-        return found
-
-    def diag(self, X: FloatArray) -> FloatArray:
-        """Return the variance of each row."""
-        scales, (parts, sizes, knobs) = self.scales, self._split()
-        smooth = scales.size**2 * bool(X[:, sizes].shape[1]) + scales.knob**2 * X[:, knobs].shape[1]
-        smooth = smooth + scales.own**2 * bool(X[:, knobs].shape[1])
-        found: FloatArray = scales.chip**2 + scales.task**2 + smooth + scales.part**2 * (X[:, parts] ** 2).sum(axis=1)
-        return found
-
-    def is_stationary(self) -> bool:
-        """Return that it is not: parts of a step weigh by their shares."""
-        return False
-
-    def _split(self) -> tuple[slice, slice, slice]:
-        ends = 1 + self.parts, 1 + self.parts + self.sizes
-        return slice(1, ends[0]), slice(ends[0], ends[1]), slice(ends[1], None)
+def _processes(
+    scales: Scales, grounds: list[_Ground], own: Points, measured: FloatArray, noise: FloatArray
+) -> tuple[_Process, ...]:
+    """Return every ground with every error of candidates' own, by how well they foretold what was measured."""
+    prior, found, likely = covariance(scales, own, own), [], []
+    for ground in grounds:
+        middle, root = ground.about(own)
+        left = prior - root.T @ root
+        for times, rough in zip(ROUGHER, ground.rough, strict=True):
+            row = times * scales.row
+            fit = _Fit.of(left, noise**2 + row**2, measured - middle, ground.fit.wider if ground.fit else 1.0)
+            found.append((ground, fit, row))
+            likely.append(np.log(ground.chance) + rough + fit.likely)
+    chances = np.exp(np.array(likely) - logsumexp(likely))
+    kept = np.flatnonzero(chances > NEGLIGIBLE)
+    chances /= chances[kept].sum()
+    return tuple(_Process(*found[at], float(chances[at])) for at in kept)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 
 from flagcore.contracts import Scene
 from flagcore.domain.experience import Observed
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.domain.trial import Measurement, Trial, TrialState
-from flagcore.learning.ratios import MEMORY, Ratios
+from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
+from flagcore.learning.prior import MEMORY, TIME, Scales
+from flagcore.learning.ratios import Ratios
 
 LEAST_NOISE = 0.01
 """Relative noise of a step time that is repeated a minute later, at the least."""
@@ -29,22 +31,48 @@ FIGURE_NOISE = 0.1
 
 BEYOND, FARTHEST = 0.02, 0.5
 """How much more than the capacity a trial that ran out of memory is taken to have needed, at the least; and how much
-more than predicted at the most: beyond, something else went wrong."""
+more than predicted at the most, or longer than believed: beyond, something else went wrong. Logarithms."""
 
 
 def observed_times(scene: Scene) -> Observed:
     """Return measured over predicted step times. Without a prediction the ratio is to a second.
 
-    What a trial measured that failed, or ran other values than it was to, says nothing.
+    What a trial measured that failed, or ran other values than it was to, says nothing. One that timed out is a bound:
+    its steps took at least what the limit left for each of them. It counts as that, or as what is believed of it
+    without, whichever is the larger; one that would have to be much slower than believed hung, and is no bound.
     """
-    found = [(trial, row) for trial, row in _seen(scene) if _timed(trial)]
+    found = [(trial, row) for trial, row in seen(scene) if _timed(trial)]
     rows = np.array([row for _, row in found], dtype=np.int64)
     predicted = unit_where_unknown(scene)[rows]
     measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
     probes = {probe.number for probe in scene.probes}
     least = [PROBE_NOISE if trial.number in probes else LEAST_NOISE for trial, _ in found]
     noise = np.array([max(few, _noise(trial.measurement)) for few, (trial, _) in zip(least, found, strict=True)])
-    return _observed(scene, rows, np.log(measured) - np.log(predicted), noise)
+    known = _observed(scene, rows, np.log(measured) - np.log(predicted), noise)
+    return Observed.join((known, _bounds_of_time(scene, known)))
+
+
+def _bounds_of_time(scene: Scene, known: Observed) -> Observed:
+    """Return what trials that timed out say. That of a probe says nothing: it runs few micro-batches of a step."""
+    control, beside = scene.task.spec.control, seconds_beside(scene)
+    late = [(trial.duration_s - beside, row) for trial, row in seen(scene) if _late(trial)]
+    found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
+    if not found:
+        return Observed.nothing()
+    rows = np.array([row for _, row in found], dtype=np.int64)
+    bound = np.log([seconds for seconds, _ in found]) - np.log(unit_where_unknown(scene)[rows])
+    expected = _expected(scene, scene.past.time, known, rows, TIME)
+    slow = bound < expected + FARTHEST
+    ratio = np.maximum(expected, bound)[slow]
+    return _observed(scene, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
+
+
+def seconds_beside(scene: Scene) -> float:
+    """Return what trials took beside their steps, the median of those that ran to their end; 0 before any did."""
+    steps = scene.task.spec.control.train_iters
+    ended = [trial for trial in scene.trials if trial.state is TrialState.MEASURED and trial.measurement]
+    beside = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
+    return max(median(beside), 0.0) if beside else 0.0
 
 
 def observed_memory(scene: Scene) -> Observed:
@@ -54,17 +82,16 @@ def observed_memory(scene: Scene) -> Observed:
     a little more, whichever is the larger.
     """
     predicted, share = scene.predictions.device_used_bytes, scene.predictions.share_in_use
-    ran = [(trial, row) for trial, row in _seen(scene) if trial.state is TrialState.MEASURED]
+    ran = [(trial, row) for trial, row in seen(scene) if trial.state is TrialState.MEASURED]
     found = [(row, used) for trial, row in ran if (used := _used(trial.measurement))]
     rows = np.array([row for row, _ in found], dtype=np.int64)
     ratio = np.log(np.array([used for _, used in found], dtype=np.float64)) - np.log(predicted[rows])
     known = _observed(scene, rows, ratio, np.full(len(rows), MEMORY_NOISE))
-    failed = [row for trial, row in _seen(scene) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
+    failed = [row for trial, row in seen(scene) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
     if not failed:
         return known
     rows = np.array(failed, dtype=np.int64)
-    seen = scene.features(rows)
-    expected = Ratios(Observed.join((scene.past.memory, known)), seen, MEMORY).of(seen).mean
+    expected = _expected(scene, scene.past.memory, known, rows, MEMORY)
     bound = np.minimum(BEYOND - np.log(share[rows]), FARTHEST)
     return Observed.join((known, _observed(scene, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
 
@@ -74,7 +101,7 @@ def observed_figure(scene: Scene, name: str) -> Observed:
     predicted = scene.predictions.figures[name]
     found = [
         (row, figure)
-        for trial, row in _seen(scene)
+        for trial, row in seen(scene)
         if trial.state is TrialState.MEASURED and trial.measurement
         if (figure := trial.measurement.figures.get(name, 0.0)) > 0 and predicted[row] > 0
     ]
@@ -90,11 +117,21 @@ def unit_where_unknown(scene: Scene) -> FloatArray:
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
 
 
-def _seen(scene: Scene) -> Sequence[tuple[Trial, int]]:
+def _expected(scene: Scene, past: Observed, known: Observed, rows: IntArray, scales: Scales) -> FloatArray:
+    """Return what is believed of some rows without what is but a bound of them."""
+    asked = scene.features(rows)
+    return Ratios(Observed.join((past, known)), asked, scales).of(asked).mean
+
+
+def seen(scene: Scene) -> Sequence[tuple[Trial, int]]:
     """Return trials and their rows, and probes of candidates that did not run."""
     ran = {trial.candidate for trial in scene.trials if trial.state is not TrialState.INTERRUPTED}
     several = (*scene.trials, *(probe for probe in scene.probes if probe.candidate not in ran))
     return [(trial, row) for trial in several if (row := scene.space.find(trial.candidate)) is not None]
+
+
+def _late(trial: Trial) -> bool:
+    return trial.state is TrialState.TIMED_OUT and trial.fidelity == RUN
 
 
 def _timed(trial: Trial) -> bool:

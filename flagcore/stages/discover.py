@@ -112,7 +112,8 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     found = ((group, [each for each in devices if group.chip.answers_to(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
-        raise NoDevice(f"no {cluster.chips} on this machine, so nothing can be run; `flag estimate` plans without it")
+        without = "`flag estimate`, or `flag tune --fidelity estimate`, plans without it"
+        raise NoDevice(f"no {cluster.chips} on this machine, so nothing can be run; {without}")
     if len(here) < (needed or group.devices_per_node) and not support.shared_devices:
         raise NoDevice(
             f"cluster.devices_per_node = {group.devices_per_node}, but this machine has {len(here)} {group.chip.name}"

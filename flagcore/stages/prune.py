@@ -45,7 +45,8 @@ def prune(
     memory counts: one that ran out rules its own candidate out, too. With `before`, the outcome of an earlier
     call, only trials that are new are applied, unless others fit now than did then.
     """
-    too_much = predictions.share_in_use * _least_share(space, predictions, (*trials, *probes)) > 1.0
+    least = least_share(_memory_ratios(space, predictions, (*trials, *probes)))
+    too_much = predictions.share_in_use * least > 1.0
     pruned = before
     if pruned is None or not np.array_equal(pruned.too_much, too_much):
         pruned = _by_prediction(space, predictions, rules, too_much)
@@ -59,14 +60,14 @@ def prune(
     return pruned
 
 
-def _least_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
-    """Return the share of its predicted memory that a candidate needs at least, after `trials`."""
+def _memory_ratios(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> list[float]:
+    """Return logarithms of used over predicted memory of those of `trials` that ran."""
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement
         if row is not None and trial.state is TrialState.MEASURED and measured and measured.device_used_bytes:
             ratios.append(math.log(measured.device_used_bytes / float(predictions.device_used_bytes[row])))
-    return least_share(ratios)
+    return ratios
 
 
 def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[PruningRule], too_much: BoolArray) -> Pruned:

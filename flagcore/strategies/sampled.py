@@ -5,7 +5,7 @@ The study is made anew of the trials each time, so that a run that was killed go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from flagcore.contracts import Choice, Scene
-from flagcore.domain.space import Axis, Columns, IntArray
+from flagcore.domain.space import Axis, Columns, IntArray, Space, decode
 from flagcore.domain.trial import Trial
 from flagcore.domain.trial import TrialState as Ended
 from flagcore.errors import UsageError
@@ -34,9 +34,12 @@ class Sampled:
     def next(self, scene: Scene) -> Choice:
         """Return the open row that is nearest to the suggestion. Raises UsageError where the sampler cannot work."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        columns = scene.space.columns()
-        axes = _telling(scene.space.axes, columns)
-        lists = {axis.knob: np.unique(columns[axis.knob]) for axis in axes}
+        space = scene.space
+        places = decode(
+            space.rows, [np.arange(codes.size) for codes in space.codes], [axis.knob for axis in space.axes]
+        )
+        axes = _telling(space, places)
+        lists = {axis.knob: _values(space, axis, places[axis.knob]) for axis in axes}
         distributions = {axis.knob: _distribution(axis, lists[axis.knob].size) for axis in axes}
         try:
             study = optuna.create_study(sampler=self.sampler(len(scene.trials)))
@@ -47,31 +50,38 @@ class Sampled:
         far = np.zeros(scene.open_rows.size)
         for axis in axes:
             codes = lists[axis.knob]
-            apart = np.abs(np.searchsorted(codes, columns[axis.knob][scene.open_rows]) - wanted[axis.knob])
-            far += apart > 0 if _is_word(axis) else apart / (codes.size - 1)
+            apart = np.abs(np.searchsorted(codes, space.codes[space.axes.index(axis)]) - wanted[axis.knob])
+            share = apart > 0 if _is_word(axis) else apart / (codes.size - 1)
+            far += share.take(places[axis.knob][scene.open_rows])
         nearest = int(np.argmin(far))
         how = "suggests it" if far[nearest] == 0.0 else "suggests one like it that is not open"
         return Choice(row=int(scene.open_rows[nearest]), because=f"{self.name} {how}")
 
 
-def _telling(axes: Sequence[Axis], columns: Columns) -> list[Axis]:
-    """Return axes that are enough to tell all rows apart: one that follows from the others only makes misses."""
-    left = [axis for axis in axes if np.unique(columns[axis.knob]).size > 1]
-    rows = next(iter(columns.values())).size
-    for axis in tuple(left):
-        others = [each for each in left if each is not axis]
-        if others and np.unique(_joint(others, columns)).size == rows:
-            left = others
+def _telling(space: Space, places: Columns) -> list[Axis]:
+    """Return axes that are enough to tell all rows apart: one that follows from the others only makes misses.
+
+    `places` are the rows' values by their place among those of their axis.
+    """
+    left, keys, stride = list(space.axes), space.rows, 1
+    for axis, codes in zip(space.axes, space.codes, strict=True):
+        place, times = places[axis.knob], stride
+        stride *= codes.size
+        if np.ptp(place) == 0:
+            left.remove(axis)
+            continue
+        without = keys - place * times
+        if np.diff(np.sort(without)).all():
+            left.remove(axis)
+            keys = without
     return left
 
 
-def _joint(axes: Sequence[Axis], columns: Columns) -> IntArray:
-    """Return a number a row that is the same where all of `axes` are."""
-    joint = np.zeros(next(iter(columns.values())).size, dtype=np.int64)
-    for axis in axes:
-        codes, place = np.unique(columns[axis.knob], return_inverse=True)
-        joint = joint * codes.size + place
-    return joint
+def _values(space: Space, axis: Axis, places: IntArray) -> IntArray:
+    """Return the codes of an axis that rows have, in order."""
+    codes = space.codes[space.axes.index(axis)]
+    there: IntArray = np.sort(codes[np.bincount(places, minlength=codes.size) > 0])
+    return there
 
 
 def _distribution(axis: Axis, count: int) -> BaseDistribution:

@@ -5,6 +5,7 @@ In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in sm
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file.
 - `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
 - `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
+- `serving.yaml`: as `curve.yaml`, for the kernels of engines that serve, where they reach other shares.
 """
 
 from __future__ import annotations
@@ -84,6 +85,18 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
         raise SpecError(file=f"{where}/provenance.yaml", key="the file", problem="is missing beside kernels.jsonl")
     reading = read_provenance(texts["provenance.yaml"], f"{where}/provenance.yaml")
     return KernelTable.of(roofline, read_kernels(texts["kernels.jsonl"], f"{where}/kernels.jsonl", reading))
+
+
+def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
+    """Return a roofline with the curve that `package` ships for `chip` in engines that serve, or else `kernel_costs`.
+
+    Raises SpecError for a bad file.
+    """
+    place = f"costs/{chip.name.casefold()}/serving.yaml"
+    file = files(package).joinpath(place)
+    if not file.is_file():
+        return kernel_costs(package, chip)
+    return Roofline(chip=chip, curve=read_curve(file.read_text("utf-8"), f"{package}/{place}"))
 
 
 def read_curve(text: str, file: str) -> Curve:

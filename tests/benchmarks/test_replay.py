@@ -49,6 +49,23 @@ def sweep(best: tuple[int, int, int], out_of_memory: tuple[int, int, int] | None
     ]
 
 
+def probe(seconds: float) -> dict[str, Any]:
+    """Return the probe of a rank that took 20 seconds, and computes in as many as are given."""
+    figures = ("static", "peak_forward_backward", "peak_optimizer", "peak_allocated", "device_used")
+    times = ("compute_time", "compute_spread", "optimizer_time", "optimizer_spread")
+    measured = {
+        **{f"{name}_bytes": 2**20 for name in figures},
+        **{f"{name}_s": 0.01 for name in times},
+        "compute_time_s": seconds,
+        "stage": 0,
+        "reserved_bytes": None,
+        "steps": 5,
+        "microbatches": 4,
+        "microbatches_run": 4,
+    }
+    return {"rank": 0, "state": "measured", "reason": None, "duration_s": 20.0, "measured": measured}
+
+
 def replay(tmp_path: Path, records: list[dict[str, Any]], *options: str) -> tuple[dict[str, Any], str]:
     data = tmp_path / "jobs.jsonl"
     data.write_text("\n".join(map(json.dumps, records)))
@@ -69,7 +86,7 @@ def test_the_last_line_has_mean_trials_of_flagcore_flagscale_tpe_and_chance(tmp_
     assert 1 <= trials["flagcore"] <= 18
     random = figures["figures"]["random"]
     assert random["regret_at_5_trials"] == pytest.approx(1 - 5 / 18, abs=0.1)
-    assert random["never_tried_when_done"] is None
+    assert random["never_tried_of_measured"] is None
     assert "| flagscale | 2.00 |" in text
 
 
@@ -77,16 +94,64 @@ def test_a_search_that_ends_without_the_best_is_charged_the_whole_sweep(tmp_path
     figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
     lost = figures["figures"]["flagscale_priority_performance"]  # micro batch 4 ran, so 2 gets its result unrun
     assert lost["trials_to_within_1pct"] == 18
-    assert lost["best_not_lost"] == 0.0
-    assert lost["never_tried_when_done"] == pytest.approx(12 / 18, abs=1e-3)
+    assert lost["best_kept_within_1pct"] == 0.0
     assert lost["regret_when_done"] == 1.0
+
+
+def test_never_tried_is_told_of_what_was_measured_of_legal_candidates_and_of_all_combinations(tmp_path: Path) -> None:
+    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
+    assert (figures["mean_measured"], figures["mean_candidates"]) == (18, 18)
+    assert figures["mean_combinations"] == 3**4
+    told = figures["figures"]["flagscale_priority_performance"]  # it runs a third: one micro batch of three
+    for of, size in (("measured", 18), ("candidates", 18), ("combinations", 81)):
+        assert told[f"never_tried_of_{of}"] == pytest.approx(1 - 6 / size, abs=1e-3)
+    part, _ = replay(tmp_path, sweep(best=(1, 4, 2))[1:], "--strategy", "predicted")
+    assert (part["mean_measured"], part["mean_candidates"]) == (17, 18)  # what nobody ran is legal all the same
+    assert part["figures"]["oracle"]["never_tried_of_candidates"] == pytest.approx(1 - 2 / 18, abs=1e-3)
 
 
 def test_what_ran_out_of_memory_costs_a_trial_and_settles_larger_ones(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(4, 1, 1), out_of_memory=(1, 4, 1)), "--strategy", "predicted")
     whole = figures["figures"]["flagscale"]
-    assert whole["never_tried_when_done"] > 0
-    assert whole["best_not_lost"] == 1.0
+    assert whole["never_tried_of_measured"] > 0
+    assert whole["best_kept_within_1pct"] == 1.0
+
+
+def test_with_less_memory_the_rest_runs_out_of_it_for_every_search(tmp_path: Path) -> None:
+    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted", "--fitting", "0.5")
+    assert figures["candidates"] == 18
+    assert figures["figures"]["flagscale"]["never_tried_of_measured"] > 0  # its rules learn from what ran out
+    assert 0 < figures["figures"]["predicted"]["never_tried_of_measured"] <= 0.5  # what surely does not fit never runs
+
+
+def test_a_model_that_is_wrong_is_wrong_for_the_sweep_at_hand_only_and_costs_trials(tmp_path: Path) -> None:
+    figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--wrong", "--fitting", "0.8")
+    told = figures["figures"]
+    names = {name.split(": ")[1] for name in told}
+    assert names == {"learned", "learned, first run on a chip", "predicted"}
+    untried = {name: figures["never_tried_of_measured"] for name, figures in told.items()}
+    assert untried["memory x 0.7: predicted"] < untried["nothing wrong: predicted"]  # it takes all of them to fit
+    right = told["nothing wrong: predicted"]["trials_to_within_1pct"]
+    assert told["all times x 3: predicted"]["trials_to_within_1pct"] == right
+
+
+def test_parts_of_the_sweeps_are_replayed_by_themselves(tmp_path: Path) -> None:
+    figures, text = replay(tmp_path, sweep(best=(1, 4, 2)), "--subsets", "--strategy", "predicted")
+    assert figures["4 devices"]["candidates"] == 18
+    assert figures["70% of the rows, draw 1"]["candidates"] == 13
+    assert "70% of the rows, draw 1: 1 sweeps of 13 to 13 candidates" in text
+
+
+def test_probes_come_before_the_first_run_and_their_seconds_count(tmp_path: Path) -> None:
+    records = sweep(best=(1, 4, 2))
+    for each in records:
+        each["measured"] |= {"probe": [probe(each["measured"]["step_time_s"])], "start_s": 2.0}
+    figures, _ = replay(tmp_path, records, "--ablations")
+    told = figures["figures"]
+    alone, probed = (told[name]["trial_seconds_to_within_1pct"] for name in ("all of it", "3 probes first"))
+    trials = told["3 probes first"]["trials_to_within_1pct"]
+    assert probed >= 3 * 20.0 + trials * (2.0 + 3 * 1.0)
+    assert alone < 18 * (2.0 + 5 * 2.0)
 
 
 def test_few_records_are_no_sweep(tmp_path: Path) -> None:

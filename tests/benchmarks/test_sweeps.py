@@ -25,7 +25,7 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> Any:
     import sweeps
 
     yield sweeps
-    for name in ("sweeps", "fit_curves"):
+    for name in ("sweeps", "fit_curves", "wrong_models", "searchers", "flagscale_rules"):
         sys.modules.pop(name, None)
 
 
@@ -85,15 +85,41 @@ def test_a_sweep_is_predicted_as_its_records_are(sweeps: Any, loaded: LoadedPlug
 
 
 def test_a_wrong_model_is_wrong_by_the_factors_asked_for(sweeps: Any, loaded: LoadedPlugins) -> None:
-    (right,) = sweeps.read_sweeps(records(), loaded)
-    (wrong,) = sweeps.read_sweeps(records(), loaded, seconds_off=3.0, memory_off=0.7)
-    before, after = right.problem.predictions, wrong.problem.predictions
-    for name in ("step_time_s", "low_s", "high_s"):
-        assert np.allclose(getattr(after, name), 3.0 * getattr(before, name))
+    from wrong_models import distorted
+
+    (sweep,) = sweeps.read_sweeps(records(), loaded)
+    right = sweep.problem.predictions
+    wrong = distorted(right, {"_comm_": 3.0, "memory": 0.7})
     for name in ("static_bytes", "peak_allocated_bytes", "device_used_bytes"):
-        assert np.allclose(getattr(after, name), 0.7 * getattr(before, name))
-    assert after.capacity_bytes == before.capacity_bytes
-    assert np.array_equal(wrong.seconds, right.seconds)
+        assert np.allclose(getattr(wrong, name), 0.7 * getattr(right, name))
+    assert wrong.capacity_bytes == right.capacity_bytes
+    assert np.allclose(wrong.time_s["tp_comm_s"], 3.0 * right.time_s["tp_comm_s"])
+    assert np.allclose(wrong.time_s["compute_s"], right.time_s["compute_s"])
+    assert np.allclose(wrong.step_time_s, sum(wrong.time_s.values()))
+    slower = distorted(right, {"_s": 3.0})
+    for name in ("step_time_s", "low_s", "high_s"):
+        assert np.allclose(getattr(slower, name), 3.0 * getattr(right, name))
+
+
+def test_with_less_memory_what_uses_most_runs_out_of_it(sweeps: Any, loaded: LoadedPlugins) -> None:
+    (sweep,) = sweeps.read_sweeps(records(), loaded)
+    less = sweeps.crowded(sweep, 0.5)
+    ran = np.isfinite(less.seconds)
+    assert ran.sum() == 6
+    assert sweep.used_bytes[ran].max() < sweep.used_bytes[~ran].min()
+    assert less.problem.pruned.open_rows.tolist() == np.flatnonzero(ran).tolist()
+    assert np.array_equal(less.seconds[ran], sweep.seconds[ran])
+
+
+def test_a_part_of_the_rows_is_a_sweep_of_the_same_task(sweeps: Any, loaded: LoadedPlugins) -> None:
+    (sweep,) = sweeps.read_sweeps(records(), loaded)
+    rows = np.array([1, 4, 5, 7, 8, 9, 10, 11])
+    part = sweeps.taken(sweep, rows)
+    for place, row in enumerate(rows.tolist()):
+        assert part.problem.space.candidate(place) == sweep.problem.space.candidate(row)
+        assert part.seconds[place] == sweep.seconds[row]
+        assert part.problem.predictions.step_time_s[place] == sweep.problem.predictions.step_time_s[row]
+    assert part.problem.space.find(part.problem.baseline) is not None
 
 
 def test_records_of_another_batch_are_another_sweep_and_the_baseline_is_one_of_the_measured(

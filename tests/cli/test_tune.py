@@ -275,6 +275,8 @@ def wait_for_trial(project: Project, number: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_keeps_what_was_measured(number: int, project: Project) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("this signal is ignored here, as under nohup, and so it is by flagcore")
     spec = project.spec(sleeps=0.15)
     process = project.start("tune", spec, "--run-dir", str(project.run_dir))
     wait_for_trial(project, 2)

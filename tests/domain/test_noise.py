@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Lessons
-from flagcore.domain.noise import LEAST_NOISE, MORE_ROUNDS, contenders, drift, drifted, next_repeat, rivals
+from flagcore.domain.noise import MORE_ROUNDS, RUNS_DIFFER, contenders, drift, drifted, next_repeat, rivals
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn
@@ -144,7 +144,7 @@ def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
     assert again > once + 20
 
 
-@pytest.mark.parametrize(("last", "told"), [(50.0 * (1 + LEAST_NOISE / 2), False), (46.0, True), (54.0, True)])
+@pytest.mark.parametrize(("last", "told"), [(50.0 * (1 + RUNS_DIFFER / 2), False), (46.0, True), (54.0, True)])
 def test_a_machine_that_changed_shows_in_the_baseline(last: float, told: bool) -> None:
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
     assert drift(learn(trials)) == pytest.approx(last / 50.0 - 1)

@@ -11,8 +11,9 @@ from flagcore.domain.experience import Observed, Past
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
+from flagcore.learning.costs import whole_seconds
 from flagcore.learning.trials import LEAST_NOISE, PROBE_NOISE, observed_memory, observed_times
-from flagcore.strategies.learned import STRATEGY, _cost
+from flagcore.strategies.learned import STRATEGY
 from tests.strategies.scenes import SPACE, distorted, predictions, ran, scene
 
 
@@ -126,18 +127,55 @@ def test_all_probes_cost_the_same_however_long_the_step() -> None:
     control = replace(seen.task.spec.control, fidelity=PROBE)
     task = replace(seen.task, spec=replace(seen.task.spec, control=control))
     alike = replace(seen, task=task)
-    costs = _cost(seen, np.log(known.step_time_s)), _cost(alike, np.log(known.step_time_s))
+    costs = [whole_seconds(each, np.log(known.step_time_s)) for each in (seen, alike)]
     assert np.ptp(costs[0]) > 0
     assert np.ptp(costs[1]) == 0
 
 
-@pytest.mark.parametrize("state", [TrialState.INVALID, TrialState.FAILED, TrialState.TIMED_OUT])
-def test_what_a_failed_trial_measured_teaches_nothing(state: TrialState) -> None:
+@pytest.mark.parametrize("state", [TrialState.INVALID, TrialState.FAILED])
+def test_what_a_failed_trial_measured_says_nothing_of_time(state: TrialState) -> None:
     known = predictions()
     first = ran(0, float(known.step_time_s[0]), 0)
     broken = replace(ran(1, 0.1 * float(known.step_time_s[1]), 1), state=state)
-    chosen = [STRATEGY.next(scene(known, trials)) for trials in ([first], [first, broken])]
-    assert chosen[0].belief["step_time_s"] == pytest.approx(chosen[1].belief["step_time_s"])
+    assert observed_times(scene(known, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
+
+
+def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int) -> list[Trial]:
+    """Run the strategy, where what `fails` marks fails."""
+    trials: list[Trial] = []
+    while len(trials) < most:
+        row = STRATEGY.next(scene(known, trials)).row
+        if row is None:
+            break
+        done = ran(row, float(real[row]), len(trials))
+        trials.append(replace(done, state=TrialState.FAILED, measurement=None) if fails[row] else done)
+    return trials
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"), [("tensor_model_parallel_size", 1), ("micro_batch_size", 4), ("use_distributed_optimizer", 1)]
+)
+def test_a_value_that_always_fails_is_found_out_after_three_failures_at_the_most(knob: str, value: int) -> None:
+    known = predictions()
+    real = distorted(known, 5, spread=0.01)
+    fails = SPACE.columns()[knob] == value
+    trials = broken_by(known, real, fails, 25)
+    assert sum(trial.measurement is None for trial in trials) <= 3
+    assert best_of(trials) <= 1.05 * real[~fails].min()
+
+
+def test_where_failing_costs_the_whole_time_limit_what_may_not_fit_is_avoided_more() -> None:
+    known = predictions()
+    known = replace(known, capacity_bytes=float(np.quantile(known.device_used_bytes, 0.4)))
+    tried = int(np.argmax(known.step_time_s))
+    fit = ran(tried, 1.5 * float(known.step_time_s[tried]), 0, float(known.device_used_bytes[tried]))
+    out = int(np.argmax(known.device_used_bytes))
+    chances = []
+    for seconds in (1.0, 3000.0):
+        lost = replace(ran(out, None, 1), duration_s=seconds)
+        choice = STRATEGY.next(scene(known, [replace(fit, duration_s=60.0), lost]))
+        chances.append(choice.belief["chance_to_fit"])
+    assert chances[0] < 0.99 * chances[1]  # type: ignore[operator]
 
 
 def test_what_earlier_runs_teach_does_not_end_a_run_before_it_has_measured_a_few() -> None:

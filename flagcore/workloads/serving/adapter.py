@@ -17,6 +17,8 @@ from flagcore.domain.trial import Measurement
 from flagcore.errors import SpecError
 from flagcore.workloads.serving import launching, order, reading
 from flagcore.workloads.serving.engines.contract import Engine
+from flagcore.workloads.serving.predict import predict
+from flagcore.workloads.serving.published import published
 from flagcore.workloads.serving.trial.failures import PATTERNS
 
 
@@ -42,22 +44,7 @@ class Serving:
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return memory and time for whole columns."""
-        rows = next(iter(columns.values())).size
-        unknown, nothing = np.full(rows, np.nan), np.zeros(rows)
-        return Predictions(
-            step_time_s=unknown,
-            low_s=unknown,
-            high_s=unknown,
-            time_s={},
-            static_bytes=nothing,
-            activation_bytes=nothing,
-            peak_allocated_bytes=nothing,
-            reserved_bytes=nothing,
-            device_used_bytes=nothing,
-            worst_stage=np.zeros(rows, dtype=np.int64),
-            capacity_bytes=None,
-            model_flops=0.0,
-        )
+        return predict(task, columns, self.engine.settings(task, columns), costs)
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return nothing: a server's memory is told by its kinds."""
@@ -96,7 +83,7 @@ class Serving:
 
     def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
         """Return columns of one row; a knob that is not given has the engine's default. Raises SpecError."""
-        defaults = self.engine.defaults(task)
+        defaults, values = self.engine.defaults(task), self.engine.values(values)
         columns = {}
         for axis in self.axes(task):
             value = values.get(axis.knob, defaults.get(axis.knob, axis.neutral))
@@ -109,8 +96,8 @@ class Serving:
     def published(
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-        """Return a job record as it is."""
-        return task, dict(values), frozenset()
+        """Return a job record with what published runs have that it does not say."""
+        return task, published(task, values), frozenset()
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what the engine does if nobody sets a knob."""

@@ -14,7 +14,7 @@ from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
-from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.costfile import kernel_costs, serving_costs
 from flagcore_nvidia import discover
 from flagcore_nvidia.memory import memory_of
 
@@ -56,9 +56,11 @@ def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
 
 
 @hookimpl
-def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
+def flagcore_kernel_costs(chip: Chip, engine: str) -> KernelCosts | None:
     """Return what `costs/` holds for the chip: measured kernels, or a curve; None for the core's roofline."""
-    return kernel_costs("flagcore_nvidia", chip) if _mine(chip) else None
+    if not _mine(chip):
+        return None
+    return kernel_costs("flagcore_nvidia", chip) if engine == "megatron" else serving_costs("flagcore_nvidia", chip)
 
 
 @hookimpl

@@ -84,6 +84,12 @@ class Engine(Protocol):
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the knobs and the values that they may take, in the order in which they are crossed."""
 
+    def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
+        """Return knob values that a spec or a record has in the words of the axes: on for true, 0.9 as text.
+
+        Names that are no knob of the engine are kept. Raises SpecError for a value that a knob cannot have.
+        """
+
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what the engine refuses, so that it is known before a launch."""
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 import numpy as np
 
@@ -70,14 +71,14 @@ class Knob:
 
     def axis(self, task: Task, fixed: KnobValue) -> Axis:
         """Return the axis of a task: the values that its spec names, else the one that is `fixed` for all."""
-        asked, key = _asked(task, self.name), f"auto_tuner.space.{self.name}"
+        asked, key = _named(task.spec.space, self.name), f"auto_tuner.space.{self.name}"
         if asked == AUTO:
             values = tuple(self.auto(task)) or (fixed,)
         elif asked is None:
             values = (fixed,)
         else:
             values = tuple(self.value(each, key) for each in asked)
-        baseline = (task.spec.baseline or {}).get(self.name)
+        baseline = _named(task.spec.baseline or {}, self.name)
         others = (fixed, self.neutral, *(() if baseline is None else (self.value(baseline, "auto_tuner.baseline"),)))
         words = SHARES if self.kind == SHARE else self.words
         return Axis(
@@ -99,11 +100,10 @@ class Knob:
         return (f"--{self.flags[0]}", str(value))
 
 
-def _asked(task: Task, name: str) -> str | Sequence[object] | None:
-    for key in (name, *(other for other, meant in SPELT_OTHERWISE.items() if meant == name)):
-        if key in task.spec.space:
-            return task.spec.space[key]
-    return None
+def _named(given: Mapping[str, Any], name: str) -> Any:
+    """Return what a mapping has under a knob's name, or under another name of it."""
+    names = (name, *(other for other, meant in SPELT_OTHERWISE.items() if meant == name))
+    return next((given[each] for each in names if each in given), None)
 
 
 def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> tuple[Axis, ...]:
@@ -119,6 +119,16 @@ def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> t
                 fix=f"did you mean {near[0]}?" if near else f"its knobs: {', '.join(known)}",
             )
     return tuple(knob.axis(task, fixed.get(knob.name, knob.neutral)) for knob in knobs)
+
+
+def values(given: Mapping[str, object], knobs: Sequence[Knob]) -> dict[str, KnobValue]:
+    """Return `flagcore.workloads.serving.engines.contract.Engine.values` for some knobs."""
+    known = {knob.name: knob for knob in knobs}
+    named = {SPELT_OTHERWISE.get(name, name): value for name, value in given.items()}
+    return {
+        name: known[name].value(value, name) if name in known else value  # type: ignore[misc]
+        for name, value in named.items()
+    }
 
 
 def split_arguments(

@@ -70,6 +70,10 @@ class LlamaCpp:
         """Return the knobs of llama-server."""
         return knobs.axes(task, KNOBS, fixed_arguments(task.spec)[0])
 
+    def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
+        """Return knob values that a spec or a record has in the words of the axes. Raises SpecError."""
+        return knobs.values(given, KNOBS)
+
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what llama.cpp refuses, changes without a word, or crashes at."""
         return llama_rules.rules(task)

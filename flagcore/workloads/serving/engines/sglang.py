@@ -48,6 +48,10 @@ class SGLang:
         """Return the knobs of SGLang's server."""
         return knobs.axes(task, KNOBS, fixed_arguments(task.spec)[0])
 
+    def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
+        """Return knob values that a spec or a record has in the words of the axes. Raises SpecError."""
+        return knobs.values(given, KNOBS)
+
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what SGLang refuses or changes."""
         return sglang_rules.rules(task)

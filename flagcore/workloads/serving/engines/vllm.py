@@ -43,6 +43,10 @@ class Vllm:
         """Return the knobs of `vllm serve`."""
         return knobs.axes(task, KNOBS, fixed_arguments(task.spec)[0])
 
+    def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
+        """Return knob values that a spec or a record has in the words of the axes. Raises SpecError."""
+        return knobs.values(given, KNOBS)
+
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what vLLM refuses."""
         return vllm_rules.rules(task)

@@ -128,6 +128,15 @@ def test_a_space_of_yaml_words_is_understood() -> None:
     assert choices["instances"] == (1, 2)
 
 
+def test_values_of_a_baseline_are_read_as_those_of_a_space() -> None:
+    given = {"flash_attention": False, "instance": 2, "n_gpu_layers": "auto", "max_num_seqs": 4}
+    read = ENGINE.values(given)
+    assert read == {"flash_attention": "off", "instances": 2, "n_gpu_layers": -1, "max_num_seqs": 4}
+    assert ENGINE.values(read) == read
+    with pytest.raises(SpecError, match="kv_cache_type"):
+        ENGINE.values({"kv_cache_type": "q9"})
+
+
 def test_instances_share_the_cores_and_each_has_its_own() -> None:
     servers = [ENGINE.server(cores(), {**ENGINE.defaults(cores()), "instances": 2}, index) for index in (0, 1)]
     assert [len(server.cores) for server in servers] == [1, 1]

@@ -180,6 +180,14 @@ def test_the_memory_share_grew_when_graphs_were_counted_in_it() -> None:
     assert settings(cards(engine_args={"gpu-memory-utilization": 0.85})).memory_fraction.item() == 0.85
 
 
+def test_shares_of_memory_are_numbers_or_words() -> None:
+    assert ENGINE.values({"gpu_memory_utilization": 0.9}) == {"gpu_memory_utilization": "0.9"}
+    task = cards(space={"gpu_memory_utilization": (0.9, "0.95")})
+    assert space_of(ENGINE, task).choices["gpu_memory_utilization"] == (None, "0.9", "0.95")
+    with pytest.raises(SpecError, match="above 0"):
+        ENGINE.values({"gpu_memory_utilization": 1.5})
+
+
 def test_an_odd_version_is_taken_for_the_newest() -> None:
     assert settings(cards(engine_version="nightly-5b8c30d62b754b57")).memory_fraction.item() == 0.92
 

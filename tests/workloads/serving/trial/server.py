@@ -10,6 +10,8 @@ from pathlib import Path
 BEHAVIOUR, FLAGS = sys.argv[1], dict(zip(sys.argv[2:], sys.argv[3:], strict=False))
 PORT, SLOTS = int(FLAGS["--port"]), int(FLAGS.get("--parallel", 4))
 STARTED = Path(f"started-{BEHAVIOUR}")
+FIRST_S, REST_S = {1: (0.2, 2.0), 2: (0.2, 1.0), 4: (0.8, 0.0)}[SLOTS] if BEHAVIOUR == "known" else (0.0, 0.0)
+"""Seconds to the first token and after it: more slots answer faster in all, and four begin late."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -62,9 +64,10 @@ class Handler(BaseHTTPRequestHandler):
             made, why = wanted // 2, "stop"
         if BEHAVIOUR == "cuts":
             made = wanted // 2
+        time.sleep(FIRST_S)
         for _ in range(made // 2):  # two tokens in a piece
             self.line({"choices": [{"index": 0, "text": "a b", "finish_reason": None}]})
-            time.sleep(0.001)
+            time.sleep(0.001 + REST_S / (made // 2))
         self.line({"choices": [{"index": 0, "text": "", "finish_reason": why}]})
         self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": made}})
         self.line("[DONE]")

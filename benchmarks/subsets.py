@@ -1,0 +1,34 @@
+"""Parts of sweeps, to see whether what holds of all of them holds of others, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from sweeps import FEWEST, Sweep, taken
+
+DRAWS = 2
+SHARES = (0.7, 0.5)
+
+
+def subsets(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
+    """Return parts by name: halves of the sweeps, sweeps of one size of cluster, and parts of the rows of each."""
+    found = {}
+    for draw in range(DRAWS):
+        order = np.random.default_rng(draw).permutation(len(sweeps)).tolist()
+        for name, places in (("first", order[: len(order) // 2]), ("second", order[len(order) // 2 :])):
+            found[f"{name} half of the sweeps, draw {draw + 1}"] = [sweeps[place] for place in sorted(places)]
+    devices = [sweep.problem.platform.task.cluster.devices for sweep in sweeps]
+    for many in sorted(set(devices)):
+        found[f"{many} devices"] = [sweep for sweep, own in zip(sweeps, devices, strict=True) if own == many]
+    for share in SHARES:
+        for draw in range(DRAWS):
+            fewer = [_fewer(sweep, share, [draw, place]) for place, sweep in enumerate(sweeps)]
+            found[f"{share:.0%} of the rows, draw {draw + 1}"] = [each for each in fewer if len(each.seconds) >= FEWEST]
+    return {name: some for name, some in found.items() if some}
+
+
+def _fewer(sweep: Sweep, share: float, seed: list[int]) -> Sweep:
+    size = len(sweep.seconds)
+    chosen = np.random.default_rng(seed).choice(size, max(1, round(share * size)), replace=False)
+    return taken(sweep, np.sort(chosen))

@@ -1,0 +1,112 @@
+"""What an engine computes: the model that it serves, how candidates split it, and what the engine adds to kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """What one engine adds to its kernels and messages. Times are seconds.
+
+    An iteration takes `iteration` more for the host, and `sequence` more for each running sequence (sampling,
+    streaming, bookkeeping). A request is on its way for `request` before the scheduler sees it; the front end, one
+    process, takes in one each `entry`. `receive` is how many iterations pass between two looks at new requests.
+
+    `attention`, `latent` (latent attention, in addition), `ffn` and `experts` (by precision of the weights) are the
+    small kernels of one layer: norms, rotation, cache writes, activations, casts, routing. A small all-reduce takes
+    `reduce`, and `reduce_doubling` more for each doubling of the ranks beyond two. `grouped_share` is the rate at which
+    experts' weights are read over that of a matrix product's, `grouped_work` the same of their arithmetic. Of the
+    tokens of an iteration only the share `spread` chooses experts of its own: the others follow them.
+
+    An iteration that is not captured as a graph is launched kernel by kernel, `eager_kernels` of each layer,
+    `eager_experts` and `eager_latent` more for each of these kinds; the host may then be slower than the device.
+
+    `mixes` says that prompts are computed beside decoding, else in iterations of their own, which are never captured.
+    `reserve` is the share of its answer for which the cache must have room before a request is admitted.
+    `activations_beside` says that the share of memory that the engine is given is for weights and cache alone.
+    """
+
+    iteration: float
+    sequence: float
+    request: float
+    attention: float
+    ffn: float
+    entry: float = 0.0
+    receive: int = 1
+    latent: float = 0.0
+    experts: Mapping[str, float] = field(default_factory=dict)
+    reduce: float = 10e-6
+    reduce_doubling: float = 0.0
+    grouped_share: float = 1.0
+    grouped_work: float = 1.0
+    spread: float = 1.0
+    eager_kernels: float = 0.0
+    eager_experts: float = 0.0
+    eager_latent: float = 0.0
+    mixes: bool = True
+    reserve: float = 0.0
+    activations_beside: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What all candidates of a task share: the model, the precision of its weights, and the engine's overheads.
+
+    `weight_bytes` are those of one weight in `precision`, where they are not what kernels compute in.
+    """
+
+    model: Model
+    precision: str
+    overheads: Overheads
+    weight_bytes: float | None = None
+
+    @property
+    def attention_precision(self) -> str:
+        """Precision of the projections of attention: checkpoints of experts in 4 bits keep them in 16."""
+        narrow = self.precision == "nvfp4" and self.model.num_moe_experts is not None
+        return "bf16" if narrow else self.precision
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts."""
+        model = self.model
+        return 0 if model.num_moe_experts is None else model.num_layers - model.moe_first_dense_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How candidates split the work: counts, as floats, one element a candidate.
+
+    One instance has `tensor` x `data` x `pipeline` devices; its experts are spread over `expert` groups of the first
+    two. Iterations of up to `captured` tokens are graphs, and one pass through the model takes `pass_tokens` at most.
+    `cores` devices work on each tensor rank's share together. `cache_bytes` are those of one value in the cache.
+    """
+
+    tensor: FloatArray
+    data: FloatArray
+    expert: FloatArray
+    pipeline: FloatArray
+    instances: FloatArray
+    cores: FloatArray
+    captured: FloatArray
+    pass_tokens: FloatArray
+    cache_bytes: FloatArray
+
+    @property
+    def lanes(self) -> FloatArray:
+        """Batches that are computed side by side: each stage of a pipeline works on another one."""
+        return self.pipeline * self.instances
+
+    @property
+    def column(self) -> Split:
+        """The same, to broadcast over the nodes of a table."""
+        return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
+
+    def rows(self, part: slice | IntArray) -> Split:
+        """Return some of the candidates."""
+        return Split(**{each.name: getattr(self, each.name)[part] for each in fields(self)})

@@ -1,0 +1,226 @@
+"""Memory, latencies and rates of servers for whole columns of candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.contracts import Costs, KernelCosts
+from flagcore.domain.objective import figure_name, is_rate, seconds
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
+from flagcore.domain.space import Columns, FloatArray
+from flagcore.domain.spec import Task
+from flagcore.physics.serving.iteration import IterationCosts, iteration_costs
+from flagcore.physics.serving.memory import ServingMemory, serving_memory
+from flagcore.physics.serving.price import Lane, Price
+from flagcore.physics.serving.work import Overheads, Serving, Split
+from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.expected import Expected
+from flagcore.workloads.serving.overheads import FITTED
+
+GRAPH_TOKENS = 512
+"""The largest batch that engines capture as a graph if nobody asks for more."""
+
+STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
+STORED |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
+"""Bytes of a weight stored narrower than it is computed: GGUF's block formats; 4 bits with a scale each 128."""
+
+COMPUTED = ("bf16", "fp16", "fp32")
+"""Formats that such weights, and those in a format that a chip does not have, are computed in: the first it has."""
+
+BOUNDS = {
+    "rate": (0.84, 1.22),
+    "tpot_s": (0.82, 1.19),
+    "itl_s": (0.75, 1.3),
+    "ttft_s": (0.7, 1.75),
+    "e2e_s": (0.82, 1.2),
+}
+"""80% of published points lie between these shares of what a fit to the others predicts."""
+
+GUESSED = 2.0
+"""How much wider, as a factor, intervals are where nobody measured the chip or fitted the engine."""
+
+
+def predict(task: Task, columns: Columns, settings: Settings, costs: Costs) -> Predictions:
+    """Return memory and figures of each candidate; times are NaN where the chip's facts do not allow an answer.
+
+    Of several load points a candidate's figures are those of the one that is best for the objective among those that
+    keep the SLO, or, where none does, of the one that is nearest to it.
+    """
+    serve = task.spec.serve
+    over = FITTED.get(serve.engine) or FITTED["vllm"]
+    serving = serving_of(task, costs.kernels, over)
+    split = split_of(settings)
+    memory = _memory(serving, split, settings, costs)
+    times = iteration_costs(serving, split, costs)
+    figures = _figures(serve, settings, split, memory, times, over, task.spec.objective)
+    figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / (settings.instances * settings.devices)
+    cache = np.maximum(memory.cache, 0.0)
+    figures["kv_cache_gib"] = cache / 2**30
+    figures["kv_cache_tokens"] = np.maximum(memory.cache_tokens, 0.0) * split.instances
+    return _predictions(task.spec.objective, figures, memory, settings, costs)
+
+
+def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
+    """Return what all candidates share. A format that the chip does not compute in is only stored."""
+    model, precision = task.spec.model, task.spec.serve.precision
+    one = np.ones(1)
+    if precision not in STORED and np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all():
+        return Serving(model=model, precision=precision, overheads=over)
+    known = [name for name in COMPUTED if np.isfinite(kernels.gemm_seconds(one, one, one, name)).all()]
+    stored = STORED.get(
+        precision, {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625}.get(precision)
+    )
+    wide = known[0] if known else "bf16"
+    return Serving(model=model, precision=wide, overheads=over, weight_bytes=stored)
+
+
+def split_of(settings: Settings) -> Split:
+    """Return how candidates split the work."""
+
+    def count(values: object) -> FloatArray:
+        return np.asarray(values, dtype=np.float64)
+
+    tensor, data, pipeline = count(settings.tensor), count(settings.data), count(settings.pipeline)
+    captured = np.minimum(GRAPH_TOKENS, 2.0 * count(settings.max_running))
+    return Split(
+        tensor=tensor,
+        data=data,
+        expert=np.maximum(count(settings.expert), 1.0),
+        pipeline=pipeline,
+        instances=count(settings.instances),
+        cores=np.maximum(count(settings.devices) / (tensor * data * pipeline), 1.0),
+        captured=np.where(count(settings.graphs) > 0, captured, 0.0),
+        pass_tokens=np.maximum(count(settings.pass_tokens), 1.0),
+        cache_bytes=count(settings.cache_element_bytes),
+    )
+
+
+def _memory(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
+    """Return what a device holds. What the driver and libraries take comes off what an engine may use."""
+    capacity = costs.memory.capacity_bytes()
+    none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0
+    budget = settings.memory_fraction * (np.inf if capacity is None else capacity) - none
+    return serving_memory(
+        serving,
+        split,
+        budget=budget,
+        own_cache=settings.cache_bytes,
+        batched_tokens=settings.max_batched_tokens.astype(np.float64),
+        running=settings.max_running.astype(np.float64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What decides a simulation; candidates that are the same in it are simulated once."""
+
+    lanes: int
+    lane: Lane
+    costs: bytes
+
+
+def _figures(
+    serve: ServeSpec,
+    settings: Settings,
+    split: Split,
+    memory: ServingMemory,
+    times: IterationCosts,
+    over: Overheads,
+    objective: str,
+) -> dict[str, FloatArray]:
+    """Simulate each load point on each candidate and keep the best point of each."""
+    loads = [Expected.of(load) for load in serve.loads]
+    rows = split.tensor.size
+    names = [name for name in RATES if not name.endswith("per_device")]
+    names += [f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS]
+    table = {name: np.full(rows, np.nan) for name in names}
+    known = np.isfinite(times.local).all(axis=1) & np.isfinite(times.cached) & np.isfinite(times.pair)
+    done: dict[_Row, Mapping[str, float]] = {}
+    for row in np.flatnonzero(known).tolist():
+        found = []
+        for expected in loads:
+            lane = _lane(row, settings, split, memory, over, expected.load.prefix_len, _longest(expected))
+            key = _Row(int(split.lanes[row]), lane, times.local[row].tobytes() + times.shared[row, :1].tobytes())
+            found.append((expected, lane, key))
+        best = done.get(found[0][2]) if len(found) == 1 else None
+        if best is None:
+            each = [expected.figures(Price(times, row, lane), key.lanes, serve.slo) for expected, lane, key in found]
+            best = _best(each, serve.slo, objective)
+            done[found[0][2]] = best
+        for name in names:
+            table[name][row] = best[name]
+    return table
+
+
+def _longest(expected: Expected) -> float:
+    return float(max(sum(lengths) for lengths in expected.lengths))
+
+
+def _lane(
+    row: int, settings: Settings, split: Split, memory: ServingMemory, over: Overheads, prefix: int, longest: float
+) -> Lane:
+    """Return what one lane of a candidate may do. A cache that is too small for one request is taken to hold it."""
+    ranks = float(split.data[row])
+    tokens = float(memory.cache_tokens[row] / split.pipeline[row])
+    return Lane(
+        budget=float(settings.max_batched_tokens[row]) * ranks if settings.chunked[row] else float("inf"),
+        running=max(1.0, float(settings.max_running[row] // split.pipeline[row])) * ranks,
+        cache_tokens=max(min(tokens, 1e12), longest + 2.0 * float(settings.block_size[row])),
+        block=float(settings.block_size[row]),
+        ranks=ranks,
+        mixes=over.mixes,
+        reserve=over.reserve,
+        receive=over.receive,
+        entry=over.entry,
+        request=over.request,
+        shared_prefix=float(prefix) if settings.prefix_caching[row] else 0.0,
+    )
+
+
+def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
+    """Return the load point that is best for the objective among those nearest to the SLO; keeping it is nearest."""
+
+    def order(figures: Mapping[str, float]) -> tuple[float, float]:
+        over = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
+        return max(over, 1.0), seconds(objective, figures.get(figure_name(objective), float("inf")))
+
+    return min(each, key=order)
+
+
+def _predictions(
+    objective: str, figures: dict[str, FloatArray], memory: ServingMemory, settings: Settings, costs: Costs
+) -> Predictions:
+    name = figure_name(objective)
+    told = figures.get(name, figures["output_tokens_per_s"])
+    with np.errstate(divide="ignore"):
+        time = 1.0 / told if is_rate(objective) else told
+    low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
+    wider = GUESSED if costs.guessed or costs.synchronous else 1.0
+    capacity = costs.memory.capacity_bytes()
+    least = memory.weights + memory.activations + memory.graphs
+    one = settings.context_len * memory.token
+    held = least + np.maximum(memory.cache, one)
+    reserved = np.where(np.isnan(settings.cache_bytes), held, costs.memory.reserved_bytes(held))
+    used = costs.memory.device_used_bytes(reserved)
+    if capacity is not None:  # an engine refuses to start without room for one request, whatever is left beside it
+        beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
+        used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
+    return Predictions(
+        step_time_s=time,
+        low_s=time * low / wider,
+        high_s=time * high * wider,
+        time_s={},
+        static_bytes=memory.weights + np.maximum(memory.cache, 0.0),
+        activation_bytes=memory.activations + memory.graphs,
+        peak_allocated_bytes=held,
+        reserved_bytes=reserved,
+        device_used_bytes=used,
+        worst_stage=np.zeros(time.shape, dtype=np.int64),
+        capacity_bytes=capacity,
+        model_flops=0.0,
+        figures=figures,
+    )

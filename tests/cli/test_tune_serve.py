@@ -1,0 +1,139 @@
+"""`flag tune` with servers of known speed: the best that keeps the limits, a run that goes on, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import MODEL, Project, Ran
+from tests.cli.test_tune import books_balance
+
+Flag = Callable[..., Ran]
+SERVER = Path(__file__).parents[1] / "workloads" / "serving" / "trial" / "server.py"
+
+
+def spec(project: Project, *, behaviour: str = "known", slo: Any = None, **tuner: Any) -> str:
+    """Write a spec and return its path. Fastest is `parallel` 4, whose first tokens come late; then come 2 and 1."""
+    (project.folder / "weights.gguf").touch()
+    control = {"max_time_per_task": 60, "repeats": 0, **tuner.pop("control", {})}
+    data = {
+        "model": MODEL,
+        "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
+        "serve": {
+            "engine": "llamacpp",
+            "command": [sys.executable, str(SERVER), behaviour],
+            "weights": "weights.gguf",
+            "profile": {"input_len": 16, "output_len": 8, "num_prompts": 4, "concurrency": 4},
+            **({"slo": slo} if slo else {}),
+        },
+        "auto_tuner": {
+            "strategy": "predicted",  # goes on to the end of the space
+            "baseline": {"parallel": 1},
+            "space": {"parallel": [1, 2, 4]},
+            "control": control,
+            **tuner,
+        },
+        "envs": {"TEST_MARK": project.mark},
+    }
+    path = project.folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return str(path)
+
+
+def tune(flag: Flag, project: Project, **given: Any) -> Ran:
+    return flag("tune", spec(project, **given), "--run-dir", str(project.run_dir))
+
+
+def test_the_fastest_is_found_with_its_figures_and_what_is_needed_to_start_it(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project)
+    assert ran.code == 0, ran.err
+    result = project.result()
+    assert books_balance(result)
+    assert [trial["state"] for trial in result["trials"]] == ["measured"] * 3
+    best = result["best"]
+    assert best["candidate"]["parallel"] == best["measured"]["effective"]["parallel"] == 4
+    assert result["baseline"]["candidate"]["parallel"] == 1
+    assert result["gain"] > 0.2
+    assert best["measured"]["figures"]["output_tokens_per_s"] > 0
+    assert best["measured"]["figures"]["ttft_s"]["p99"] > 0.8
+    launch = json.loads((project.run_dir / "best" / "launch.json").read_text())
+    assert launch["argv"][:3] == [sys.executable, str(SERVER), "known"]
+    assert "--parallel 4" in (project.run_dir / "best.sh").read_text()
+    assert project.all_gone()
+
+
+def test_the_fastest_that_keeps_the_slo_wins_and_the_cost_of_the_slo_is_told(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, slo={"ttft_s": {"p99": 0.6}})
+    assert ran.code == 0, ran.err
+    assert project.result()["best"]["candidate"]["parallel"] == 2
+    assert "the limits cost" in ran.out
+    broken = {trial["candidate"]["parallel"]: trial["measured"]["broken"] for trial in project.result()["trials"]}
+    assert [bool(broken[slots]) for slots in (1, 2, 4)] == [False, False, True]
+
+
+def test_where_no_configuration_keeps_the_slo_the_nearest_is_named(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, slo={"ttft_s": {"p99": 0.05}})
+    assert ran.code == 3, ran.err
+    assert "nearest" in ran.err
+    assert "parallel" in ran.err
+
+
+def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, behaviour="cuts")
+    assert ran.code == 5
+    trials = project.result()["trials"]
+    assert {trial["state"] for trial in trials} == {"invalid"}
+    assert not any(trial["measured"] for trial in trials)
+    assert "do not fit into the context" in ran.err
+
+
+def test_several_instances_leave_a_balancer_in_front_of_them(flag: Flag, project: Project) -> None:
+    ran = tune(flag, project, space={"parallel": 2, "instances": 2}, baseline={"parallel": 2, "instances": 2})
+    assert ran.code == 0, ran.err
+    folder = project.run_dir / "best"
+    assert {"start.sh", "nginx.conf", "docker-compose.yaml"} <= {file.name for file in folder.iterdir()}
+    assert str(folder / "start.sh") in (project.run_dir / "best.sh").read_text()
+
+
+def test_a_run_that_was_killed_leaves_nothing_and_goes_on_where_it_was(flag: Flag, project: Project) -> None:
+    process = project.start("tune", spec(project), "--run-dir", str(project.run_dir))
+    deadline = time.monotonic() + 60
+    while not (project.run_dir / "trials" / "1" / "serve.json").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert project.all_gone()
+    again = flag("tune", spec(project), "--run-dir", str(project.run_dir))
+    assert again.code == 0, again.err
+    assert "trial 0 (" not in again.err
+    result = project.result()
+    assert result["best"]["candidate"]["parallel"] == 4
+    assert [trial["state"] for trial in result["trials"]] == ["measured"] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"space": {"paralel": [1]}}, ("paralel", "parallel")),
+        ({"space": {"parallel": ["many"]}}, ("parallel", "whole number")),
+        ({"objective": "goodput_requests_per_s"}, ("goodput", "serve.slo")),
+    ],
+)
+def test_a_spec_that_cannot_be_served_is_told_before_anything_runs(
+    change: dict[str, Any], words: tuple[str, ...], flag: Flag, project: Project
+) -> None:
+    ran = tune(flag, project, **change)
+    assert ran.code == 2
+    assert all(word in ran.err for word in words)
+    assert not (project.run_dir / "trials").exists()

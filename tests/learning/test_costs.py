@@ -1,0 +1,49 @@
+"""What a trial is expected to cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.space import FloatArray
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.learning.costs import expected_seconds, whole_seconds
+from tests.strategies.scenes import predictions, ran, scene
+
+KNOWN = predictions()
+STEPS = scene(KNOWN).task.spec.control.train_iters
+STEP = float(KNOWN.step_time_s[0])
+WHOLE = 20.0 + STEPS * STEP
+
+
+def cost(fits: float, ends: float, *trials: Trial) -> float:
+    """The cost of a step as long as that of row 0, whose trial took 20 s beside its steps."""
+    seen = scene(KNOWN, [replace(ran(0, STEP, 0), duration_s=WHOLE), *trials])
+    log_time: FloatArray = np.log([STEP])
+    whole = whole_seconds(seen, log_time)
+    assert whole.tolist() == pytest.approx([WHOLE])
+    return float(expected_seconds(seen, log_time, whole, np.array([fits]), np.array([ends]))[0])
+
+
+def lost(row: int, state: TrialState, seconds: float) -> Trial:
+    return replace(ran(row, None, row), state=state, duration_s=seconds)
+
+
+def test_a_trial_that_surely_ends_costs_its_steps_and_what_is_beside_them() -> None:
+    assert cost(1.0, 1.0) == pytest.approx(WHOLE)
+
+
+def test_before_any_ran_out_of_memory_that_costs_the_start_and_a_step() -> None:
+    assert cost(0.0, 1.0) == pytest.approx(20.0 + STEP)
+
+
+def test_running_out_of_memory_costs_what_it_did_so_far() -> None:
+    out = [lost(row, TrialState.OUT_OF_MEMORY, seconds) for row, seconds in ((1, 300.0), (2, 500.0), (3, 400.0))]
+    assert cost(0.25, 1.0, *out) == pytest.approx(0.25 * WHOLE + 0.75 * 400.0)
+
+
+def test_a_failure_costs_what_failures_did_so_far() -> None:
+    broken = lost(1, TrialState.TIMED_OUT, 1800.0)
+    assert cost(1.0, 0.5, broken) == pytest.approx(0.5 * WHOLE + 0.5 * 1800.0)

@@ -1,0 +1,60 @@
+"""The chance to fail, as failed and ended trials tell it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.trial import Trial, TrialState
+from flagcore.learning.failures import chance_to_end
+from tests.strategies.scenes import SPACE, predictions, ran, scene
+
+KNOWN = predictions()
+ROWS = np.arange(len(SPACE))
+COLUMNS = SPACE.columns()
+
+
+def lost(row: int, number: int, state: TrialState = TrialState.FAILED) -> Trial:
+    return replace(ran(row, None, number), state=state)
+
+
+def chances(*trials: Trial) -> np.ndarray:
+    return chance_to_end(scene(KNOWN, trials), ROWS)
+
+
+def apart(row: int) -> np.ndarray:
+    """In how many knobs each row differs from one."""
+    different: np.ndarray = sum((column != column[row]).astype(int) for column in COLUMNS.values())
+    return different
+
+
+@pytest.mark.parametrize("state", [TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT])
+def test_what_is_like_a_failed_trial_is_less_likely_to_end(state: TrialState) -> None:
+    ends, far = chances(lost(0, 0, state)), apart(0)
+    assert ends[far == far.min()].max() < ends[far == far.max()].min()
+    assert ends[far == np.sort(np.unique(far))[1]].max() < 0.7
+    assert ends.min() > 0.0
+
+
+@pytest.mark.parametrize("state", [TrialState.OUT_OF_MEMORY, TrialState.INTERRUPTED])
+def test_memory_that_ran_out_and_interrupts_are_no_failures(state: TrialState) -> None:
+    assert chances(lost(0, 0, state)).tolist() == [1.0] * len(SPACE)
+
+
+def test_suspicion_falls_on_the_value_with_which_no_trial_ended() -> None:
+    sizes = COLUMNS["micro_batch_size"]
+    broken = np.flatnonzero(sizes == 2)[:2]
+    fine = [row for each in broken for row in np.flatnonzero((apart(each) <= 2) & (sizes != 2))[:3]]
+    ended = [ran(int(row), 1.0, at) for at, row in enumerate(fine)]
+    ends = chances(*ended, *(lost(int(row), 10 + at) for at, row in enumerate(broken)))
+    assert ends[sizes == 2].max() < 0.25
+    assert np.median(ends[sizes != 2]) > 0.8
+
+
+def test_a_value_that_failed_once_and_ended_often_is_hardly_suspected() -> None:
+    sizes = COLUMNS["micro_batch_size"]
+    rows = np.flatnonzero(sizes == 2)
+    ended = [ran(int(row), 1.0, at) for at, row in enumerate(rows[1:9])]
+    assert np.median(chances(*ended, lost(int(rows[0]), 10))[rows]) > 0.5

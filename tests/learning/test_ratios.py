@@ -1,0 +1,67 @@
+"""What measurements let us believe: rough errors, a past that holds or does not, and what is alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flagcore.domain.experience import Observed
+from flagcore.domain.space import FloatArray
+from flagcore.learning import MEMORY, TIME, Ratios
+from tests.strategies.scenes import SPACE, predictions, scene
+
+KNOWN = predictions()
+ROWS = np.arange(len(SPACE))
+ALL = scene(KNOWN).features(ROWS)
+CHANCE = np.random.default_rng(0)
+TRIED = CHANCE.permutation(len(SPACE))[:40]
+
+
+def observed(rows: np.ndarray, ratio: FloatArray, task: int = 0) -> Observed:
+    return Observed(ALL.take(rows), ratio[rows], np.full(rows.size, 0.01), np.full(rows.size, task, dtype=np.int64))
+
+
+def by_parts(wrong: float) -> FloatArray:
+    """The logarithm of measured over predicted where parts of the step are off, in turns one way and the other."""
+    parts = sum(share * np.exp(wrong if at % 2 else -wrong) for at, share in enumerate(ALL.parts.values()))
+    ratio: FloatArray = np.log(parts)
+    return ratio
+
+
+@pytest.mark.parametrize("rough", [0.01, 0.05, 0.2, 0.3])
+def test_how_rough_errors_are_is_learned_from_trials(rough: float) -> None:
+    ratio = CHANCE.normal(0.0, rough, len(SPACE))
+    untried = np.setdiff1d(ROWS, TRIED)
+    deviation = Ratios(observed(TRIED, ratio), ALL, TIME).of(ALL.take(untried)).deviation
+    assert 0.7 * rough < np.median(deviation) < 1.4 * rough + 0.03
+
+
+def test_a_past_that_holds_is_believed_from_the_start() -> None:
+    ratio = by_parts(0.3)
+    alone, taught = (
+        Ratios(Observed.join([*past, observed(TRIED[:3], ratio)]), ALL, TIME).of(ALL)
+        for past in ([], [observed(ROWS[::3], ratio, task=1)])
+    )
+    assert np.abs(taught.mean - ratio).mean() < 0.5 * np.abs(alone.mean - ratio).mean()
+
+
+def test_a_past_that_trials_contradict_counts_no_more() -> None:
+    past, real = observed(ROWS[::3], by_parts(-0.4), task=1), by_parts(0.4)
+    belief = Ratios(Observed.join([past, observed(TRIED[:8], real)]), ALL, TIME).of(ALL)
+    alone = Ratios(observed(TRIED[:8], real), ALL, TIME).of(ALL)
+    assert np.abs(belief.mean - real).mean() < 1.5 * np.abs(alone.mean - real).mean()
+    assert np.mean(np.abs(belief.mean - real) < 2 * belief.deviation) > 0.9
+
+
+def test_draws_are_of_what_is_believed() -> None:
+    belief = Ratios(observed(TRIED[:5], by_parts(0.2)), ALL, TIME)
+    one, drawn = belief.of(ALL.take(ROWS[:20])), belief.drawn(ALL.take(ROWS[:20]), 20_000)
+    assert drawn.mean(axis=0) == pytest.approx(one.mean, abs=0.01)
+    assert drawn.std(axis=0) == pytest.approx(one.deviation, rel=0.1)
+
+
+@pytest.mark.parametrize("scales", [TIME, MEMORY])
+def test_before_anything_is_measured_the_prediction_is_believed(scales: object) -> None:
+    belief = Ratios(Observed.nothing(), ALL, scales).of(ALL)  # type: ignore[arg-type]
+    assert belief.mean == pytest.approx(0.0)
+    assert (belief.deviation > scales.chip).all()  # type: ignore[attr-defined]

@@ -1,0 +1,53 @@
+"""What trials say of predictions: measurements, and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.trial import PROBE, Trial, TrialState
+from flagcore.learning.trials import observed_times, seconds_beside
+from tests.strategies.scenes import predictions, ran, scene
+
+KNOWN = predictions()
+STEPS = scene(KNOWN).task.spec.control.train_iters
+
+
+def late(row: int, times: float, beside: float, **changes: object) -> Trial:
+    """A trial that timed out when its steps could have taken `times` what is predicted."""
+    seconds = beside + STEPS * times * float(KNOWN.step_time_s[row])
+    return replace(ran(row, None, 5), state=TrialState.TIMED_OUT, duration_s=seconds, **changes)  # type: ignore[arg-type]
+
+
+def measured() -> list[Trial]:
+    """Trials as predicted, which took 20 s beside their steps."""
+    steps = [float(KNOWN.step_time_s[row]) for row in range(3)]
+    return [replace(ran(row, step, row), duration_s=20.0 + STEPS * step) for row, step in enumerate(steps)]
+
+
+def told(*trials: Trial) -> list[float]:
+    return observed_times(scene(KNOWN, [*measured(), *trials])).log_ratio[3:].tolist()
+
+
+def test_trials_take_a_time_beside_their_steps() -> None:
+    assert seconds_beside(scene(KNOWN, measured())) == pytest.approx(20.0)
+    assert seconds_beside(scene(KNOWN)) == 0.0
+
+
+def test_a_time_out_is_a_bound_of_the_step() -> None:
+    assert told(late(7, 1.4, 20.0)) == [pytest.approx(np.log(1.4))]
+
+
+def test_a_time_out_that_was_to_be_expected_says_nothing_new() -> None:
+    assert told(late(7, 0.5, 20.0)) == [pytest.approx(0.0, abs=0.05)]
+
+
+def test_a_trial_that_hung_says_nothing_of_time() -> None:
+    assert told(late(7, 20.0, 20.0)) == []
+
+
+def test_a_probe_that_timed_out_says_nothing_of_the_step() -> None:
+    probe = late(7, 1.4, 20.0, fidelity=PROBE)
+    assert observed_times(replace(scene(KNOWN, measured()), probes=[probe])).log_ratio.size == 3

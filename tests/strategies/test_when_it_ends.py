@@ -1,0 +1,55 @@
+"""The search says that hardly any gain is left only where that is so, however rough the model's errors are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.experience import Observed, Past
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.trial import Trial
+from flagcore.strategies.learned import LEAST_GAIN, STRATEGY
+from tests.strategies.scenes import distorted, predictions, ran, scene
+
+KNOWN = predictions()
+NEAR = np.argsort(KNOWN.step_time_s)[:100]
+
+
+def rows_of(seed: int) -> IntArray:
+    """Some rows among the fastest, to be the whole space."""
+    return np.sort(np.random.default_rng(seed).choice(NEAR, 40, replace=False))
+
+
+def misleading(rows: IntArray, seed: int) -> Past:
+    """A past with smooth errors, in which other parts of a step are slow than in the task at hand."""
+    real = distorted(KNOWN, 100 + seed, spread=0.02)
+    ratio = np.log(real[rows] / KNOWN.step_time_s[rows])
+    features = scene(KNOWN).features(rows)
+    time = Observed(features, ratio, np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64))
+    return replace(Past.nothing(), time=time)
+
+
+def lost_by_ending(real: FloatArray, rows: IntArray, past: Past) -> bool:
+    """Search, and return whether something was left that is enough faster than the best."""
+    slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
+    trials: list[Trial] = [ran(slowest, float(real[slowest]), 0)]
+    while len(trials) < rows.size:
+        row = STRATEGY.next(scene(KNOWN, trials, open_rows=rows, past=past)).row
+        if row is None:
+            break
+        trials.append(ran(row, float(real[row]), len(trials)))
+    best = min(trial.measurement.step_time_s for trial in trials if trial.measurement)
+    return bool(real[rows].min() * (1 + LEAST_GAIN) < best)
+
+
+@pytest.mark.parametrize("rough", [0.05, 0.2])
+@pytest.mark.parametrize("misled", [False, True])
+def test_little_is_left_when_it_ends(rough: float, misled: bool) -> None:
+    lost = 0
+    for seed in range(8):
+        rows = rows_of(seed)
+        past = misleading(rows, seed) if misled else Past.nothing()
+        lost += lost_by_ending(distorted(KNOWN, seed, spread=rough), rows, past)
+    assert lost <= 1
