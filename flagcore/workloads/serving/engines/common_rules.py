@@ -30,10 +30,11 @@ def at_least_one(*knobs: str) -> tuple[Rule, ...]:
 
 
 def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
-    """Return the rules of instances and of splitting a model; `data` says that the engine has attention DP and EP."""
+    """Return the rules of instances and of splitting a model.
+
+    `data` says that the engine has attention DP and EP, and that it splits attention by heads.
+    """
     place, model = Place.of(task), task.spec.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    latent = model.multi_latent_attention
     knobs = (INSTANCES, TP, PP, DP) if data else (INSTANCES, TP, PP)
     product = " x ".join(knobs)
     rules = (
@@ -44,6 +45,20 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
             says=f"{product} must not exceed the {place.cards} devices",
             broken=lambda c: c[INSTANCES] * devices(c) > place.cards,
         ),
+        Rule(
+            name="pipeline_layers",
+            knobs=(PP,),
+            says=f"{PP} must not exceed num_layers = {model.num_layers}",
+            broken=lambda c: c[PP] > model.num_layers,
+        ),
+    )
+    return (*rules, *_heads(task), *_experts(task)) if data else rules
+
+
+def _heads(task: Task) -> tuple[Rule, ...]:
+    model = task.spec.model
+    heads, groups, latent = model.num_attention_heads, model.num_query_groups, model.multi_latent_attention
+    return (
         Rule(
             name="attention_heads",
             knobs=(TP,),
@@ -56,14 +71,7 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
             says=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
             broken=lambda c: (groups % _positive(c[TP]) != 0) & (c[TP] % groups != 0) & (not latent),
         ),
-        Rule(
-            name="pipeline_layers",
-            knobs=(PP,),
-            says=f"{PP} must not exceed num_layers = {model.num_layers}",
-            broken=lambda c: c[PP] > model.num_layers,
-        ),
     )
-    return (*rules, *_experts(task)) if data else rules
 
 
 def _experts(task: Task) -> tuple[Rule, ...]:

@@ -39,8 +39,7 @@ from flagcore.workloads.serving.engines.place import Place, longest
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return what is illegal, with the log lines of the wheel as sources."""
-    place, need = Place.of(task), longest(task.spec.serve.loads)
-    total = total_context(task)
+    place, total = Place.of(task), total_context(task)
     kv, plain = BY_NAME[KV], [0, *(KV_TYPES.index(name) + 1 for name in PLAIN_KV)]
     modes = {name: SPLIT_MODES.index(name) + 1 for name in SPLIT_MODES}
     off = BY_NAME[FLASH].words.index("off") + 1
@@ -108,12 +107,17 @@ def rules(task: Task) -> tuple[Rule, ...]:
             says=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
             broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
         ),
-        Rule(
-            name="slot_context",
-            knobs=(PARALLEL, UNIFIED),
-            says=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
-            broken=lambda c: slot_share(c, total) < (need if total else 0),
-        ),
+        *((_slot_context(task, total),) if total else ()),
+    )
+
+
+def _slot_context(task: Task, total: int) -> Rule:
+    need = longest(task.spec.serve.loads)
+    return Rule(
+        name="slot_context",
+        knobs=(PARALLEL, UNIFIED),
+        says=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
+        broken=lambda c: slot_share(c, total) < need,
     )
 
 

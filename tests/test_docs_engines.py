@@ -1,0 +1,52 @@
+"""The page of engines has every knob, its flag and its rules, and no others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.workloads.serving.engines import llama_knobs, sglang_knobs, vllm_knobs
+from flagcore.workloads.serving.engines.contract import Engine
+from flagcore.workloads.serving.engines.llamacpp import ENGINE as LLAMACPP
+from flagcore.workloads.serving.engines.sglang import ENGINE as SGLANG
+from flagcore.workloads.serving.engines.vllm import ENGINE as VLLM
+from tests.small import EXPERTS
+from tests.workloads.serving.engines.tasks import serving
+
+PAGE = (Path(__file__).parent.parent / "docs" / "engines.md").read_text(encoding="utf-8")
+ENGINES = [("vLLM", VLLM, vllm_knobs.KNOBS), ("SGLang", SGLANG, sglang_knobs.KNOBS)]
+ENGINES += [("llama.cpp", LLAMACPP, llama_knobs.KNOBS)]
+FEW = {
+    "vllm": {},
+    "sglang": {"attention_backend": "flashmla"},
+    "llamacpp": {"ctx_size": 4096},
+}
+"""Flags with which rules apply that do not otherwise."""
+
+
+def section(name: str) -> str:
+    return PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(("name", "engine", "knobs"), ENGINES)
+def test_every_knob_of_an_engine_is_on_the_page_with_its_flag_and_values(name: str, engine: Engine, knobs: Any) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| .+ \| .+ \|$", section(name), re.MULTILINE)
+    assert [row[0] for row in rows] == [knob.name for knob in knobs]
+    for knob, (_, flag, values) in zip(knobs, rows, strict=True):
+        spelt = knob.off if knob.neutral is True else knob.flags
+        assert flag == (f"`--{spelt[0]}`" if spelt else "–")
+        assert all(word in values for word in knob.words)
+
+
+@pytest.mark.parametrize(("name", "engine", "knobs"), ENGINES)
+def test_every_rule_of_an_engine_is_on_the_page(name: str, engine: Engine, knobs: Any) -> None:
+    given = {"model": EXPERTS, "weights": "w", "command": ("/bin/echo",), "engine_args": FEW[engine.name]}
+    tasks = [serving(engine.name, **given), serving(engine.name, on_cores=True, devices=2, **given)]
+    names = {rule.name for task in tasks for rule in engine.rules(task)}
+    positive = {f"{knob.name}_positive" for knob in knobs}
+    listed = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", section(name), re.MULTILINE))
+    assert listed - {"KNOB_positive"} == names - positive
+    assert "KNOB_positive" in listed
