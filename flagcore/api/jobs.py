@@ -19,6 +19,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.job import Job
 from flagcore.domain.prediction import of_row
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
@@ -146,6 +147,8 @@ class _Jobs:
         cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine
         platform, workload = self._platform(*cluster), self._workload(job.work.engine)
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
+        if isinstance(job.work, ServeSpec):
+            spec = replace(spec, objective="output_tokens_per_s")
         bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
         task, values, noted = workload.published(bare, job.candidate, job.notes)
         warnings: tuple[str, ...] = ()

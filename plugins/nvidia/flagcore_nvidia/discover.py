@@ -1,26 +1,40 @@
-"""Finds NVIDIA GPUs through nvidia-smi."""
+"""Finds NVIDIA GPUs: by nvidia-smi; where it is missing, by torch in a process of its own if a device file is there.
+
+Other vendors' torch answers to cuda, and their drivers may bring an nvidia-smi: the PCI id and the names decide.
+"""
 
 from __future__ import annotations
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.smi import MIB, tool_output, visible
+from flagcore.vendorkit.smi import tool_output, visible
+from flagcore_nvidia import smi
+from flagcore_nvidia.kit import machine
+from flagcore_nvidia.kit.machine import TorchSays
+from flagcore_nvidia.kit.rows import Row
 
-QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version,uuid", "--format=csv,noheader,nounits")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEVICE_FILE = "dev/nvidia[0-9]*"
+FORMAT = "--format=csv,noheader,nounits"
 
 
 def devices() -> tuple[Device, ...]:
-    """Return the GPUs that processes started from here can see; none without the tool."""
-    return visible(parse(tool_output(*QUERY) or ""), "CUDA_VISIBLE_DEVICES")
+    """Return the GPUs that processes started from here can see; none if the user's environment names another vendor."""
+    if machine.named_otherwise("nvidia"):
+        return ()
+    listed = tuple(row.device for row in rows(smi.FIELDS))
+    if listed:
+        return visible(listed, VISIBLE)
+    return torch_devices(machine.ask_torch("cuda")) if machine.has_nodes(DEVICE_FILE) else ()
 
 
-def parse(text: str) -> tuple[Device, ...]:
-    """Return the devices of nvidia-smi's answer to QUERY. A line of another shape (a warning) is skipped."""
-    found = []
-    for line in text.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) != 5 or not words[0].isdigit():
-            continue
-        index, name, mib, driver, uuid = words
-        memory = int(mib) * MIB if mib.isdigit() else None  # [N/A] where the GPU shares the host's memory
-        found.append(Device(index=int(index), chip=name, memory_bytes=memory, driver=driver, uuid=uuid))
-    return tuple(found)
+def rows(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+    """Return what nvidia-smi lists, with `fields` of each device."""
+    query = tool_output("nvidia-smi", f"--query-gpu={','.join(fields)}", FORMAT, timeout_seconds=timeout_seconds)
+    return smi.parse_csv(query or "", fields)
+
+
+def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
+    """Return the devices that torch lists, if they are NVIDIA's; torch has honoured the visible devices already."""
+    if said is None or said.attributes or not all(each.chip.startswith("NVIDIA ") for each in said.devices):
+        return ()
+    return said.devices

@@ -1,0 +1,276 @@
+"""Fits the overheads of serving engines and the shares that kernels reach inside them to published points.
+
+    python benchmarks/serving_fit.py RECORDS.jsonl [MORE.jsonl ...] [--rounds 4]
+
+RECORDS are job records with a `measured` part (docs/cli.md, `estimate --jobs`). All parameters are fitted together, by
+Gauss-Newton on the logarithms of TPOT (and, of vLLM, with little weight, TTFT) in closed form, with weights that fall
+with the error (soft L1) and priors around estimates. They are one set an engine and one a family of chips: none is of a
+row, a model or a chip. Printed are the parameters, and the errors of each (chip, model) without any of its rows in the
+fit, the parameters moved by one more step from where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from flagcore import plugins
+from flagcore.api.telling import loaded_plugins
+from flagcore.contracts import Costs
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.serving.iteration import iteration_costs
+from flagcore.physics.serving.steady import ClosedLoop, steady
+from flagcore.physics.serving.work import Overheads
+from flagcore.spec import read_job
+from flagcore.stages.discover import costs as costs_of
+from flagcore.workloads.serving.predict import _memory, serving_of, split_of
+
+SOFT = 0.1
+"""Relative error from which a point counts less."""
+
+STEP = 0.02
+WEIGHTS = {"tpot": 1.0, "ttft": {"vllm": 0.15, "sglang": 0.0}}
+STRICT = 2.5
+"""How strongly priors pull: the error of a point against a parameter that is off by its spread."""
+
+CHIP = {
+    "memory_share": (0.8, 0.08),
+    "bf16": (0.7, 0.12),
+    "fp8": (0.6, 0.2),
+    "nvfp4": (0.5, 0.25),
+    "attention_share": (0.5, 0.3),
+}
+ENGINE = {
+    "iteration": (2e-3, 0.7),
+    "sequence": (10e-6, 1.0),
+    "attention": (25e-6, 0.5),
+    "latent": (20e-6, 0.5),
+    "ffn": (15e-6, 0.5),
+    "experts8": (50e-6, 0.5),
+    "experts4": (30e-6, 0.5),
+    "reduce": (8e-6, 0.5),
+    "reduce_doubling": (2e-6, 0.7),
+    "grouped_share": (0.8, 0.25),
+    "grouped_work": (0.6, 0.4),
+    "spread": (0.7, 0.4),
+    "eager_kernels": (55.0, 0.2),
+    "eager_experts": (20.0, 0.7),
+    "eager_latent": (30.0, 0.7),
+}
+"""Prior and spread (of its logarithm) of each parameter."""
+
+FAMILIES = {"H": "hopper", "B": "blackwell", "G": "blackwell"}
+UNITS = {"hopper": 132.0, "blackwell": 148.0}
+
+
+@dataclass(frozen=True)
+class Points:
+    """Records of one chip, engine and model."""
+
+    rows: np.ndarray
+    task: Task
+    engine: str
+    family: str
+    name: str
+    columns: Mapping[str, np.ndarray]
+    costs: Costs
+    lens: np.ndarray
+    tpot: np.ndarray
+    ttft: np.ndarray
+    odd: bool
+
+
+def read(files: Sequence[str]) -> list[Points]:
+    """Return the records with a closed loop, those of one task together."""
+    lines = [json.loads(line) for file in files for line in Path(file).read_text("utf-8").splitlines()]
+    found: dict[tuple[object, ...], list[tuple[int, dict, Task, dict]]] = defaultdict(list)
+    made: dict[tuple[object, ...], tuple[Costs, NodeGroup]] = {}
+    with loaded_plugins(()) as loaded:
+        for place, line in enumerate(lines):
+            job = read_job(line)
+            chip, devices = loaded.find_chip(job.chip), min(job.devices_per_node, job.devices)
+            key = (chip.name, job.devices, job.work.engine)
+            if key not in made:
+                group = NodeGroup(chip=chip, nodes=job.devices // devices, devices_per_node=devices)
+                made[key] = costs_of(Cluster(groups=(group,)), loaded, job.work.engine), group
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
+            workload = plugins.workload(job.work.engine)
+            bare = Task(spec=spec, cluster=Cluster(groups=(made[key][1],)))
+            task, values, _ = workload.published(bare, job.candidate, "")
+            columns = workload.columns(task, values)
+            found[(*key, job.model, job.work.precision)].append((place, line, task, columns))
+    points = []
+    for (chip, devices, engine, model, precision), rows in found.items():
+        lines_of, tasks = [row[1] for row in rows], [row[2] for row in rows]
+        loads = [task.spec.serve.loads[0] for task in tasks]
+        measured = [line["measured"] for line in lines_of]
+        points.append(
+            Points(
+                rows=np.array([row[0] for row in rows]),
+                task=tasks[0],
+                engine=engine,
+                family=FAMILIES[chip[0]],
+                name=f"{chip} {model.name.split('/')[-1]}",
+                columns={knob: np.concatenate([row[3][knob] for row in rows]) for knob in rows[0][3]},
+                costs=made[chip, devices, engine][0],
+                lens=np.array([(load.input_len, load.output_len, load.concurrency) for load in loads], dtype=float),
+                tpot=np.array([each.get("tpot_mean_s") or each.get("tpot_p50_s") for each in measured]),
+                ttft=np.array([each.get("ttft_mean_s") or each.get("ttft_p50_s") for each in measured]),
+                odd=_odd(
+                    chip, devices, engine, model.name, precision, lines_of[0]["serve"].get("engine_version") or ""
+                ),
+            )
+        )
+    return points
+
+
+def _odd(chip: str, devices: int, engine: str, model: str, precision: str, version: str) -> bool:
+    """Whether points contradict themselves, and are left out of the fit, never out of the errors.
+
+    On more devices than the measured ones had (16 and 64, equal to rows of 4 and 8), a 235 GB model on one device of
+    141 GB, more arithmetic than the chip's peak, and seconds of start-up in every first token.
+    """
+    started = "DeepSeek" in model and not version
+    return devices > 8 or "235B" in model or (chip == "H200" and engine == "vllm" and precision == "fp8") or started
+
+
+def parameters(engines: Sequence[str], families: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return prior and spread by name."""
+    names = {f"{family}.{key}": prior for family in families for key, prior in CHIP.items()}
+    return names | {f"{engine}.{key}": prior for engine in engines for key, prior in ENGINE.items()}
+
+
+def curve_of(family: str, values: Mapping[str, float]) -> Curve:
+    """Return a family's curve."""
+    got = {key: values[f"{family}.{key}"] for key in CHIP}
+    return Curve(
+        units=UNITS[family],
+        gemm_share=got["bf16"],
+        gemm_shares={"fp8": got["fp8"], "mxfp8": got["fp8"], "nvfp4": got["nvfp4"]},
+        memory_share=got["memory_share"],
+        elementwise_share=0.9 * got["memory_share"],
+        attention_share=got["attention_share"],
+    )
+
+
+def overheads_of(engine: str, values: Mapping[str, float], known: Overheads) -> Overheads:
+    """Return an engine's overheads; those that are not fitted here are as they are."""
+    got = {key: values[f"{engine}.{key}"] for key in ENGINE}
+    wide, narrow = got.pop("experts8"), got.pop("experts4")
+    return replace(known, **got, experts={"bf16": wide, "fp8": wide, "nvfp4": narrow})
+
+
+def errors(points: Points, values: Mapping[str, float], known: Overheads) -> np.ndarray:
+    """Return the logarithms of predicted over measured TPOT and TTFT."""
+    kernels = Roofline(chip=points.task.cluster.groups[0].chip, curve=curve_of(points.family, values))
+    costs, over = replace(points.costs, kernels=kernels), overheads_of(points.engine, values, known)
+    settings = plugins.workload(points.engine).engine.settings(points.task, points.columns)
+    serving, split = serving_of(points.task, kernels, over), split_of(settings)
+    memory = _memory(serving, split, settings, costs)
+    prompt, output, flight = points.lens.T
+    found = steady(
+        iteration_costs(serving, split, costs),
+        over,
+        ClosedLoop(
+            flight=np.maximum(flight / split.lanes, 1.0),
+            prompt=prompt,
+            output=output,
+            budget=settings.max_batched_tokens * split.data,
+            running=settings.max_running * split.data,
+            cache_tokens=np.maximum(memory.cache_tokens, 1.0),
+            ranks=split.data,
+        ),
+    )
+    ratios = np.log([found.tpot / points.tpot, found.ttft / points.ttft])
+    return np.clip(np.nan_to_num(ratios, nan=3.0), -3.0, 3.0)
+
+
+class Fit:
+    """Gauss-Newton with priors over the logarithms of parameters."""
+
+    def __init__(self, points: list[Points], known: Mapping[str, Overheads]) -> None:
+        self.points, self.known = points, known
+        self.size = 1 + max(int(each.rows.max()) for each in points)
+        engines = sorted({each.engine for each in points})
+        priors = parameters(engines, sorted({each.family for each in points}))
+        self.names = list(priors)
+        self.prior, self.spread = np.array(list(priors.values())).T
+        self.used, self.names_of = np.zeros(self.size), np.empty(self.size, dtype=object)
+        weights = np.zeros((2, self.size))
+        for each in points:
+            self.used[each.rows], self.names_of[each.rows] = not each.odd, each.name
+            weights[:, each.rows] = np.array([1.0, WEIGHTS["ttft"].get(each.engine, 0.0)])[:, None]
+        self.weights = weights
+
+    def values(self, place: np.ndarray) -> dict[str, float]:
+        """Return parameters by name."""
+        return dict(zip(self.names, self.prior * np.exp(place), strict=True))
+
+    def ratios(self, place: np.ndarray, points: Sequence[Points], start: np.ndarray) -> np.ndarray:
+        """Return the errors, those of other points as they are in `start`."""
+        found, values = start.copy(), self.values(place)
+        for each in points:
+            found[:, each.rows] = errors(each, values, self.known[each.engine])
+        return found
+
+    def slopes(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the errors and how they change with each parameter."""
+        now = self.ratios(place, self.points, np.zeros((2, self.size)))
+        slopes = np.zeros((len(self.names), 2, self.size))
+        for number, name in enumerate(self.names):
+            owner = name.partition(".")[0]
+            moved = place.copy()
+            moved[number] += STEP
+            mine = [each for each in self.points if owner in (each.engine, each.family)]
+            slopes[number] = (self.ratios(moved, mine, now) - now) / STEP
+        return now, slopes
+
+    def step(self, place: np.ndarray, now: np.ndarray, slopes: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Return the parameters after one step on some rows."""
+        weighed = now * self.weights
+        trust = self.weights**2 * rows / np.sqrt(1.0 + (weighed / SOFT) ** 2) / SOFT**2
+        flat = slopes.reshape(len(place), -1)
+        normal = (flat * trust.reshape(-1)) @ flat.T + np.diag((STRICT / self.spread) ** 2)
+        right = (flat * trust.reshape(-1)) @ now.reshape(-1) + (STRICT / self.spread) ** 2 * place
+        wanted = place - np.linalg.solve(normal, right)
+        return place + np.clip(wanted - place, -0.5, 0.5)
+
+
+def main() -> None:
+    """Fit, and print parameters and errors."""
+    from flagcore.workloads.serving.overheads import FITTED
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+")
+    parser.add_argument("--rounds", type=int, default=4)
+    asked = parser.parse_args()
+    fit = Fit(read(asked.records), FITTED)
+    place = np.zeros(len(fit.names))
+    for _ in range(asked.rounds):
+        now, slopes = fit.slopes(place)
+        place = fit.step(place, now, slopes, fit.used)
+        print(f"TPOT median {np.median(np.abs(np.expm1(now[0][fit.used > 0]))):.3f}", flush=True)
+    now, slopes = fit.slopes(place)
+    print(json.dumps({name: float(f"{value:.3g}") for name, value in fit.values(place).items()}, indent=1))
+    left_out = np.zeros(fit.size)
+    for name in sorted(set(fit.names_of)):
+        mine = fit.names_of == name
+        moved = fit.step(place, now, slopes, fit.used * ~mine)
+        left_out[mine] = (now[0] + np.tensordot(moved - place, slopes[:, 0], 1))[mine]
+        off = np.abs(np.expm1(left_out[mine]))
+        told = f"TPOT left out: median {np.median(off):.3f} mean {off.mean():.3f}"
+        print(f"{name:40s} {mine.sum():4d} rows  {told}  with it: {np.median(np.abs(np.expm1(now[0][mine]))):.3f}")
+    print(f"all rows, left out: median {np.median(np.abs(np.expm1(left_out))):.3f}")
+
+
+if __name__ == "__main__":
+    main()
