@@ -25,6 +25,9 @@ from flagcore.workloads.serving.load.traffic import traffic
 if TYPE_CHECKING:
     import aiohttp
 
+LATE_S = 0.1
+"""A request that is sent so long after it was due is told: the load was not quite what was asked for."""
+
 GRACE_S = 0.5
 """After the first failure, what other requests say within this time is told too."""
 
@@ -98,7 +101,7 @@ class _Run:
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
         self._failed = asyncio.Event()
-        self._began = 0.0
+        self._began = self._late_s = 0.0
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float) -> None:
@@ -113,7 +116,7 @@ class _Run:
             await asyncio.wait(tasks, timeout=GRACE_S)
         elif not done:
             unanswered = len(self._requests) - len(self._answers)
-            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {left:.0f} s"] += unanswered
+            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {left:.1f} s"] += unanswered
         for task in (*tasks, *waiting):
             task.cancel()
         await asyncio.gather(*tasks, *waiting, return_exceptions=True)
@@ -134,7 +137,9 @@ class _Run:
             await self._one(request)
 
     async def _arrival(self, request: _Request, free: asyncio.Semaphore) -> None:
-        await asyncio.sleep(self._began + (request.arrive_s or 0.0) - time.perf_counter())
+        due = self._began + (request.arrive_s or 0.0)
+        await asyncio.sleep(due - time.perf_counter())
+        self._late_s = max(self._late_s, time.perf_counter() - due)
         async with free:
             await self._one(request)
 
@@ -185,6 +190,8 @@ class _Run:
         if cost["client_cpu_share"] > NEAR_LIMIT:
             share = f"{cost['client_cpu_share']:.2f}"
             notes = (*notes, f"the client used {share} of its core: it may have been the limit, not the server")
+        if self._late_s > LATE_S:
+            notes = (*notes, f"a request was sent {self._late_s:.2f} s after it was due: the client was kept waiting")
         closed = self._requests[0].arrive_s is None
         return LoadResult(
             figures={**figures_of(answers, concurrency if closed else None), **cost},
