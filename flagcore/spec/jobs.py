@@ -124,6 +124,9 @@ def job_from(line: Mapping[str, object]) -> Job:
 def _served(line: Mapping[str, object]) -> Job:
     """Return the record of a server as a job. Raises SpecError."""
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
+    serve = data.get("serve")
+    if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits
+        data["serve"] = {**serve, "precision": "nvfp4"}
     _whole_cluster(data.get("cluster"))
     record = checked(_ServeRecord, data)
     model, serve = record.model, record.serve

@@ -97,7 +97,7 @@ class Serving:
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         """Return a job record with what published runs have that it does not say."""
-        return task, published(task, values), frozenset()
+        return *published(task, values), frozenset()
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what the engine does if nobody sets a knob."""

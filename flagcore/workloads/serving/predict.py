@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from flagcore.physics.serving.price import Lane, Price
 from flagcore.physics.serving.work import Overheads, Serving, Split
 from flagcore.workloads.serving.engines.contract import Settings
 from flagcore.workloads.serving.expected import Expected
-from flagcore.workloads.serving.overheads import FITTED
+from flagcore.workloads.serving.overheads import overheads_of
+from flagcore.workloads.serving.published import RECEIVE
 
 GRAPH_TOKENS = 512
 """The largest batch that engines capture as a graph if nobody asks for more."""
@@ -51,7 +52,9 @@ def predict(task: Task, columns: Columns, settings: Settings, costs: Costs) -> P
     keep the SLO, or, where none does, of the one that is nearest to it.
     """
     serve = task.spec.serve
-    over = FITTED.get(serve.engine) or FITTED["vllm"]
+    over = overheads_of(serve.engine, serve.engine_version)
+    receive = serve.engine_args.get(RECEIVE)
+    over = replace(over, receive=receive) if isinstance(receive, int) and receive > 0 else over
     serving = serving_of(task, costs.kernels, over)
     split = split_of(settings)
     memory = _memory(serving, split, settings, costs)

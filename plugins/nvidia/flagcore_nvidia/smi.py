@@ -1,4 +1,4 @@
-"""Reads what nvidia-smi prints: its CSV queries, with a header or with the fields that were asked for, and its table."""
+"""Reads what nvidia-smi prints: CSV queries, with a header or with the fields that were asked for, and the table."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def reading(
     percent: str | None = None,
     megahertz: str | None = None,
 ) -> dict[str, float]:
-    """Return the figures that are numbers, in bytes, watts, degrees, shares and hertz; N/A and the like are left out."""
+    """Return the figures that are numbers in bytes, watts, degrees, shares and hertz; N/A and the like are left out."""
     given = {
         "memory_used_bytes": (used_mib, MIB),
         "power_watts": (watts, 1),
