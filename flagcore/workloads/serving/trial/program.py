@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -30,8 +29,8 @@ MEANS = {
     ProblemKind.TIMED_OUT.value: TrialState.TIMED_OUT,
 }
 """What it means for a trial that requests were not answered as asked; for other kinds, that it failed."""
-WARM_UP = Load(input_len=32, output_len=4)
-"""What each server answers before anything is measured; a load point's own warm-up comes on top."""
+WARM_UP_TOKENS, MOST_WARM_UP = 4, 64
+"""Length of the answers, and the most requests, of the warm-up; a load point's own warm-up comes on top."""
 
 
 def run(job: Job, folder: Path) -> None:
@@ -109,8 +108,7 @@ def _loaded(job: Job, servers: Sequence[Server], deadline: float) -> list[dict[s
     """
     model = _model(servers[0])
     targets = [Target(url=server.url) for server in servers]
-    warm = replace(WARM_UP, num_prompts=2 * len(servers), concurrency=len(servers))
-    _measured(job, servers, targets, warm, model, deadline, "warm-up", seed=0)
+    _measured(job, servers, targets, _warm_up(job.loads[0], len(servers)), model, deadline, "warm-up", seed=0)
     points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
     for repeat in range(job.repeats):
         for place, load in enumerate(job.loads):
@@ -131,6 +129,13 @@ def _loaded(job: Job, servers: Sequence[Server], deadline: float) -> list[dict[s
                 }
             )
     return points
+
+
+def _warm_up(load: Load, servers: int) -> Load:
+    """Return one wave of short answers, two for each server at the least: what is made at first use is made then."""
+    wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MOST_WARM_UP)
+    length = 32 if load.trace is not None else load.input_len
+    return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 
 
 def _measured(

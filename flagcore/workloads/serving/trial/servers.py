@@ -18,7 +18,7 @@ import psutil
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.workloads.serving.engines.contract import PORT
-from flagcore.workloads.serving.trial.failures import WORDS, TrialFailure, died, first_error, log_text
+from flagcore.workloads.serving.trial.failures import TrialFailure, died, first_error, log_text
 from flagcore.workloads.serving.trial.job import Instance
 from flagcore.workloads.serving.trial.ports import free_port, is_held_by, listeners
 
@@ -28,6 +28,8 @@ ANSWER_SECONDS = 10.0
 GRACE_SECONDS = 10.0
 """From SIGTERM to SIGKILL."""
 PORT_TRIES = 4
+KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
+"""What a log may say of a server that never becomes healthy; anything else in it need not be the reason."""
 MOST_TEXT = 8 << 20
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -82,9 +84,12 @@ class Server:
         Raises PortTaken if something else answers or took the port, TrialFailure if the server ends or `deadline`
         (time.monotonic()) passes.
         """
-        last = "no answer"
+        last = "nothing listens"
         while time.monotonic() < deadline:
             self.must_live("while it started")
+            if not listeners(self.port):
+                time.sleep(POLL_SECONDS)
+                continue
             try:
                 last = f"answer {self._ask(path)[0]}"
             except OSError as error:
@@ -101,7 +106,7 @@ class Server:
         state, line = first_error(log_text(self.log), self.patterns)
         said = f"; its log: {line}" if line else f"; {self.log.name} is empty"
         reason = f"{self.name} was not healthy after {waited:.0f} s: {last} on {path}{said}"
-        raise TrialFailure(state if state in WORDS else TrialState.TIMED_OUT, reason)
+        raise TrialFailure(state if state in KNOWN_CAUSES else TrialState.TIMED_OUT, reason)
 
     def must_live(self, when: str) -> None:
         """Raise TrialFailure if the server has ended, PortTaken if that is because it did not get its port."""
