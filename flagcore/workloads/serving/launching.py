@@ -52,7 +52,8 @@ def launch(
     directory = serve.directory or folder
     try:
         if for_real:
-            return winner.launch(instances, folder, directory)
+            common = {**platform.environment, **platform.task.spec.envs}
+            return winner.launch(instances, folder, directory, common)
         job = Job(
             engine=where,
             instances=instances,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +18,18 @@ FRONT_PORT = 8000
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 
 
-def launch(instances: Sequence[Instance], folder: str, directory: str) -> Launch:
-    """Return how to start the winner for real. Several instances leave their files in `folder`. Raises OSError."""
+def launch(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> Launch:
+    """Return how to start the winner for real. Several instances leave their files in `folder`. Raises OSError.
+
+    `common` is the environment that a launch has besides: containers need it spelt out.
+    """
     if len(instances) == 1:
         only = at_port(instances[0], FRONT_PORT)
         return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory)
     fixed = [at_port(each, FRONT_PORT + number) for number, each in enumerate(instances, start=1)]
     ports = [FRONT_PORT + number for number in range(1, len(fixed) + 1)]
     Path(folder, NGINX).write_text(nginx_conf(ports), encoding="utf-8")
-    Path(folder, COMPOSE).write_text(compose_yaml(fixed, folder, directory), encoding="utf-8")
+    Path(folder, COMPOSE).write_text(compose_yaml(fixed, folder, directory, common), encoding="utf-8")
     start = Path(folder, START)
     start.write_text(start_script(fixed, folder), encoding="utf-8")
     start.chmod(0o755)
@@ -101,17 +104,21 @@ def start_script(instances: Sequence[Instance], folder: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def compose_yaml(instances: Sequence[Instance], folder: str, directory: str) -> str:
-    """Return the same for docker compose: the host's network, and files where the commands look for them."""
-    places = sorted({str(Path(folder)), directory, *(_folder(word) for each in instances for word in each.argv)} - {""})
+def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> str:
+    """Return the same for docker compose: the host's network, and files where the commands look for them.
+
+    The program is the image's own of that name; what else the command names is shown to the container.
+    """
+    named = [word for instance in instances for word in instance.argv[1:]]
+    places = sorted({directory, *(place for word in named for place in _places(word))})
     services: dict[str, object] = {
         f"instance-{number}": {
             "image": "${IMAGE:?set IMAGE to an image that has the engine}",
             "network_mode": "host",
             "ipc": "host",
             "working_dir": directory,
-            "entrypoint": [_escaped(word) for word in instance.argv],
-            "environment": {name: _escaped(value) for name, value in instance.environment.items()},
+            "entrypoint": [_escaped(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
+            "environment": {name: _escaped(value) for name, value in {**common, **instance.environment}.items()},
             **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
             "volumes": [f"{_escaped(place)}:{_escaped(place)}:ro" for place in places],
             "restart": "unless-stopped",
@@ -139,12 +146,13 @@ def _command(instance: Instance) -> list[str]:
     return [*(["env", *given] if given else []), *pinned, *instance.argv]
 
 
-def _folder(word: str) -> str:
-    """Return the folder that a word of a command leads to, empty if it is no path of this machine."""
+def _places(word: str) -> set[str]:
+    """Return what a container must see for a word of a command: the path, and where links in a folder lead."""
     path = Path(word)
     if not path.is_absolute() or not path.exists():
-        return ""
-    return str(path if path.is_dir() else path.parent)
+        return set()
+    links = [each for each in path.iterdir() if each.is_symlink()] if path.is_dir() else []
+    return {str(path), *(str(each.resolve().parent) for each in (*links, *([path] if path.is_symlink() else [])))}
 
 
 def _escaped(text: str) -> str:

@@ -118,9 +118,11 @@ def test_several_winners_are_started_behind_a_balancer(tmp_path: Path) -> None:
     services = yaml.safe_load((tmp_path / winner.COMPOSE).read_text())["services"]
     assert list(services) == ["instance-0", "instance-1", "balancer"]
     assert [services[f"instance-{number}"]["environment"][VISIBLE] for number in (0, 1)] == ["0,1", "2,3"]
-    assert f"{tmp_path}:{tmp_path}:ro" in services["instance-0"]["volumes"]
+    weights = tmp_path / "weights.gguf"
+    assert f"{weights}:{weights}:ro" in services["instance-0"]["volumes"]
     for number in (0, 1):
         argv = services[f"instance-{number}"]["entrypoint"]
+        assert argv[0] == "echo"  # the image's own
         assert argv[argv.index("--port") + 1] == str(winner.FRONT_PORT + 1 + number)
         assert f":{winner.FRONT_PORT + 1 + number} " in conf
 
@@ -136,3 +138,16 @@ def test_the_start_script_ends_all_servers_when_one_ends(tmp_path: Path) -> None
     assert "has ended" in done.stderr
     assert all(mark.exists() for mark in marks)
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
+def test_containers_see_where_links_of_a_model_lead_and_all_variables(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    (blobs / "1").touch()
+    (snapshot / "model.safetensors").symlink_to(blobs / "1")
+    instance = Instance(argv=("/opt/bin/serve", str(snapshot)), environment={"PRICE": "$5", "A": "own"})
+    text = winner.compose_yaml([instance], str(tmp_path), "/work", {"A": "plugin", "B": "user"})
+    service = yaml.safe_load(text)["services"]["instance-0"]
+    assert {f"{place}:{place}:ro" for place in (blobs, snapshot, "/work")} == set(service["volumes"])
+    assert service["environment"] == {"A": "own", "B": "user", "PRICE": "$$5"}
