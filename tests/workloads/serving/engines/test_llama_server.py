@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flagcore.domain.failure import classify
-from flagcore.domain.launch import Exit
 from flagcore.domain.trial import TrialState
 from flagcore.errors import SpecError
 from flagcore.spec.gguf import context_length, shape
-from flagcore.workloads.serving.engines.contract import PORT
 from flagcore.workloads.serving.engines.llamacpp import ENGINE
+from tests.workloads.serving.engines.starting import started
 from tests.workloads.serving.engines.tasks import serving
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
@@ -31,57 +21,14 @@ pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a m
 
 MAKER = Path(__file__).parents[4] / "examples/tiny_gguf.py"
 SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "vocab": 1024, "context": 2048}
-PATIENCE = 60
-
-
-@dataclass
-class Running:
-    url: str
-    log: Path
-    process: subprocess.Popen[bytes]
-
-    def fetch(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
-            return str(answer.read().decode())
-
-    def wait(self) -> int | None:
-        """Wait until it is healthy, or has ended; return how."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                self.fetch(ENGINE.health)
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return None
-        assert self.process.poll() is not None, self.log.read_text()
-        return self.process.poll()
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("model") / "tiny.gguf"
     sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
-    subprocess.run([sys.executable, str(MAKER), str(file), *sizes], check=True, timeout=PATIENCE)
+    subprocess.run([sys.executable, str(MAKER), str(file), *sizes], check=True, timeout=60)
     return str(file)
-
-
-@contextmanager
-def started(task: Any, values: Mapping[str, Any], folder: Path) -> Iterator[Running]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    server = ENGINE.server(task, {**ENGINE.defaults(task), **values}, 0)
-    argv = [word.replace(PORT, port) for word in server.argv]
-    log = folder / "log"
-    with log.open("wb") as file:
-        environment = {**os.environ, **server.environment}
-        process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, env=environment)
-    try:
-        yield Running(f"http://127.0.0.1:{port}", log, process)
-    finally:
-        process.terminate()
-        process.wait(PATIENCE)
 
 
 def test_a_candidate_is_served_as_it_was_asked_for_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:
@@ -97,13 +44,10 @@ def test_a_candidate_is_served_as_it_was_asked_for_and_stops_on_a_signal(model: 
         "kv_unified": "off",
         "context_len": 512,
     }
-    with started(task, asked, tmp_path) as server:
-        assert server.wait() is None, server.log.read_text()
-        assert ENGINE.effective(server.fetch, server.log.read_text()) == asked
-        body = {"prompt": [300, 301, 302], "max_tokens": 9, "ignore_eos": True}
-        request = urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 9
+    with started(ENGINE, task, asked, tmp_path) as server:
+        assert server.wait() is None, server.log
+        assert ENGINE.effective(server.fetch, server.log) == asked
+        assert server.completion_tokens(9) == 9
         counted = ENGINE.counters(server.fetch)
         assert counted["output_tokens"] == 9
         assert counted["prompt_tokens"] == 3
@@ -113,9 +57,9 @@ def test_a_candidate_is_served_as_it_was_asked_for_and_stops_on_a_signal(model: 
 
 def test_llama_cpps_own_defaults_are_read_back_too(model: str, tmp_path: Path) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
-    with started(task, {}, tmp_path) as server:
-        assert server.wait() is None, server.log.read_text()
-        told = ENGINE.effective(server.fetch, server.log.read_text())
+    with started(ENGINE, task, {}, tmp_path) as server:
+        assert server.wait() is None, server.log
+        told = ENGINE.effective(server.fetch, server.log)
     assert (told["parallel"], told["batch_size"], told["ubatch_size"], told["kv_unified"]) == (4, 2048, 512, "on")
     expected = ENGINE.settings(task, {})
     assert told["kv_cache_type"] == "f16"
@@ -133,11 +77,8 @@ def test_llama_cpps_own_defaults_are_read_back_too(model: str, tmp_path: Path) -
 )
 def test_values_that_the_rules_forbid_do_not_run(model: str, tmp_path: Path, values: dict[str, Any], says: str) -> None:
     task = serving("llamacpp", on_cores=True, devices=2, weights=model)
-    with started(task, values, tmp_path) as server:
-        code = server.wait()
-    assert code
-    ended = Exit(code=code, ended_by=None, duration_s=1.0)
-    state, reason = classify(ended, server.log.read_text(errors="replace"), ENGINE.failure_patterns())
+    with started(ENGINE, task, values, tmp_path) as server:
+        state, reason = server.failure()
     assert state is TrialState.INVALID
     assert says in reason
 
@@ -146,11 +87,8 @@ def test_weights_that_cannot_be_read_are_named_by_the_first_line_that_knows(tmp_
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(64))
     task = serving("llamacpp", on_cores=True, devices=2, weights=str(broken))
-    with started(task, {}, tmp_path) as server:
-        code = server.wait()
-    assert code
-    ended = Exit(code=code, ended_by=None, duration_s=1.0)
-    state, reason = classify(ended, server.log.read_text(errors="replace"), ENGINE.failure_patterns())
+    with started(ENGINE, task, {}, tmp_path) as server:
+        state, reason = server.failure()
     assert state in (TrialState.INVALID, TrialState.FAILED)
     assert "gguf" in reason
 
