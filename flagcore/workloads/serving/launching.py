@@ -13,6 +13,7 @@ from flagcore.domain.spec import Spec
 from flagcore.errors import LaunchError, SpecError
 from flagcore.workloads.serving import winner
 from flagcore.workloads.serving.engines.contract import DP, INSTANCES, PP, TP, Engine, Server
+from flagcore.workloads.serving.load.traffic import traffic
 from flagcore.workloads.serving.trial.job import SERVE, Instance, Job, as_text
 
 PROGRAM = "flagcore.workloads.serving.trial"
@@ -31,9 +32,8 @@ def ready(spec: Spec, engine: Engine) -> None:
             "use 1, or plan with `flag estimate`",
         )
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
-    if any(load.num_prompts is None for load in serve.loads):
-        problem, fix = "is a load without end, which can be predicted, not run", "give a number"
-        raise SpecError(key="serve.profile.num_prompts", problem=problem, fix=fix)
+    for load in serve.loads:
+        traffic(load)
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
         problem, fix = "counts the requests that keep the SLO, and there is none", "give serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)

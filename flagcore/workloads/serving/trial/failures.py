@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ WORDS = {
 """How the last line on stderr begins, by what the trial then is."""
 PATTERNS = tuple(FailurePattern(pattern=rf"^{words}:", state=state) for state, words in WORDS.items())
 
-LOG_BYTES = 4 << 20
+HEAD_BYTES, TAIL_BYTES = 4 << 20, 1 << 20
+"""What is read of a log: how the server started, and how it ended."""
 LONGEST_LINE = 2000
 NAMED = re.compile(r"\b[A-Za-z_.]*(Error|Exception)\b(: |$)")
 ANY = re.compile(r"\b(error|fatal|abort(ed)?|terminate called|failed|core dumped)\b", re.IGNORECASE)
@@ -44,10 +46,15 @@ def one_line(text: str) -> str:
 
 
 def log_text(file: Path) -> str:
-    """Return the beginning of a log, empty if there is none: what broke first stands in it, not at its end."""
+    """Return a log, of a long one its beginning and its end; empty if there is none."""
     try:
         with open_regular(file) as log:
-            return log.read(LOG_BYTES).decode("utf-8", errors="replace")
+            text = log.read(HEAD_BYTES)
+            rest = os.fstat(log.fileno()).st_size - HEAD_BYTES
+            if rest > 0:
+                log.seek(HEAD_BYTES + max(0, rest - TAIL_BYTES))
+                text += b"\n" + log.read(TAIL_BYTES)
+            return text.decode("utf-8", errors="replace")
     except OSError:
         return ""
 

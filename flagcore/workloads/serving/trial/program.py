@@ -17,7 +17,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.workloads.serving.engines.contract import Engine
 from flagcore.workloads.serving.load import LoadResult, ProblemKind, Target, goodput, measure
-from flagcore.workloads.serving.trial.failures import TrialFailure, log_text
+from flagcore.workloads.serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore.workloads.serving.trial.job import METRICS, Job, plain_load
 from flagcore.workloads.serving.trial.servers import PORT_TRIES, PortTaken, Server
 
@@ -29,6 +29,8 @@ MEANS = {
     ProblemKind.TIMED_OUT.value: TrialState.TIMED_OUT,
 }
 """What it means for a trial that requests were not answered as asked; for other kinds, that it failed."""
+DYING_SECONDS = 2.0
+"""From lost requests to the end of the server that lost them."""
 WARM_UP_TOKENS, MOST_WARM_UP = 4, 64
 """Length of the answers, and the most requests, of the warm-up; a load point's own warm-up comes on top."""
 
@@ -65,6 +67,9 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
             _wait(server, job, engine.health, deadline)
         _must_live(servers, "while others started")
         yield servers
+    except TrialFailure as failure:
+        say(str(failure))  # should stopping take so long that this program is ended
+        raise
     finally:
         for server in servers:
             server.ask_to_stop()
@@ -153,19 +158,35 @@ def _measured(
     if left <= 0:
         raise TrialFailure(TrialState.TIMED_OUT, f"no time was left for {name}")
     found = measure(targets, load, model=model, vocab_size=job.vocab_size, seed=seed, timeout_s=left)
-    _must_live(servers, f"during {name}")
     if found.problems or found.failed:
-        raise problem_of(found, name)
+        raise _problem(found, name, servers)
+    _must_live(servers, f"during {name}")
     return found
 
 
-def problem_of(found: LoadResult, name: str) -> TrialFailure:
-    """Return the failure of a load that was not answered as it should be."""
+def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFailure:
+    """Return the failure of a load that was not answered as it should be; what a server's log says goes before that.
+
+    Raises the failure of a server that ended, now or soon: it may lose its connections first.
+    """
     said = found.problems[0] if found.problems else "no reason is known"
     state = MEANS.get(said.partition(":")[0], TrialState.FAILED)
     if state is TrialState.INVALID and re.match(r"refused: HTTP 5\d\d", said):
         state = TrialState.FAILED
-    return TrialFailure(state, f"{found.failed} of {found.completed + found.failed} requests in {name}: {said}")
+    reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {said}"
+    until = time.monotonic() + (DYING_SECONDS if state is TrialState.FAILED else 0.0)
+    while True:
+        _must_live(servers, f"during {name}")
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.1)
+    for server in servers if state is TrialState.FAILED else ():
+        cause, line = first_error(log_text(server.log), server.patterns)
+        if cause is TrialState.OUT_OF_MEMORY:
+            return TrialFailure(cause, f"{server.name}: {line}; {reason}")
+        if cause is not None:
+            reason += f"; the log of {server.name}: {line}"
+    return TrialFailure(state, reason)
 
 
 def _must_live(servers: Sequence[Server], when: str) -> None:

@@ -54,6 +54,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if BEHAVIOUR == "garbage":
             return self.line("\x00\x01 neither this { nor that")
+        if BEHAVIOUR == "out_of_memory_later":
+            print("ggml: failed to allocate CUDA0 buffer", flush=True)
+            return self.line({"error": {"message": "compute error"}})
         if BEHAVIOUR == "error_in_200":
             return self.line({"error": {"message": "EngineDeadError: the engine core is dead"}})
         return self.stream(asked["max_tokens"], len(asked["prompt"]))

@@ -32,6 +32,7 @@ WRONG = {
     "never_healthy": (TrialState.TIMED_OUT, "answer 503 on /health"),
     "crashes": (TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError: 16 is no multiple"),
     "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
+    "out_of_memory_later": (TrialState.OUT_OF_MEMORY, "failed to allocate CUDA0 buffer"),
     "other_slots": (TrialState.INVALID, "runs parallel = 5 where 4 was asked for"),
     "stale": (TrialState.FAILED, "found its port taken"),
 }
