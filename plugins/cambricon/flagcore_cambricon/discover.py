@@ -1,21 +1,54 @@
-"""Finds Cambricon MLUs through cnmon. A MLU370-X8 card lists two devices."""
+"""Finds Cambricon MLUs: by cnmon; where it is missing, by torch_mlu in a process of its own if a device file is there.
+
+A MLU370-X8 card lists two devices. With torch_mlu's gpu_migration, torch.cuda answers for MLUs too: only torch.mlu is
+asked here, and the other vendors' plugins believe names.
+"""
 
 from __future__ import annotations
 
+import logging
+
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.smi import table_devices, tool_output, visible
+from flagcore.vendorkit.smi import tool_output, visible
+from flagcore_cambricon import smi
+from flagcore_cambricon.kit import machine
+from flagcore_cambricon.kit.machine import TorchSays
+from flagcore_cambricon.kit.rows import Row
+
+LOG = logging.getLogger(__name__)
+VISIBLE = "MLU_VISIBLE_DEVICES"
+PCI_VENDOR = 0xCABC
+"""gpustack/runtime gpustack_runtime/detector; jklincn/cambricon-mlu-driver has the devices 0370, 0580 and 0590."""
+DEVICE_FILE = "dev/cambricon_dev[0-9]*"
 
 
 def devices() -> tuple[Device, ...]:
-    """Return the MLUs that processes started from here can see; none without the tool."""
-    return visible(parse(tool_output("cnmon") or ""), "MLU_VISIBLE_DEVICES")
+    """Return the MLUs that processes started from here can see; none if the user's environment names another vendor."""
+    if machine.named_otherwise("cambricon"):
+        return ()
+    listed = tuple(row.device for row in rows())
+    if listed:
+        return visible(listed, VISIBLE)
+    if not machine.has_nodes(DEVICE_FILE):
+        if machine.pci_ids(PCI_VENDOR):
+            LOG.info("there are MLUs on the PCI bus, but neither cnmon nor /%s: no driver here", DEVICE_FILE)
+        return ()
+    return torch_devices(machine.ask_torch("mlu"))
 
 
-def parse(text: str) -> tuple[Device, ...]:
-    """Return the devices of cnmon's table: card, virtual function, name and firmware, then memory in MiB."""
-    return table_devices(
-        text,
-        row=r"^\|\s*(?P<index>\d+)\s+\S*\s+(?P<name>MLU[\w-]+)",
-        memory=r"\|\s*\d+ MiB/\s*(?P<mib>\d+) MiB",
-        driver=r"Driver\s+v?(\d[\w.]*)",
-    )
+def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+    """Return what the management tool lists."""
+    text = tool_output("cnmon", timeout_seconds=timeout_seconds)
+    if text and not smi.TITLE.search(text):
+        LOG.warning("cnmon on this machine printed no table that is known (%r)", text.strip()[:60])
+    return smi.parse(text or "")
+
+
+def now() -> tuple[Row, ...]:
+    """Return what cnmon lists during a trial, which must not wait long for it."""
+    return rows(timeout_seconds=3.0)
+
+
+def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
+    """Return the devices that torch.mlu lists; torch has honoured the visible devices already."""
+    return said.devices if said is not None and "mlu" in said.attributes else ()

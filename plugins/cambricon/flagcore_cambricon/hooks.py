@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
-from flagcore.contracts import KernelCosts, MemoryModel
+from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
-from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_cambricon import discover
+from flagcore_cambricon.kit.quirks import failure_patterns, refused
+from flagcore_cambricon.kit.telemetry import DeviceReading, SharedTable
+from flagcore_cambricon.kit.variables import environment
 from flagcore_cambricon.memory import memory_of
 
 SERVING = ("vllm", "sglang", "llamacpp")
-PATTERNS = (
-    FailurePattern(pattern=r"OutOfMemoryError|MLU out of memory", state=TrialState.OUT_OF_MEMORY),
-    FailurePattern(
-        pattern=r"Watchdog caught collective operation timeout",
-        state=TrialState.TIMED_OUT,
-        advice="a collective did not end: a rank died, or the ranks disagree about it",
-    ),
-)
+TABLE = SharedTable(discover.now)
 
 
 @hookimpl
@@ -64,6 +60,7 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
             device_type="mlu",
             distributed_backend="cncl",
             visible_devices="MLU_VISIBLE_DEVICES",
+            refused=refused("flagcore_cambricon", chip, engine),
         )
     return EngineSupport(
         support=Support.UNKNOWN,
@@ -71,23 +68,32 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
         device_type="mlu",
         distributed_backend="cncl",
         preload=("torch_mlu",),
+        refused=refused("flagcore_cambricon", chip, engine),
     )
 
 
 @hookimpl
 def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
-    """Name the vendor to FlagGems; one hardware queue, as FlagScale sets for MLUs except with FSDP2."""
-    if not _mine(chip):
-        return None
-    queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if engine == "megatron" else {}
-    return {"GEMS_VENDOR": "cambricon", **queue}
+    """Return the variables of `environment.yaml` that have a value; what the user has set already is kept."""
+    return environment("flagcore_cambricon", chip, engine) if _mine(chip) else None
 
 
 @hookimpl
-def flagcore_failure_patterns(chip: Chip) -> Sequence[FailurePattern] | None:
-    """Return what torch_mlu and CNCL write when something breaks."""
-    return PATTERNS if _mine(chip) else None
+def flagcore_failure_patterns(chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+    """Return the failures of `quirks.yaml`: what the vendor's stack writes when something breaks."""
+    return failure_patterns("flagcore_cambricon", engine) if _mine(chip) else None
+
+
+@hookimpl
+def flagcore_telemetry(device: Device) -> Telemetry | None:
+    """Return what cnmon says of a device of this vendor: memory, power, temperature and load."""
+    return DeviceReading(TABLE, device.index) if device.chip.casefold() in _names() else None
 
 
 def _mine(chip: Chip) -> bool:
     return chip.vendor == "cambricon"
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(name.casefold() for chip in flagcore_chips() for name in (chip.name, *chip.aliases))

@@ -1,4 +1,4 @@
-from flagcore_cambricon.discover import parse
+from flagcore_cambricon import smi
 from flagcore_cambricon.hooks import flagcore_chips, flagcore_engine_support
 
 TWO_OF_A_CARD = """\
@@ -14,14 +14,14 @@ TWO_OF_A_CARD = """\
 
 
 def test_devices_of_the_table_are_read() -> None:
-    devices = parse(TWO_OF_A_CARD)
+    devices = [row.device for row in smi.parse(TWO_OF_A_CARD)]
     assert [(device.index, device.chip) for device in devices] == [(0, "MLU370-X8"), (1, "MLU370-X8")]
     assert {device.memory_bytes for device in devices} == {23374 * 2**20}
     assert {device.driver for device in devices} == {"5.10.13"}
 
 
 def test_power_is_not_taken_for_memory() -> None:
-    assert parse(TWO_OF_A_CARD.replace("0 MiB/ 23374 MiB", "N/A")) == ()
+    assert smi.parse(TWO_OF_A_CARD.replace("0 MiB/ 23374 MiB", "N/A")) == ()
 
 
 def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:

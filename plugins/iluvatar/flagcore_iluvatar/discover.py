@@ -1,21 +1,69 @@
-"""Finds Iluvatar GPUs through ixsmi. A card with two chips lists two devices."""
+"""Finds Iluvatar GPUs: by ixsmi; where it is missing, by torch in a process of its own if a device file is there.
+
+CoreX's torch answers to cuda, so what it lists counts only if its version, an attribute or the names say Iluvatar. A
+card with two chips (BI-V150, MR-V100 DUO) lists two devices.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+from dataclasses import replace
+
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.smi import table_devices, tool_output, visible
+from flagcore.vendorkit.smi import tool_output, visible
+from flagcore_iluvatar import smi
+from flagcore_iluvatar.kit import machine
+from flagcore_iluvatar.kit.machine import TorchSays
+from flagcore_iluvatar.kit.rows import Row
+
+LOG = logging.getLogger(__name__)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+PCI_VENDOR = 0x1E3E
+"""gpustack/runtime gpustack_runtime/detector; 1e3e:0002 is a MR-V100 (ywh555hhh/llaisys notes)."""
+DEVICE_FILE = "dev/iluvatar[0-9]*"
 
 
 def devices() -> tuple[Device, ...]:
-    """Return the GPUs that processes started from here can see; none without the tool."""
-    return visible(parse(tool_output("ixsmi") or ""), "CUDA_VISIBLE_DEVICES")
+    """Return the GPUs that processes started from here can see; none if the user's environment names another vendor."""
+    if machine.named_otherwise("iluvatar"):
+        return ()
+    listed = tuple(row.device for row in rows())
+    if listed:
+        return visible(_with_uuids(listed), VISIBLE)
+    if not machine.has_nodes(DEVICE_FILE):
+        if machine.pci_ids(PCI_VENDOR):
+            LOG.info(
+                "there are Iluvatar devices on the PCI bus, but neither ixsmi nor /%s: no driver here", DEVICE_FILE
+            )
+        return ()
+    return torch_devices(machine.ask_torch("cuda"))
 
 
-def parse(text: str) -> tuple[Device, ...]:
-    """Return the devices of ixsmi's table; its columns are found by the bars, as widths differ."""
-    return table_devices(
-        text,
-        row=r"^\|\s*(?P<index>\d+)\s+(?P<name>Iluvatar [^|]+?)\s*\|",
-        memory=r"\|\s*\d+MiB / (?P<mib>\d+)MiB",
-        driver=r"Driver Version:\s*(\S+)",
-    )
+def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+    """Return what the management tool lists."""
+    text = tool_output("ixsmi", timeout_seconds=timeout_seconds)
+    if text and smi.TITLE not in text:
+        LOG.warning("ixsmi on this machine printed no table that is known (%r)", text.strip()[:60])
+    return smi.parse(text or "")
+
+
+def now() -> tuple[Row, ...]:
+    """Return what ixsmi lists during a trial, which must not wait long for it."""
+    return rows(timeout_seconds=3.0)
+
+
+def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
+    """Return the devices that torch lists, if they are Iluvatar's; torch has honoured the visible devices already."""
+    if said is None:
+        return ()
+    named = all("iluvatar" in each.chip.casefold() for each in said.devices)
+    return said.devices if named or "corex" in said.attributes or "+corex" in said.version else ()
+
+
+def _with_uuids(listed: tuple[Device, ...]) -> tuple[Device, ...]:
+    if not re.search(r"[A-Za-z]", os.environ.get(VISIBLE, "")):
+        return listed
+    known = smi.uuids(tool_output("ixsmi", "--query-gpu=index,uuid", "--format=csv,noheader") or "")
+    return tuple(replace(each, uuid=known.get(each.index, "")) for each in listed)

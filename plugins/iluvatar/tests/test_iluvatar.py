@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from flagcore_iluvatar import hooks
-from flagcore_iluvatar.discover import parse
+from flagcore_iluvatar import hooks, smi
 from flagcore_iluvatar.hooks import flagcore_chips
 
 from flagcore.domain.cluster import NodeGroup
@@ -25,7 +24,7 @@ WIDER_TABLE = """\
 
 
 def test_both_devices_of_a_card_are_listed() -> None:
-    devices = parse(CARD_OF_TWO)
+    devices = [row.device for row in smi.parse(CARD_OF_TWO)]
     assert [(device.index, device.chip, device.driver) for device in devices] == [
         (0, "Iluvatar BI-V150", "4.1.0"),
         (1, "Iluvatar BI-V150", "4.1.0"),
@@ -34,7 +33,7 @@ def test_both_devices_of_a_card_are_listed() -> None:
 
 
 def test_a_wider_table_and_a_name_of_two_words_are_read() -> None:
-    (device,) = parse(WIDER_TABLE)
+    (device,) = (row.device for row in smi.parse(WIDER_TABLE))
     assert device.chip == "Iluvatar MR-V100 DUO"
     assert any(chip.answers_to(device.chip) for chip in flagcore_chips())
 

@@ -1,29 +1,71 @@
-"""Finds MetaX GPUs through mx-smi."""
+"""Finds MetaX GPUs: by mx-smi; where it is missing, by torch in a process of its own if a device file is there.
+
+MetaX's torch answers to cuda, so what it lists counts only if its version or the devices' names say MetaX.
+"""
 
 from __future__ import annotations
 
-from flagcore.domain.chip import Device
-from flagcore.vendorkit.smi import table_devices, tool_output, visible
+import logging
+import os
+import re
+from dataclasses import replace
 
-TITLE = "MetaX System Management Interface"
-"""Another vendor's tool has the same name, so the title is asked for."""
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.smi import tool_output, visible
+from flagcore_metax import smi
+from flagcore_metax.kit import machine
+from flagcore_metax.kit.machine import TorchSays
+from flagcore_metax.kit.rows import Row
+
+LOG = logging.getLogger(__name__)
+TOOLS = ("mx-smi", "ht-smi")
+VISIBLE = ("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+PCI_VENDOR = 0x9999
+"""Seen in an lspci of a C500 node (9999:4001): wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md."""
+DEVICE_FILE = "dev/mxcd"
+NAME = re.compile(r"MetaX |MX[CNX]\d")
 
 
 def devices() -> tuple[Device, ...]:
-    """Return the GPUs that processes started from here can see; none without the tool."""
-    return visible(parse(tool_output("mx-smi") or ""), "MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-
-
-def parse(text: str) -> tuple[Device, ...]:
-    """Return the devices of mx-smi's table, in any of its three layouts. A dead device has no memory line.
-
-    From 2.2.9 on a line starts with the board's number, which is the GPU's on every board seen so far.
-    """
-    if TITLE not in text:
+    """Return the GPUs that processes started from here can see; none if the user's environment names another vendor."""
+    if machine.named_otherwise("metax"):
         return ()
-    return table_devices(
-        text,
-        row=r"^\|\s*(?P<index>\d+)\s+(?P<name>(?:MetaX |MX)\w+)",
-        memory=r"\|\s*\d+/(?P<mib>\d+) MiB",
-        driver=r"Kernel Mode Driver Version:\s*(\S+)",
-    )
+    listed = tuple(row.device for row in rows())
+    if listed:
+        return visible(_with_uuids(listed), *VISIBLE)
+    if not machine.has_nodes(DEVICE_FILE):
+        if machine.pci_ids(PCI_VENDOR):
+            LOG.info("there are MetaX devices on the PCI bus, but neither mx-smi nor /%s: no driver here", DEVICE_FILE)
+        return ()
+    return torch_devices(machine.ask_torch("cuda"))
+
+
+def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+    """Return what the management tool lists."""
+    for tool in TOOLS:
+        text = tool_output(tool, timeout_seconds=timeout_seconds)
+        if text and not smi.is_metax(text):
+            LOG.warning("%s on this machine is not MetaX's (%r), and is not believed", tool, text.strip()[:60])
+        elif text:
+            return smi.parse(text)
+    return ()
+
+
+def now() -> tuple[Row, ...]:
+    """Return what mx-smi lists during a trial, which must not wait long for it."""
+    return rows(timeout_seconds=3.0)
+
+
+def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
+    """Return the devices that torch lists, if they are MetaX's; torch has honoured the visible devices already."""
+    if said is None or not ("+metax" in said.version or all(NAME.match(each.chip) for each in said.devices)):
+        return ()
+    return said.devices
+
+
+def _with_uuids(listed: tuple[Device, ...]) -> tuple[Device, ...]:
+    setting = next((os.environ[name] for name in VISIBLE if name in os.environ), "")
+    if not re.search(r"[A-Za-z]", setting):
+        return listed
+    known = smi.uuids(tool_output("mx-smi", "-L") or "")
+    return tuple(replace(each, uuid=known.get(each.index, "")) for each in listed)

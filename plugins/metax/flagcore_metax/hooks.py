@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
-from flagcore.contracts import KernelCosts, MemoryModel, PruningRule
+from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
@@ -18,17 +18,13 @@ from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_metax import discover
 from flagcore_metax.islands import StayInsideIsland, c500_topology
+from flagcore_metax.kit.quirks import failure_patterns, refused
+from flagcore_metax.kit.telemetry import DeviceReading, SharedTable
+from flagcore_metax.kit.variables import environment
 from flagcore_metax.memory import memory_of
 
 SERVING = ("vllm", "sglang", "llamacpp")
-PATTERNS = (
-    FailurePattern(pattern=r"OutOfMemoryError|(CUDA|MACA) out of memory", state=TrialState.OUT_OF_MEMORY),
-    FailurePattern(
-        pattern=r"Watchdog caught collective operation timeout",
-        state=TrialState.TIMED_OUT,
-        advice="a collective did not end; by default a busy device refuses a second process, so look for a stray one",
-    ),
-)
+TABLE = SharedTable(discover.now)
 
 
 @hookimpl
@@ -80,18 +76,22 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
             device_type="cuda",
             distributed_backend="nccl",
             visible_devices="MACA_VISIBLE_DEVICES",
+            refused=refused("flagcore_metax", chip, engine),
         )
     reason = "MetaX ships Megatron-LM 0.12 and 0.15; megatron-core 0.16 has not been reported there"
-    return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type="cuda", distributed_backend="nccl")
+    return EngineSupport(
+        support=Support.UNKNOWN,
+        reason=reason,
+        device_type="cuda",
+        distributed_backend="nccl",
+        refused=refused("flagcore_metax", chip, engine),
+    )
 
 
 @hookimpl
 def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
-    """Name the vendor to FlagGems; what FlagScale's Megatron tests set on MetaX."""
-    if not _mine(chip):
-        return None
-    megatron = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
-    return {"GEMS_VENDOR": "metax", **(megatron if engine == "megatron" else {})}
+    """Return the variables of `environment.yaml` that have a value; what the user has set already is kept."""
+    return environment("flagcore_metax", chip, engine) if _mine(chip) else None
 
 
 @hookimpl
@@ -102,10 +102,21 @@ def flagcore_pruning_rules(task: Task) -> Sequence[PruningRule] | None:
 
 
 @hookimpl
-def flagcore_failure_patterns(chip: Chip) -> Sequence[FailurePattern] | None:
-    """Return what torch and MCCL write when something breaks."""
-    return PATTERNS if _mine(chip) else None
+def flagcore_failure_patterns(chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+    """Return the failures of `quirks.yaml`: what the vendor's stack writes when something breaks."""
+    return failure_patterns("flagcore_metax", engine) if _mine(chip) else None
+
+
+@hookimpl
+def flagcore_telemetry(device: Device) -> Telemetry | None:
+    """Return what mx-smi says of a device of this vendor: memory, power, temperature and load."""
+    return DeviceReading(TABLE, device.index) if device.chip.casefold() in _names() else None
 
 
 def _mine(chip: Chip) -> bool:
     return chip.vendor == "metax"
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(name.casefold() for chip in flagcore_chips() for name in (chip.name, *chip.aliases))

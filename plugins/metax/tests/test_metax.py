@@ -5,10 +5,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from flagcore_metax import hooks
-from flagcore_metax.discover import parse
+from flagcore_metax import hooks, smi
 
-from flagcore.domain.chip import Chip, with_network
+from flagcore.domain.chip import Chip, Device, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
 from flagcore.testing.examples import task_on
@@ -73,7 +72,7 @@ def test_a_dead_device_is_left_out() -> None:
 
 
 def test_another_vendors_tool_of_the_same_name_is_not_believed() -> None:
-    assert parse(BOARD_FIRST.replace("MetaX System", "Other System")) == ()
+    assert parse(BOARD_FIRST.replace("MetaX System", "Other System")) == []
 
 
 @pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])
@@ -134,6 +133,10 @@ def test_tensor_parallelism_across_islands_is_pruned_on_c500_only() -> None:
     predictions = cast(Any, SimpleNamespace(device_used_bytes=np.zeros(3)))
     assert rule.prunes(columns, predictions).tolist() == [False, True, True]
     assert loaded.pruning_rules(task_on(chip("C550"))) == ()
+
+
+def parse(text: str) -> list[Device]:
+    return [row.device for row in smi.parse(text)]
 
 
 def chip(name: str) -> Chip:

@@ -33,6 +33,11 @@ def rows(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> tuple[Row, .
     return smi.parse_csv(query or "", fields)
 
 
+def now() -> tuple[Row, ...]:
+    """Return what nvidia-smi lists during a trial, which must not wait long for it."""
+    return rows(smi.READ_FIELDS, timeout_seconds=3.0)
+
+
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
     """Return the devices that torch lists, if they are NVIDIA's; torch has honoured the visible devices already."""
     if said is None or said.attributes or not all(each.chip.startswith("NVIDIA ") for each in said.devices):

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
-from flagcore.contracts import KernelCosts, MemoryModel
+from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
-from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs, serving_costs
 from flagcore_nvidia import discover
+from flagcore_nvidia.kit.quirks import failure_patterns, refused
+from flagcore_nvidia.kit.telemetry import DeviceReading, SharedTable
+from flagcore_nvidia.kit.variables import environment
 from flagcore_nvidia.memory import memory_of
 
 SERVING = ("vllm", "sglang", "llamacpp")
-PATTERNS = (
-    FailurePattern(
-        pattern=r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
-        state=TrialState.OUT_OF_MEMORY,
-    ),
-    FailurePattern(
-        pattern=r"Watchdog caught collective operation timeout",
-        state=TrialState.TIMED_OUT,
-        advice="a collective did not end: a rank died, or the ranks disagree about it",
-    ),
-    FailurePattern(
-        pattern=r"uncorrectable ECC error|NVRM: Xid",
-        state=TrialState.FAILED,
-        advice="a GPU reports a hardware fault; see nvidia-smi -q and dmesg",
-    ),
-)
+TABLE = SharedTable(discover.now)
 
 
 @hookimpl
@@ -75,24 +63,36 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
     return EngineSupport(
-        support=Support.YES, device_type="cuda", distributed_backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES"
+        support=Support.YES,
+        device_type="cuda",
+        distributed_backend="nccl",
+        visible_devices="CUDA_VISIBLE_DEVICES",
+        refused=refused("flagcore_nvidia", chip, engine),
     )
 
 
 @hookimpl
 def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
-    """Name the vendor to FlagGems; one hardware queue, which Megatron's overlap of TP and SP needs."""
-    if not _mine(chip):
-        return None
-    queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if engine == "megatron" else {}
-    return {"GEMS_VENDOR": "nvidia", **queue}
+    """Return the variables of `environment.yaml` that have a value; what the user has set already is kept."""
+    return environment("flagcore_nvidia", chip, engine) if _mine(chip) else None
 
 
 @hookimpl
-def flagcore_failure_patterns(chip: Chip) -> Sequence[FailurePattern] | None:
-    """Return what CUDA, NCCL and the driver write when something breaks."""
-    return PATTERNS if _mine(chip) else None
+def flagcore_failure_patterns(chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+    """Return the failures of `quirks.yaml`: what the vendor's stack writes when something breaks."""
+    return failure_patterns("flagcore_nvidia", engine) if _mine(chip) else None
+
+
+@hookimpl
+def flagcore_telemetry(device: Device) -> Telemetry | None:
+    """Return what nvidia-smi says of a device of this vendor: memory, power, temperature and load."""
+    return DeviceReading(TABLE, device.index) if device.chip.casefold() in _names() else None
 
 
 def _mine(chip: Chip) -> bool:
     return chip.vendor == "nvidia"
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(name.casefold() for chip in flagcore_chips() for name in (chip.name, *chip.aliases))

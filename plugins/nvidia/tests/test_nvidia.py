@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-from flagcore_nvidia import hooks
-from flagcore_nvidia.discover import parse
+from flagcore_nvidia import hooks, smi
 from flagcore_nvidia.hooks import flagcore_chips, flagcore_memory_model
 
 from flagcore.contracts import CollectiveCosts
@@ -9,24 +8,24 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
 
 TWO_H200 = """\
-0, NVIDIA H200, 143771, 570.211.01, GPU-aaaa1111
-1, NVIDIA H200, 143771, 570.211.01, GPU-bbbb2222
+0, NVIDIA H200, 143771, 570.211.01, GPU-aaaa1111, 0x233510DE
+1, NVIDIA H200, 143771, 570.211.01, GPU-bbbb2222, 0x233510DE
 """
 
 
 def test_devices_of_a_csv_query_are_read() -> None:
-    first, second = parse(TWO_H200)
+    first, second = (row.device for row in smi.parse_csv(TWO_H200))
     assert (first.index, first.chip, first.driver, first.uuid) == (0, "NVIDIA H200", "570.211.01", "GPU-aaaa1111")
     assert second.memory_bytes == 143771 * 2**20
 
 
 def test_memory_that_the_driver_does_not_tell_stays_unknown() -> None:
-    (device,) = parse("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333\n")
-    assert device.memory_bytes is None
+    (row,) = smi.parse_csv("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE\n")
+    assert row.device.memory_bytes is None
 
 
 def test_an_error_message_is_no_device() -> None:
-    assert parse("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
+    assert smi.parse_csv("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
 
 
 @pytest.mark.parametrize(

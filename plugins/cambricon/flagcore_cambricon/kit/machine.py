@@ -1,0 +1,100 @@
+"""What this machine says of its accelerators without their management tool. No driver is loaded in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagcore.domain.chip import Device
+from flagcore.vendorkit.smi import tool_output
+
+OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
+"""The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
+
+ACCELERATORS = ("0x03", "0x12")
+"""PCI classes of display controllers and of processing accelerators."""
+
+TORCH_SECONDS = 20.0
+
+_ASK_TORCH = """
+import importlib.util, json, sys
+import torch
+kind = sys.argv[1]
+if kind != "cuda" and importlib.util.find_spec("torch_" + kind):
+    __import__("torch_" + kind)
+backend = getattr(torch, kind)
+found = [backend.get_device_properties(i) for i in range(backend.device_count())]
+print(json.dumps({
+    "version": torch.__version__,
+    "attributes": [name for name in ("corex", "mlu", "musa", "npu") if hasattr(torch, name)],
+    "devices": [[each.name, each.total_memory] for each in found],
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchSays:
+    """What torch says of its devices: its version, the backends that it has as attributes, names and bytes."""
+
+    version: str
+    attributes: frozenset[str]
+    devices: tuple[Device, ...]
+
+
+def named_otherwise(vendor: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user's environment names another vendor than `vendor`."""
+    given = os.environ if environment is None else environment
+    named = next((given[name] for name in OVERRIDES if given.get(name)), vendor)
+    return named.casefold() != vendor
+
+
+def pci_ids(vendor_id: int, root: Path = Path("/")) -> tuple[str, ...]:
+    """Return the PCI device ids ("0x4001") of a vendor's accelerators, in the order of their addresses."""
+    found = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        vendor, kind, device = (_line(folder / name) for name in ("vendor", "class", "device"))
+        if vendor == f"{vendor_id:#06x}" and kind.startswith(ACCELERATORS):
+            found.append(device)
+    return tuple(found)
+
+
+def has_nodes(pattern: str, root: Path = Path("/")) -> bool:
+    """Return whether a device file such as `dev/acme*` is there: without one, no process here can use a device."""
+    return any(root.glob(pattern))
+
+
+def ask_torch(kind: str) -> TorchSays | None:
+    """Return what the installed torch says of its devices of `kind` (cuda, mlu), asked in a process of its own.
+
+    What crashes or hangs there harms nobody here. None without torch, without such a backend, or if it fails.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return None
+    return read_torch(tool_output(sys.executable, "-c", _ASK_TORCH, kind, timeout_seconds=TORCH_SECONDS) or "")
+
+
+def read_torch(printed: str) -> TorchSays | None:
+    """Return what the process printed, after any banner that a vendor's library prints first."""
+    for line in reversed(printed.splitlines()):
+        try:
+            said = json.loads(line[line.index("{") :])
+            devices = tuple(
+                Device(index=index, chip=str(name), memory_bytes=int(total))
+                for index, (name, total) in enumerate(said["devices"])
+            )
+            return TorchSays(version=str(said["version"]), attributes=frozenset(said["attributes"]), devices=devices)
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text("ascii", "replace").strip()
+    except OSError:
+        return ""

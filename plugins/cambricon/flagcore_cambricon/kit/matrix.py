@@ -1,0 +1,94 @@
+"""Reads the matrix that `topo -m` prints: how devices reach each other and the network adapters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NEAR = ("PIX", "PXB")
+"""Cells of an adapter that a device reaches without its CPU."""
+
+_COLUMN = re.compile(r"GPU\d+|MLU\d+|NIC\d+|[a-z]\w*_\d+|(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
+_DEVICE = re.compile(r"(?:GPU|MLU)(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """`links` says by which kind of way two devices are joined, `adapters` by which a device reaches an adapter.
+
+    `numa` is the NUMA node of a device, where it is told.
+    """
+
+    devices: tuple[int, ...]
+    links: Mapping[tuple[int, int], str]
+    adapters: Mapping[tuple[int, str], str]
+    numa: Mapping[int, int]
+
+
+def read_matrix(text: str) -> Matrix | None:
+    """Return the matrix in `text`, or None unless each device's row is whole and both ways of a pair agree."""
+    lines = text.splitlines()
+    start = next((at for at, line in enumerate(lines) if len(_COLUMN.findall(line)) > 1 and _is_header(line)), None)
+    if start is None:
+        return None
+    columns = _COLUMN.findall(lines[start])
+    width = sum(not column.endswith(("Affinity", "ID")) for column in columns)
+    devices = tuple(int(match[1]) for column in columns if (match := _DEVICE.fullmatch(column)))
+    rows: dict[int, dict[str, str]] = {}
+    for line in lines[start + 1 :]:
+        label, *words = line.split() or [""]
+        device = _DEVICE.fullmatch(label)
+        if device and len(words) >= width and int(device[1]) not in rows:
+            rows[int(device[1])] = dict(zip(columns, words, strict=False))
+    prefix = next(re.sub(r"\d", "", column) for column in columns if _DEVICE.fullmatch(column))
+    if set(rows) != set(devices) or len(set(devices)) != len(devices):
+        return None
+    links = {(a, b): rows[a][f"{prefix}{b}"] for a in devices for b in devices if a != b}
+    if any(rows[a][f"{prefix}{a}"] != "X" for a in devices) or any(links[a, b] != links[b, a] for a, b in links):
+        return None
+    names = [column for column in columns[:width] if not _DEVICE.fullmatch(column)]
+    adapters = {(device, name): rows[device][name] for device in devices for name in names}
+    told = {device: row.get("NUMA Affinity", row.get("Node Affinity", "")) for device, row in rows.items()}
+    return Matrix(
+        devices=devices,
+        links=links,
+        adapters=adapters,
+        numa={device: int(node) for device, node in told.items() if node.isdigit()},
+    )
+
+
+def islands(matrix: Matrix, link: str) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of devices of which all pairs are joined by a cell that matches `link`, by their first device.
+
+    A device that no such link joins is a group of its own. Empty where the links make no groups (a ring, a line).
+    """
+    joined = {
+        device: tuple(
+            other for other in matrix.devices if other == device or re.fullmatch(link, matrix.links[device, other])
+        )
+        for device in matrix.devices
+    }
+    if any(joined[other] != group for group in joined.values() for other in group):
+        return ()
+    return tuple(dict.fromkeys(joined.values()))
+
+
+def near_adapters(matrix: Matrix) -> dict[int, tuple[str, ...]]:
+    """Return for each device the adapters that it reaches without its CPU: those that a collective library takes."""
+    return {
+        device: tuple(name for (of, name), cell in matrix.adapters.items() if of == device and cell in NEAR)
+        for device in matrix.devices
+    }
+
+
+def sharers(matrix: Matrix) -> dict[str, int]:
+    """Return how many devices have each adapter near, without those that none has (they carry no compute traffic)."""
+    near = near_adapters(matrix)
+    counts = {name: sum(name in names for names in near.values()) for _, name in matrix.adapters}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _is_header(line: str) -> bool:
+    first = line.split()[0]
+    return _DEVICE.fullmatch(first) is not None and len(re.findall(r"\b(?:GPU|MLU)\d+", line)) > 1 and " X" not in line

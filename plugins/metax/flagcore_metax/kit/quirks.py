@@ -1,0 +1,135 @@
+"""Reads `quirks.yaml`: what does not work on a vendor's chips, what its stack writes when it fails, and what to know.
+
+- `refused`: knob values that do not work: `name`, `engine`, `knob`, `values`, `reason`, `source`, and `chips` (all).
+- `failures`: log lines: `pattern`, `state`, `example`, `source`, and `advice`; `engines` (all).
+- `notes`: what no hook can say yet: `engines`, `says`, `source`, and `chips` (all).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from flagcore.domain.chip import Chip, Source
+from flagcore.domain.engine import Refused
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.trial import TrialState
+from flagcore.vendorkit.parts import Part, read_parts
+
+FILE = "quirks.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Knob values that an engine does not take on some chips (none named: all)."""
+
+    engine: str
+    chips: tuple[str, ...]
+    refused: Refused
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A log line that says why a trial failed, with one `example` of it."""
+
+    engines: tuple[str, ...]
+    pattern: FailurePattern
+    example: str
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What a user of these engines on these chips should know."""
+
+    engines: tuple[str, ...]
+    chips: tuple[str, ...]
+    says: str
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quirks:
+    """All that a plugin's file says."""
+
+    refusals: tuple[Refusal, ...]
+    failures: tuple[Failure, ...]
+    notes: tuple[Note, ...]
+
+
+@cache
+def quirks(package: str) -> Quirks:
+    """Return the quirks of a plugin. Raises SpecError for a bad file."""
+    file = f"{package}/{FILE}"
+    parts = read_parts(files(package).joinpath(FILE).read_text("utf-8"), file, "a file of quirks")
+
+    def each(key: str) -> list[Part]:
+        listed = parts.listed(key, dict)
+        return [Part(file, parts.kind, f"{key}[{place}].", entry) for place, entry in enumerate(listed)]
+
+    made = Quirks(
+        refusals=tuple(_refusal(part) for part in each("refused")),
+        failures=tuple(_failure(part) for part in each("failures")),
+        notes=tuple(_note(part) for part in each("notes")),
+    )
+    parts.finish()
+    return made
+
+
+def refused(package: str, chip: Chip, engine: str) -> tuple[Refused, ...]:
+    """Return the knob values that `engine` does not take on `chip`."""
+    return tuple(
+        each.refused
+        for each in quirks(package).refusals
+        if each.engine == engine and (not each.chips or chip.name in each.chips)
+    )
+
+
+def failure_patterns(package: str, engine: str) -> tuple[FailurePattern, ...]:
+    """Return the patterns of what `engine` writes."""
+    return tuple(each.pattern for each in quirks(package).failures if not each.engines or engine in each.engines)
+
+
+def _refusal(part: Part) -> Refusal:
+    made = Refusal(
+        engine=part.required("engine", str),
+        chips=tuple(part.listed("chips", str)),
+        refused=Refused(
+            name=part.required("name", str),
+            knob=part.required("knob", str),
+            values=tuple(part.required("values", list)),
+            reason=part.required("reason", str),
+        ),
+        source=part.source("source"),
+    )
+    part.finish()
+    return made
+
+
+def _failure(part: Part) -> Failure:
+    state = part.required("state", str)
+    if state not in (known := [state.value for state in TrialState if state.failed]):
+        raise part.wrong("state", "is no failure", f"use one of {', '.join(known)}", state)
+    made = Failure(
+        engines=tuple(part.listed("engines", str)),
+        pattern=FailurePattern(
+            pattern=part.required("pattern", str), state=TrialState(state), advice=part.optional("advice", str, "")
+        ),
+        example=part.required("example", str),
+        source=part.source("source"),
+    )
+    part.finish()
+    return made
+
+
+def _note(part: Part) -> Note:
+    made = Note(
+        engines=tuple(part.listed("engines", str)),
+        chips=tuple(part.listed("chips", str)),
+        says=part.required("says", str),
+        source=part.source("source"),
+    )
+    part.finish()
+    return made

@@ -1,0 +1,162 @@
+"""What mx-smi printed on real machines (tests/smi, sources in sources.yaml), whole, cut and garbled."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from flagcore_metax import hooks, smi
+from flagcore_metax.islands import ISLAND
+from flagcore_metax.kit.matrix import islands, near_adapters, read_matrix, sharers
+
+SMI = Path(__file__).parent / "smi"
+TABLES = {
+    "mx-smi-1.txt": ("MetaX C500", 8, "3.4.4"),
+    "mx-smi-4.txt": ("MXC550", 8, "2.5.014"),
+    "mx-smi-6.txt": ("MetaX C500", 2, "2.12.13"),
+    "mx-smi-9.txt": ("MetaX C550", 1, "2.15.9"),
+    "ht-smi-1.txt": ("Mars X201", 1, "3.8.1"),
+}
+OTHERS = (
+    "mx-smi-2.txt",
+    "mx-smi-3.txt",
+    "mx-smi-7.txt",
+    "mx-smi-8.txt",
+    "mccl-allreduce-1.txt",
+    "moffett-mx-smi-1.txt",
+)
+
+
+def text(name: str) -> str:
+    return (SMI / name).read_text("utf-8")
+
+
+def test_each_transcript_has_its_source_and_is_read_here() -> None:
+    present = {path.name for path in SMI.iterdir()} - {"sources.yaml"}
+    assert set(yaml.safe_load(text("sources.yaml"))) == present
+    assert present == {*TABLES, *OTHERS, "detect-gpustack-1.json", "topology-gpustack-1.json"}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_read_whole(name: str) -> None:
+    chip, count, driver = TABLES[name]
+    rows = smi.parse(text(name))
+    assert [row.device.index for row in rows] == list(range(count))
+    assert {(row.device.chip, row.device.driver, row.device.memory_bytes) for row in rows} == {(chip, driver, 64 << 30)}
+    assert len({row.bus for row in rows}) == count
+
+
+def test_readings_have_power_with_and_without_a_cap_memory_temperature_and_load() -> None:
+    capped, plain = smi.parse(text("mx-smi-1.txt"))[3], smi.parse(text("mx-smi-4.txt"))[0]
+    assert capped.reading == {
+        "memory_used_bytes": 826 * 2**20,
+        "power_watts": 60,
+        "power_limit_watts": 350,
+        "temperature_celsius": 35,
+        "utilization_share": 0,
+    }
+    assert (plain.reading["power_watts"], plain.reading["temperature_celsius"]) == (44, 31)
+    assert "power_limit_watts" not in plain.reading
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_table_of_devices_gives_none(name: str) -> None:
+    assert smi.parse(text(name)) == ()
+
+
+def test_another_vendors_mx_smi_is_told_apart() -> None:
+    assert not smi.is_metax(text("moffett-mx-smi-1.txt"))
+
+
+def test_a_rebranded_device_keeps_its_name_and_stays_unknown() -> None:
+    (row,) = smi.parse(text("ht-smi-1.txt"))
+    assert not any(chip.answers_to(row.device.chip) for chip in hooks.flagcore_chips())
+
+
+def test_the_boards_number_is_not_the_gpus() -> None:
+    table = text("mx-smi-1.txt").replace("| 1     MetaX C500 | 1 ", "| 0     MetaX C500 | 1 ")
+    assert [row.device.index for row in smi.parse(table)] == list(range(8))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_is_cut_anywhere_tells_only_what_is_sure(name: str) -> None:
+    whole = smi.parse(text(name))
+    for end in range(0, len(text(name)), 7):
+        rows = smi.parse(text(name)[:end])
+        assert [row.device.index for row in rows] == [row.device.index for row in whole[: len(rows)]]
+        assert {row.device.chip for row in rows} <= {whole[0].device.chip}
+        assert {row.device.memory_bytes for row in rows} <= {64 << 30}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_bytes_never_raise_nor_add_a_device(seed: int) -> None:
+    dice = random.Random(seed)
+    garbled = bytearray(text("mx-smi-1.txt").encode())
+    for _ in range(dice.choice((1, 20, 400))):
+        garbled[dice.randrange(len(garbled))] = dice.randrange(256)
+    rows = smi.parse(garbled.decode("utf-8", "replace"))
+    assert len({row.device.index for row in rows}) == len(rows) <= 8
+
+
+def test_two_lines_with_one_index_are_both_left_out() -> None:
+    table = text("mx-smi-1.txt").replace("| 5     MetaX C500 | 5 ", "| 4     MetaX C500 | 4 ")
+    assert [row.device.index for row in smi.parse(table)] == [0, 1, 2, 3, 6, 7]
+
+
+def test_a_banner_another_locale_and_carriage_returns_do_not_matter() -> None:
+    table = "欢迎使用 MACA\n" + text("mx-smi-1.txt").replace("Wed Feb 11", "2026年 2月11日 星期三").replace(
+        "\n", "\r\n"
+    )
+    assert smi.parse(table) == smi.parse(text("mx-smi-1.txt"))
+
+
+def test_uuids_are_listed_by_index() -> None:
+    assert smi.uuids(text("mx-smi-8.txt")) == {0: "GPU-abc-123"}
+
+
+@pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])
+def test_a_c500_node_has_two_islands_of_four(name: str) -> None:
+    matrix = read_matrix(text(name))
+    assert matrix is not None
+    assert islands(matrix, "MX") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert matrix.links[0, 4] == ("SYS" if name == "mx-smi-7.txt" else "NODE")
+
+
+def test_four_devices_share_two_adapters_and_the_storage_adapters_are_nobodys() -> None:
+    matrix = read_matrix(text("mx-smi-3.txt"))
+    assert matrix is not None
+    assert near_adapters(matrix)[0] == ("NIC0", "NIC1")
+    assert near_adapters(matrix)[7] == ("NIC2", "NIC3")
+    assert sharers(matrix) == {"NIC0": 4, "NIC1": 4, "NIC2": 4, "NIC3": 4}
+
+
+@pytest.mark.parametrize("name", ["mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt"])
+def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> None:
+    lines = text(name).splitlines()
+    last = next(at for at, line in enumerate(lines) if line.startswith("GPU7"))
+    for end in range(last + 1):
+        assert read_matrix("\n".join(lines[:end])) is None
+    assert read_matrix("\n".join(lines[: last + 1])) is not None
+
+
+def test_a_matrix_whose_halves_disagree_is_refused() -> None:
+    assert read_matrix(text("mx-smi-2.txt").replace("GPU1    MX ", "GPU1    SYS", 1)) is None
+
+
+def test_another_detectors_findings_agree_with_the_catalogue() -> None:
+    found = json.loads(text("detect-gpustack-1.json"))
+    (chip,) = {chip.name for each in found for chip in hooks.flagcore_chips() if chip.answers_to(each["name"])}
+    assert chip == "C500"
+    assert {each["memory"] for each in found} == {65536}
+    (topology,) = json.loads(text("topology-gpustack-1.json"))
+    near = [sum(distance <= 5 for distance in row) for row in topology["devices_distances"]]
+    assert set(near) == {ISLAND}
+
+
+def test_the_shipped_all_reduce_is_that_of_the_log() -> None:
+    package = Path(hooks.__file__).parent
+    (curve,) = yaml.safe_load((package / "costs/c500/collectives.yaml").read_text())["curves"]
+    logged = [line.split()[1:] for line in text("mccl-allreduce-1.txt").splitlines() if "bfloat16" in line]
+    assert [int(words[0]) for words in logged] == curve["payload_bytes"]
+    assert [float(words[5]) for words in logged] == pytest.approx([each * 1e6 for each in curve["seconds"]], rel=1e-4)

@@ -1,0 +1,145 @@
+"""What nvidia-smi printed on real machines (tests/smi, sources in sources.yaml), whole, cut and garbled."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+from flagcore_nvidia import hooks, smi
+from flagcore_nvidia.kit.matrix import islands, near_adapters, read_matrix, sharers
+
+SMI = Path(__file__).parent / "smi"
+TABLES = {"nvidia-smi-1.txt": ("NVIDIA L40S", 1, 46068), "nvidia-smi-2.txt": ("NVIDIA H100 80GB HBM3", 6, 81559)}
+MATRICES = ("nvidia-smi-5.txt", "nvidia-smi-6.txt")
+QUERY = "\n".join(f"{i}, NVIDIA H200, 143771, 570.211.01, GPU-{i}aaa, 0x233510DE" for i in range(8)) + "\n"
+
+
+def text(name: str) -> str:
+    return (SMI / name).read_text("utf-8")
+
+
+def test_each_transcript_has_its_source_and_is_read_here() -> None:
+    present = {path.name for path in SMI.iterdir()} - {"sources.yaml"}
+    assert set(yaml.safe_load(text("sources.yaml"))) == present
+    csv, detected = (
+        {"nvidia-smi-3.csv", "nvidia-smi-4.csv"},
+        {"detect-gpustack-h100.json", "topology-gpustack-h200.json"},
+    )
+    assert present == {*TABLES, *MATRICES, *csv, *detected}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_read_whole(name: str) -> None:
+    chip, count, mib = TABLES[name]
+    rows = smi.parse_table(text(name))
+    assert [row.device.index for row in rows] == list(range(count))
+    assert {(row.device.chip, row.device.memory_bytes) for row in rows} == {(chip, mib * 2**20)}
+    assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(rows[0].reading)
+
+
+def test_a_header_says_what_the_columns_are() -> None:
+    rows = smi.parse_csv(text("nvidia-smi-3.csv"))
+    assert [(row.device.index, row.device.memory_bytes) for row in rows] == [(i, 143771 * 2**20) for i in range(8)]
+    assert {(row.device.chip, row.device.driver) for row in rows} == {("NVIDIA H200", "570.211.01")}
+    assert {row.reading["power_limit_watts"] for row in rows} == {700}
+
+
+def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_asked_for() -> None:
+    fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
+    assert smi.parse_csv(text("nvidia-smi-4.csv")) == ()
+    (row,) = smi.parse_csv(text("nvidia-smi-4.csv"), fields)
+    assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
+
+
+def test_a_reading_has_what_the_query_for_it_asks() -> None:
+    line = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, 1024, 412.50, 700.00, 61, 97, 1980"
+    (row,) = smi.parse_csv(line, smi.READ_FIELDS)
+    assert row.reading == {
+        "memory_used_bytes": 2**30,
+        "power_watts": 412.5,
+        "power_limit_watts": 700,
+        "temperature_celsius": 61,
+        "utilization_share": pytest.approx(0.97),
+        "clock_hertz": 1.98e9,
+    }
+
+
+@pytest.mark.parametrize(
+    "foreign", ["0, MetaX C500, 65536, 3.4, GPU-1, 0x40019999", "0, Iluvatar BI-V150, 32768, 4.1, GPU-1, 0x00021E3E"]
+)
+def test_another_vendors_nvidia_smi_is_told_apart_by_the_pci_id(foreign: str) -> None:
+    assert smi.parse_csv(foreign) == ()
+
+
+def test_a_new_gpu_is_listed_by_its_name_and_stays_unknown() -> None:
+    (row,) = smi.parse_csv("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE")
+    assert row.device.chip == "NVIDIA Z900 96GB"
+    assert not any(chip.answers_to(row.device.chip) for chip in hooks.flagcore_chips())
+
+
+def test_a_query_that_is_cut_at_a_line_tells_the_lines_before() -> None:
+    lines = QUERY.splitlines()
+    for end in range(len(lines) + 1):
+        assert len(smi.parse_csv("\n".join(lines[:end]))) == end
+    assert len(smi.parse_csv(QUERY[: QUERY.rindex(",")])) == 7
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_is_cut_anywhere_tells_only_what_is_sure(name: str) -> None:
+    whole = smi.parse_table(text(name))
+    for end in range(0, len(text(name)), 7):
+        rows = smi.parse_table(text(name)[:end])
+        assert rows == whole[: len(rows)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_bytes_never_raise_nor_add_a_device(seed: int) -> None:
+    dice = random.Random(seed)
+    for original, parse in ((text("nvidia-smi-2.txt"), smi.parse_table), (QUERY, smi.parse_csv)):
+        garbled = bytearray(original.encode())
+        for _ in range(dice.choice((1, 20, 200))):
+            garbled[dice.randrange(len(garbled))] = dice.randrange(256)
+        rows = parse(garbled.decode("utf-8", "replace"))
+        assert len({row.device.index for row in rows}) == len(rows) <= 400
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_nvlink_joins_all_devices_and_each_has_an_adapter_of_its_own(name: str) -> None:
+    matrix = read_matrix(text(name))
+    assert matrix is not None
+    assert islands(matrix, r"NV\d+") == (tuple(range(8)),)
+    assert all(len(near) == 1 for near in near_adapters(matrix).values())
+    assert set(sharers(matrix).values()) == {1}
+    assert matrix.numa == {device: device // 4 for device in range(8)}
+
+
+def test_pairs_of_bridged_devices_are_islands_and_a_ring_is_none() -> None:
+    pairs = "\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X \tNV4\tSYS\tSYS\nGPU1\tNV4\t X \tSYS\tSYS\n"
+    pairs += "GPU2\tSYS\tSYS\t X \tNV4\nGPU3\tSYS\tSYS\tNV4\t X \n"
+    ring = pairs.replace("NV4\tSYS\tSYS", "NV4\tSYS\tNV4").replace("SYS\tSYS\t X \tNV4", "SYS\tNV4\t X \tNV4")
+    ring = ring.replace("GPU1\tNV4\t X \tSYS", "GPU1\tNV4\t X \tNV4").replace("GPU3\tSYS\tSYS", "GPU3\tNV4\tSYS")
+    made, around = read_matrix(pairs), read_matrix(ring)
+    assert made is not None
+    assert around is not None
+    assert islands(made, r"NV\d+") == ((0, 1), (2, 3))
+    assert islands(around, r"NV\d+") == ()
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> None:
+    lines = text(name).splitlines()
+    for end in range(9):
+        assert read_matrix("\n".join(lines[:end])) is None
+    assert read_matrix("\n".join(lines[:9])) is not None
+
+
+def test_another_detectors_findings_agree_with_the_catalogue() -> None:
+    found = json.loads(text("detect-gpustack-h100.json"))
+    (name,) = {each["name"] for each in found}
+    (chip,) = (chip for chip in hooks.flagcore_chips() if chip.answers_to(name))
+    assert chip.name == "H100-SXM"
+    assert chip.memory_bytes is not None
+    assert {each["memory"] * 2**20 for each in found} == {chip.memory_bytes.value}
+    (topology,) = json.loads(text("topology-gpustack-h200.json"))
+    assert {each["links_active_count"] for each in topology["appendices"]} == {18}
