@@ -61,7 +61,7 @@ def launch(
             vocab_size=platform.task.spec.model.vocab_size,
             timeout_s=platform.task.spec.control.max_time_per_task,
             repeats=serve.repeats,
-            asked={knob: value for knob, value in candidate.items if value is not None},
+            asked=_told(platform, engine, candidate),
             slo=serve.slo,
             patterns=platform.failure_patterns,
             directory=directory,
@@ -71,6 +71,12 @@ def launch(
     except OSError as error:
         raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
     return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)
+
+
+def _told(platform: Platform, engine: Engine, candidate: Candidate) -> dict[str, KnobValue]:
+    """Return the knobs that the engine is told of: with a neutral value it chooses itself, and may do so by model."""
+    neutral = {axis.knob: axis.neutral for axis in engine.axes(platform.task)}
+    return {knob: value for knob, value in candidate.items if value not in (None, neutral.get(knob))}
 
 
 def _instances(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:

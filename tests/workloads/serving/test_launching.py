@@ -80,6 +80,13 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_job(tmp_path) == job
 
 
+def test_only_what_the_engine_is_told_must_be_read_back(tmp_path: Path) -> None:
+    launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
+    assert read_job(tmp_path).asked == {"parallel": 4}
+    launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
+    assert read_job(tmp_path).asked == {"n_gpu_layers": 0, "enable_prefix_caching": False}
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"instances": 3}', '{"loads": [{"request_rate": []}]}'])
 def test_a_job_that_is_not_one_is_told(text: str, tmp_path: Path) -> None:
     (tmp_path / "serve.json").write_text(text)

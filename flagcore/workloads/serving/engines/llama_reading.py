@@ -35,7 +35,7 @@ COUNTERS: Mapping[str, str] = {
 _CONTEXT_LINE = re.compile(r"llama_context: (n_batch|n_ubatch|flash_attn|kv_unified)\s*= (\S+)")
 _THREADS_LINE = re.compile(r"system_info: n_threads = (\d+)(?: \(n_threads_batch = (\d+)\))?")
 _CACHE_LINE = re.compile(r"llama_kv_cache: size = .* K \((\w+)\):.* V \((\w+)\):")
-_OFFLOADED_LINE = re.compile(r"offloaded (\d+)/\d+ layers to GPU")
+_OFFLOADED_LINE = re.compile(r"offloaded (\d+)/(\d+) layers to GPU")
 _SLOTS_LINE = re.compile(r"kv_unified = '(true|false)'")
 
 
@@ -57,7 +57,8 @@ def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
         told[UNIFIED] = "on" if unified[1] == "true" else "off"
     if unified is None or unified[1] == "false":
         told[CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
-    if offloaded := _OFFLOADED_LINE.search(log):
+    offloaded = _OFFLOADED_LINE.search(log)
+    if offloaded and offloaded[1] != offloaded[2]:  # all may have been asked for by any larger number
         told[LAYERS] = int(offloaded[1])
     return told
 

@@ -22,7 +22,7 @@ from flagcore.workloads.serving.engines.contract import DP, INSTANCES, PORT, TP,
 from flagcore.workloads.serving.engines.place import Place
 from flagcore.workloads.serving.engines.sglang_knobs import KNOBS, PACKAGE, PROGRAM, fixed_arguments, pool_tokens
 from flagcore.workloads.serving.engines.sizes import fewest_devices
-from flagcore.workloads.serving.engines.vllm import weights_directory
+from flagcore.workloads.serving.engines.weights import check_directory
 
 
 class SGLang:
@@ -34,7 +34,7 @@ class SGLang:
 
     def ready(self, spec: Spec) -> None:
         """Return if servers can be started here. Raises SpecError or NoDevice with what is in the way, and the fix."""
-        weights_directory(spec)
+        check_directory(spec)
         command = program.found(spec, PROGRAM)
         if spec.serve.command is None and not program.package_version(command[0], PACKAGE):
             raise NoDevice(f"SGLang is not installed for {command[0]}; install sglang there, or give a serve.command")

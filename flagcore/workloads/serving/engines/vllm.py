@@ -10,13 +10,21 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import Axis, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.errors import NoDevice, SpecError
-from flagcore.workloads.serving.engines import engine_flags, metrics, program, vllm_knobs, vllm_reading, vllm_rules
+from flagcore.errors import NoDevice
+from flagcore.workloads.serving.engines import (
+    engine_flags,
+    metrics,
+    program,
+    vllm_knobs,
+    vllm_reading,
+    vllm_rules,
+)
 from flagcore.workloads.serving.engines import knob as knobs
 from flagcore.workloads.serving.engines.contract import EP, INSTANCES, PORT, TP, Server, Settings
 from flagcore.workloads.serving.engines.place import Place
 from flagcore.workloads.serving.engines.sizes import fewest_devices
 from flagcore.workloads.serving.engines.vllm_knobs import KNOBS, PROGRAM, THREADS, cache_gib, fixed_arguments
+from flagcore.workloads.serving.engines.weights import check_directory
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -30,7 +38,7 @@ class Vllm:
 
     def ready(self, spec: Spec) -> None:
         """Return if servers can be started here. Raises SpecError or NoDevice with what is in the way, and the fix."""
-        weights_directory(spec)
+        check_directory(spec)
         command = program.found(spec, PROGRAM)
         whole(command[0])
         fixed_arguments(spec)
@@ -109,15 +117,6 @@ def on_cores(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]
         used = [part[: threads if isinstance(threads, int) and threads else share] for part in parts]
         environment[THREAD_BINDING] = "|".join(",".join(map(str, part)) for part in used)
     return environment
-
-
-def weights_directory(spec: Spec) -> None:
-    """Raise SpecError unless the weights are a directory with a config.json."""
-    weights = spec.serve.weights
-    if weights is None or not os.path.isfile(os.path.join(weights, "config.json")):
-        problem = "is missing" if weights is None else "is no directory with a config.json"
-        fix = "give a Hugging Face directory; nothing is downloaded"
-        raise SpecError(key="serve.weights", value=weights, problem=problem, fix=fix)
 
 
 def whole(path: str) -> None:

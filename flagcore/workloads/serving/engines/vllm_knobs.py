@@ -54,9 +54,9 @@ MEMORY, KV, PREFIX, CHUNKED = (
     "enable_chunked_prefill",
 )
 EAGER, GRAPHS, THREADS = "enforce_eager", "cudagraph_mode", "threads"
-KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4")
-KV_BYTES = (math.nan, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5625)
-"""Bytes of a cached element; `auto` is that of activations. NVFP4 has a scale of one byte for 16 elements."""
+KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4")
+KV_BYTES = (math.nan, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.5625)
+"""Bytes of a cached element; `auto` is that of activations, fp8 is fp8_e4m3 as well, NVFP4 has a scale for 16."""
 GRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 

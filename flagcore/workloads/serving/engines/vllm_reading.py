@@ -82,7 +82,7 @@ def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
 def _value(text: str) -> KnobValue:
     if text in ("True", "False"):
         return text == "True"
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdigit() else {"fp8_e4m3": "fp8"}.get(text, text)
 
 
 _PREFIX = r"^(\(\w[^)]*\) )?"

@@ -302,6 +302,19 @@ def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path
         ENGINE.ready(cards(weights=str(tmp_path)).spec)
 
 
+def test_a_precision_that_nothing_brings_about_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def ready(**given: Any) -> None:
+        ENGINE.ready(cards(weights=str(tmp_path), precision="fp8", **given).spec)
+
+    with pytest.raises(SpecError, match=r"nothing in serve\.engine_args tells the engine to quantize"):
+        ready()
+    ready(engine_args={"quantization": "fp8"})
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    ready()
+
+
 def test_what_the_log_and_metrics_say_is_read_back() -> None:
     assert ENGINE.effective(lambda path: METRICS, LOG) == {
         "tensor_model_parallel_size": 2,
