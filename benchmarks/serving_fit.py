@@ -1,12 +1,13 @@
 """Fits the overheads of serving engines and the shares that kernels reach inside them to published points.
 
-    python benchmarks/serving_fit.py RECORDS.jsonl [MORE.jsonl ...] [--rounds 4]
+    python benchmarks/serving_fit.py RECORDS.jsonl [MORE.jsonl ...] [--rounds 5] [--write LEFT_OUT.jsonl]
 
 RECORDS are job records with a `measured` part (docs/cli.md, `estimate --jobs`). All parameters are fitted together, by
 Gauss-Newton on the logarithms of TPOT (and, of vLLM, with little weight, TTFT) in closed form, with weights that fall
 with the error (soft L1) and priors around estimates. They are one set an engine and one a family of chips: none is of a
 row, a model or a chip. Printed are the parameters, and the errors of each (chip, model) without any of its rows in the
-fit, the parameters moved by one more step from where they are.
+fit, the parameters moved by one more step from where they are. With `--write` the records are predicted so, each
+simulated with the parameters of a fit without its chip and model: what `flag estimate --jobs` would say of a new one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from flagcore.physics.serving.steady import ClosedLoop, steady
 from flagcore.physics.serving.work import Overheads
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs as costs_of
-from flagcore.workloads.serving.predict import _memory, serving_of, split_of
+from flagcore.stages.predict import record
+from flagcore.workloads.serving import overheads
+from flagcore.workloads.serving.predict import memory_of, predict, serving_of, split_of
 
 SOFT = 0.1
 """Relative error from which a point counts less."""
@@ -83,6 +86,9 @@ class Points:
     name: str
     columns: Mapping[str, np.ndarray]
     costs: Costs
+    ids: tuple[str, ...]
+    tasks: tuple[Task, ...]
+    known: Overheads
     lens: np.ndarray
     tpot: np.ndarray
     ttft: np.ndarray
@@ -107,9 +113,10 @@ def read(files: Sequence[str]) -> list[Points]:
             bare = Task(spec=spec, cluster=Cluster(groups=(made[key][1],)))
             task, values, _ = workload.published(bare, job.candidate, "")
             columns = workload.columns(task, values)
-            found[(*key, job.model, job.work.precision)].append((place, line, task, columns))
+            version = task.spec.serve.engine_version
+            found[(*key, job.model, job.work.precision, version)].append((place, line, task, columns))
     points = []
-    for (chip, devices, engine, model, precision), rows in found.items():
+    for (chip, devices, engine, model, precision, _), rows in found.items():
         lines_of, tasks = [row[1] for row in rows], [row[2] for row in rows]
         loads = [task.spec.serve.loads[0] for task in tasks]
         measured = [line["measured"] for line in lines_of]
@@ -122,6 +129,9 @@ def read(files: Sequence[str]) -> list[Points]:
                 name=f"{chip} {model.name.split('/')[-1]}",
                 columns={knob: np.concatenate([row[3][knob] for row in rows]) for knob in rows[0][3]},
                 costs=made[chip, devices, engine][0],
+                ids=tuple(line["id"] for line in lines_of),
+                tasks=tuple(tasks),
+                known=overheads.overheads_of(engine, tasks[0].spec.serve.engine_version),
                 lens=np.array([(load.input_len, load.output_len, load.concurrency) for load in loads], dtype=float),
                 tpot=np.array([each.get("tpot_mean_s") or each.get("tpot_p50_s") for each in measured]),
                 ttft=np.array([each.get("ttft_mean_s") or each.get("ttft_p50_s") for each in measured]),
@@ -166,16 +176,23 @@ def overheads_of(engine: str, values: Mapping[str, float], known: Overheads) -> 
     """Return an engine's overheads; those that are not fitted here are as they are."""
     got = {key: values[f"{engine}.{key}"] for key in ENGINE}
     wide, narrow = got.pop("experts8"), got.pop("experts4")
+    if not known.iteration:  # a release that hides it
+        got["iteration"] = 0.0
     return replace(known, **got, experts={"bf16": wide, "fp8": wide, "nvfp4": narrow})
 
 
-def errors(points: Points, values: Mapping[str, float], known: Overheads) -> np.ndarray:
-    """Return the logarithms of predicted over measured TPOT and TTFT."""
+def priced(points: Points, values: Mapping[str, float]) -> tuple[Costs, Overheads]:
+    """Return what points are predicted with."""
     kernels = Roofline(chip=points.task.cluster.groups[0].chip, curve=curve_of(points.family, values))
-    costs, over = replace(points.costs, kernels=kernels), overheads_of(points.engine, values, known)
+    return replace(points.costs, kernels=kernels), overheads_of(points.engine, values, points.known)
+
+
+def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
+    """Return the logarithms of predicted over measured TPOT and TTFT."""
+    costs, over = priced(points, values)
     settings = plugins.workload(points.engine).engine.settings(points.task, points.columns)
-    serving, split = serving_of(points.task, kernels, over), split_of(settings)
-    memory = _memory(serving, split, settings, costs)
+    serving, split = serving_of(points.task, costs.kernels, over), split_of(settings)
+    memory = memory_of(serving, split, settings, costs)
     prompt, output, flight = points.lens.T
     found = steady(
         iteration_costs(serving, split, costs),
@@ -197,8 +214,8 @@ def errors(points: Points, values: Mapping[str, float], known: Overheads) -> np.
 class Fit:
     """Gauss-Newton with priors over the logarithms of parameters."""
 
-    def __init__(self, points: list[Points], known: Mapping[str, Overheads]) -> None:
-        self.points, self.known = points, known
+    def __init__(self, points: list[Points]) -> None:
+        self.points = points
         self.size = 1 + max(int(each.rows.max()) for each in points)
         engines = sorted({each.engine for each in points})
         priors = parameters(engines, sorted({each.family for each in points}))
@@ -219,7 +236,7 @@ class Fit:
         """Return the errors, those of other points as they are in `start`."""
         found, values = start.copy(), self.values(place)
         for each in points:
-            found[:, each.rows] = errors(each, values, self.known[each.engine])
+            found[:, each.rows] = errors(each, values)
         return found
 
     def slopes(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -245,15 +262,27 @@ class Fit:
         return place + np.clip(wanted - place, -0.5, 0.5)
 
 
+def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
+    """Return the answers to the records of some points."""
+    costs, over = priced(points, values)
+    answers = []
+    for row, (name, task) in enumerate(zip(points.ids, points.tasks, strict=True)):
+        task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
+        columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
+        settings = plugins.workload(points.engine).engine.settings(task, columns)
+        found = predict(task, columns, settings, costs, over)
+        answers.append({"id": name, "status": "ok", **record(task, found.row(0))})
+    return answers
+
+
 def main() -> None:
     """Fit, and print parameters and errors."""
-    from flagcore.workloads.serving.overheads import FITTED
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", type=Path)
     asked = parser.parse_args()
-    fit = Fit(read(asked.records), FITTED)
+    fit = Fit(read(asked.records))
     place = np.zeros(len(fit.names))
     for _ in range(asked.rounds):
         now, slopes = fit.slopes(place)
@@ -261,15 +290,20 @@ def main() -> None:
         print(f"TPOT median {np.median(np.abs(np.expm1(now[0][fit.used > 0]))):.3f}", flush=True)
     now, slopes = fit.slopes(place)
     print(json.dumps({name: float(f"{value:.3g}") for name, value in fit.values(place).items()}, indent=1))
-    left_out = np.zeros(fit.size)
+    left_out, lines = np.zeros(fit.size), []
     for name in sorted(set(fit.names_of)):
         mine = fit.names_of == name
         moved = fit.step(place, now, slopes, fit.used * ~mine)
         left_out[mine] = (now[0] + np.tensordot(moved - place, slopes[:, 0], 1))[mine]
+        if asked.write:
+            for each in (each for each in fit.points if each.name == name):
+                lines += simulated(each, fit.values(moved))
         off = np.abs(np.expm1(left_out[mine]))
         told = f"TPOT left out: median {np.median(off):.3f} mean {off.mean():.3f}"
         print(f"{name:40s} {mine.sum():4d} rows  {told}  with it: {np.median(np.abs(np.expm1(now[0][mine]))):.3f}")
     print(f"all rows, left out: median {np.median(np.abs(np.expm1(left_out))):.3f}")
+    if asked.write:
+        asked.write.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

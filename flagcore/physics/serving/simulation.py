@@ -54,7 +54,9 @@ def simulate(
 
 
 class _Simulation:
-    """`used` counts cached tokens; `offset` + running x `step` is the context of all running sequences."""
+    """`used` counts cached tokens; `offset` + running x `step` is the context of all running sequences, and `finish` -
+    running x `step` the tokens that they still will write, `promised` those of prompts in work.
+    """
 
     def __init__(
         self, price: Price, lengths: Sequence[tuple[int, int]], arrivals: Sequence[float] | None, concurrency: int
@@ -71,7 +73,7 @@ class _Simulation:
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
         self.now = self.door = self.stalled = self.used = 0.0
-        self.step = self.running = self.offset = self.tickets = self.next = 0
+        self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
         self.out = Outcome(self.requests)
         for place in range(self.sent):
@@ -113,11 +115,13 @@ class _Simulation:
             return False
         request = self.queue[0]
         room = self._room(request)
-        wanted = room + self.lane.reserve * (request.output - request.made)
+        ahead = request.output - request.made + self.promised + self.finish - self.running * self.step
+        wanted = room + self.lane.reserve * ahead
         if self.used + wanted > self.lane.cache_tokens and (self.running or ended):
             return False
         self.queue.popleft()
         self.partial.append(request)
+        self.promised += request.output - request.made
         self.used += room
         request.done = min(self.lane.shared_prefix, request.prompt - 1.0)
         return True
@@ -155,6 +159,7 @@ class _Simulation:
         """A prompt is computed: the first token is there, or after a preemption the next."""
         if request.first < 0:
             request.first = self.now
+        self.promised -= request.output - request.made
         request.made += 1
         self.used += 1
         if request.made >= request.output:
@@ -165,6 +170,7 @@ class _Simulation:
         self.running += 1
         request.context, request.since, request.ticket = request.prompt + request.made, self.step, self.tickets
         self.offset += request.context - self.step
+        self.finish += self.step + request.output - request.made
         self.order.append(request)
         heappush(self.heap, (self.step + request.output - request.made, self.tickets, request))
 
@@ -183,6 +189,7 @@ class _Simulation:
         """A sequence runs no more."""
         self.running -= 1
         self.offset -= request.context - request.since
+        self.finish -= request.since + request.output - request.made
         request.made += self.step - request.since
         request.ticket = 0
         self.used -= self._room(request)

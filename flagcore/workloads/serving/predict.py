@@ -45,19 +45,22 @@ GUESSED = 2.0
 """How much wider, as a factor, intervals are where nobody measured the chip or fitted the engine."""
 
 
-def predict(task: Task, columns: Columns, settings: Settings, costs: Costs) -> Predictions:
+def predict(
+    task: Task, columns: Columns, settings: Settings, costs: Costs, overheads: Overheads | None = None
+) -> Predictions:
     """Return memory and figures of each candidate; times are NaN where the chip's facts do not allow an answer.
 
     Of several load points a candidate's figures are those of the one that is best for the objective among those that
-    keep the SLO, or, where none does, of the one that is nearest to it.
+    keep the SLO, or, where none does, of the one that is nearest to it. `overheads` are those of the engine's release
+    unless they are given.
     """
     serve = task.spec.serve
-    over = overheads_of(serve.engine, serve.engine_version)
+    over = overheads or overheads_of(serve.engine, serve.engine_version)
     receive = serve.engine_args.get(RECEIVE)
     over = replace(over, receive=receive) if isinstance(receive, int) and receive > 0 else over
     serving = serving_of(task, costs.kernels, over)
     split = split_of(settings)
-    memory = _memory(serving, split, settings, costs)
+    memory = memory_of(serving, split, settings, costs)
     times = iteration_costs(serving, split, costs)
     figures = _figures(serve, settings, split, memory, times, over, task.spec.objective)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / (settings.instances * settings.devices)
@@ -102,7 +105,7 @@ def split_of(settings: Settings) -> Split:
     )
 
 
-def _memory(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
+def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
     """Return what a device holds. What the driver and libraries take comes off what an engine may use."""
     capacity = costs.memory.capacity_bytes()
     none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0

@@ -1,0 +1,90 @@
+"""Small serving tasks of physics: an accelerator with round peaks, models, and splits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.chip import Chip, Fact, Link, Source
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.model import Model
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.memory.device import PlainMemory
+from flagcore.physics.serving.iteration import IterationCosts, iteration_costs
+from flagcore.physics.serving.work import Overheads, Serving, Split
+
+SOURCE = Source(kind="datasheet", detail="made up for these tests")
+CHIP = Chip(
+    name="test-chip",
+    vendor="test",
+    memory_bytes=Fact(value=80e9, source=SOURCE),
+    memory_bandwidth_bytes_per_second=Fact(value=3e12, source=SOURCE),
+    dense_flops_per_second={name: Fact(value=rate, source=SOURCE) for name, rate in (("bf16", 9e14), ("fp8", 1.8e15))},
+    link=Link(name="fabric", topology="switch", bytes_per_second=Fact(value=4e11, source=SOURCE)),
+)
+DENSE = Model(
+    name="dense-8b",
+    num_layers=36,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=151936,
+)
+EXPERTS = replace(DENSE, name="experts", num_moe_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768)
+LATENT = replace(
+    DENSE,
+    name="latent",
+    num_query_groups=32,
+    multi_latent_attention=True,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_head_dim=128,
+    qk_pos_emb_head_dim=64,
+    v_head_dim=128,
+)
+OVER = Overheads(
+    iteration=1e-3,
+    sequence=10e-6,
+    request=5e-3,
+    attention=15e-6,
+    latent=15e-6,
+    ffn=12e-6,
+    experts={"bf16": 50e-6, "fp8": 50e-6},
+    reduce=5e-6,
+    reduce_doubling=1e-6,
+    eager_kernels=60.0,
+)
+
+
+def split(**given: float | list[float]) -> Split:
+    """A split of one device, but for what is given: one candidate each element of the longest list."""
+    counts = {
+        **dict.fromkeys(("tensor", "data", "expert", "pipeline", "instances", "cores"), 1.0),
+        "captured": 512.0,
+        "pass_tokens": 1e9,
+        "cache_bytes": 2.0,
+        **given,
+    }
+    rows = max(np.size(value) for value in counts.values())
+    return Split(**{name: np.broadcast_to(np.array(value, dtype=float), (rows,)) for name, value in counts.items()})
+
+
+def costs(devices: int = 8) -> Costs:
+    """What kernels and messages take on one node of the chip."""
+    group = NodeGroup(chip=CHIP, nodes=1, devices_per_node=devices)
+    return Costs(
+        memory=PlainMemory.of(group), kernels=Roofline(chip=CHIP), collectives=Collectives(topology=topology_of(group))
+    )
+
+
+def times(
+    model: Model = DENSE, precision: str = "bf16", over: Overheads = OVER, **given: float | list[float]
+) -> IterationCosts:
+    """The costs of iterations of a model on splits."""
+    return iteration_costs(Serving(model=model, precision=precision, overheads=over), split(**given), costs())

@@ -1,0 +1,218 @@
+"""Predictions of servers: what knobs and loads do to figures, memory, and the step time of an objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.objective import figure_name, seconds
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.overheads import overheads_of
+from flagcore.workloads.serving.predict import predict
+from flagcore.workloads.serving.published import RECEIVE, published
+from tests.served import CHIP, DENSE, EXPERTS, costs
+
+LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
+
+
+def task(*loads: Load, engine: str = "vllm", objective: str = "output_tokens_per_s", **serve: object) -> Task:
+    group = NodeGroup(chip=CHIP, nodes=1, devices_per_node=8)
+    job = ServeSpec(engine=engine, loads=loads or (LOAD,), **{"engine_version": "0.19.0", **serve})  # type: ignore[arg-type]
+    spec = Spec(model=DENSE, cluster=ClusterSpec(), work=job, objective=objective)
+    return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def settings(**given: object) -> Settings:
+    values: dict[str, object] = {
+        **dict.fromkeys(("instances", "tensor", "pipeline", "data", "expert"), 1),
+        "max_running": 256,
+        "max_batched_tokens": 8192,
+        "pass_tokens": 8192,
+        "block_size": 16,
+        "context_len": 2048,
+        "chunked": 1,
+        "graphs": 1,
+        "prefix_caching": 0,
+        "memory_fraction": 0.9,
+        "cache_element_bytes": 2.0,
+        "cache_bytes": np.nan,
+        **given,
+    }
+    rows = max(np.size(value) for value in values.values())
+    columns = {name: np.broadcast_to(np.asarray(value), (rows,)) for name, value in values.items()}
+    columns.setdefault("devices", columns["tensor"] * columns["pipeline"] * columns["data"])
+    return Settings(**columns)
+
+
+def predicted(on: Task | None = None, **given: object) -> Predictions:
+    return predict(on or task(), {}, settings(**given), costs())
+
+
+def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]:
+    return found.figures[name].tolist()
+
+
+def test_every_figure_of_the_domain_is_predicted() -> None:
+    found = predicted()
+    names = {*RATES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS)}
+    assert set(found.figures) == names | {"kv_cache_gib", "kv_cache_tokens"}
+    assert all(np.isfinite(values).all() and (values > 0).all() for values in found.figures.values())
+    for name in LATENCIES:
+        assert found.figures[f"{name}.p50"] <= found.figures[f"{name}.p90"] <= found.figures[f"{name}.p99"]
+
+
+@pytest.mark.parametrize("objective", ["output_tokens_per_s", "requests_per_s", "ttft_s.p99", "e2e_s"])
+def test_step_time_is_the_seconds_of_the_objective(objective: str) -> None:
+    found = predicted(task(objective=objective), tensor=[1, 2])
+    expected = [seconds(objective, each) for each in figure(found, figure_name(objective))]
+    assert found.step_time_s == pytest.approx(expected)
+    assert (found.low_s < found.step_time_s).all()
+    assert (found.step_time_s < found.high_s).all()
+
+
+def test_two_instances_on_two_devices_write_more_than_one_on_one_and_no_more_a_device() -> None:
+    found = predicted(instances=[1, 2])
+    one, two = figure(found)
+    assert 1.3 * one < two < 2 * one
+    per_device = figure(found, "output_tokens_per_s_per_device")
+    assert per_device[0] == pytest.approx(one)
+    assert per_device[1] == pytest.approx(two / 2)
+
+
+def test_tensor_ranks_shorten_answers() -> None:
+    tpot = figure(predicted(tensor=[1, 2, 4]), "tpot_s.mean")
+    assert tpot[0] > tpot[1] > tpot[2]
+
+
+def test_stages_of_a_pipeline_do_not_shorten_an_answer_to_one_client() -> None:
+    alone = task(replace(LOAD, concurrency=1, num_prompts=2))
+    one, two = figure(predicted(alone, pipeline=[1, 2]), "tpot_s.mean")
+    assert two >= one
+
+
+def test_small_limits_of_sequences_and_tokens_cost_throughput() -> None:
+    found = figure(
+        predicted(max_running=[256, 4, 256], max_batched_tokens=[8192, 8192, 256], pass_tokens=[8192, 8192, 256])
+    )
+    assert found[1] < 0.5 * found[0]
+    assert found[2] < found[0]
+
+
+def test_eager_mode_costs_throughput() -> None:
+    graphs, eager = figure(predicted(graphs=[1, 0]))
+    assert eager < 0.7 * graphs
+
+
+def test_a_burst_waits_longer_for_its_first_tokens_than_a_few_clients() -> None:
+    burst = task(replace(LOAD, concurrency=None, request_rate=float("inf")))
+    few = task(replace(LOAD, concurrency=4))
+    assert figure(predicted(burst), "ttft_s.p50")[0] > 5 * figure(predicted(few), "ttft_s.p50")[0]
+
+
+def test_requests_that_come_slowly_are_answered_as_they_come() -> None:
+    slow = task(replace(LOAD, concurrency=None, request_rate=2.0))
+    assert figure(predicted(slow), "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_cached_prefix_spares_prompts() -> None:
+    shared = task(replace(LOAD, input_len=128, prefix_len=2048))
+    without, cached = figure(predicted(shared, prefix_caching=[0, 1], context_len=4096), "ttft_s.mean")
+    assert cached < 0.5 * without
+
+
+def test_of_several_loads_the_best_that_keeps_the_limit_counts() -> None:
+    loads = [replace(LOAD, concurrency=clients, num_prompts=4 * clients) for clients in (4, 16, 64)]
+    free = predicted(task(*loads))
+    middle = figure(predicted(task(loads[1])), "tpot_s.p99")[0]
+    bound = predicted(task(*loads, slo={"tpot_s.p99": 1.01 * middle}))
+    assert figure(free) == figure(predicted(task(loads[2])))
+    assert figure(bound) == figure(predicted(task(loads[1])))
+
+
+def test_an_impossible_limit_tells_the_nearest_load() -> None:
+    loads = [replace(LOAD, concurrency=clients) for clients in (4, 32)]
+    assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(predicted(task(loads[0])))
+
+
+def test_goodput_counts_requests_that_keep_the_limits() -> None:
+    burst = replace(LOAD, concurrency=None, request_rate=float("inf"))
+    limit = figure(predicted(task(burst)), "ttft_s.p50")[0]
+    found = predicted(task(burst, slo={"ttft_s.p99": limit}))
+    share = figure(found, "goodput_requests_per_s")[0] / figure(found, "requests_per_s")[0]
+    assert share == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_server_fits_if_its_cache_holds_one_request() -> None:
+    found = predicted(context_len=[2048, 400_000])
+    assert found.fits.tolist() == [True, False]
+    small = predict(task(), {}, settings(memory_fraction=[0.9, 0.15]), costs())
+    assert small.fits.tolist() == [True, False]
+
+
+def test_cache_of_a_server_is_that_of_all_instances() -> None:
+    found = predicted(instances=[1, 2])
+    tokens, gib = figure(found, "kv_cache_tokens"), figure(found, "kv_cache_gib")
+    assert tokens[1] == 2 * tokens[0]
+    assert gib[0] * 2**30 == pytest.approx(tokens[0] * 36 * 2 * 8 * 128 * 2)
+
+
+def test_attention_ranks_step_together() -> None:
+    experts = task(precision="fp8")
+    experts = replace(experts, spec=replace(experts.spec, model=EXPERTS))
+    one, four = figure(predicted(experts, data=[1, 4], expert=[1, 4]))
+    assert one < four < 4 * one
+
+
+def test_a_chip_without_facts_is_given_no_times_but_memory() -> None:
+    bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
+    found = predict(task(), {}, settings(), bare)
+    assert np.isnan(found.step_time_s).all()
+    assert found.static_bytes[0] > 16e9
+
+
+def test_weights_in_a_format_that_a_chip_does_not_compute_in_are_read_as_they_are() -> None:
+    wide, four = predicted(), predicted(task(precision="nvfp4"))
+    assert figure(four, "tpot_s.p50")[0] < figure(wide, "tpot_s.p50")[0]
+    assert four.static_bytes[0] <= wide.static_bytes[0] * 1.001
+    assert figure(four, "kv_cache_tokens")[0] > figure(wide, "kv_cache_tokens")[0]
+
+
+def test_releases_have_overheads_of_their_own() -> None:
+    assert overheads_of("vllm", "0.20.2").iteration < overheads_of("vllm", "0.19.1").iteration
+    assert overheads_of("vllm", None) == overheads_of("vllm", "0.33")
+    assert not overheads_of("sglang", "0.5.9").mixes
+
+
+def fp4_task(engine: str, **serve: object) -> Task:
+    chip = replace(CHIP, dense_flops_per_second={**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes})  # type: ignore[dict-item]
+    made = task(engine=engine, **serve)
+    return replace(made, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+
+
+@pytest.mark.parametrize(
+    ("made", "values", "expected"),
+    [
+        (fp4_task("vllm", precision="fp8"), {}, {"kv_cache_type": "fp8"}),
+        (fp4_task("vllm", precision="bf16"), {}, {}),
+        (fp4_task("vllm", precision="fp8"), {"kv_cache_type": "auto"}, {"kv_cache_type": "auto"}),
+        (task(precision="fp8"), {}, {}),
+    ],
+)
+def test_published_servers_keep_their_cache_in_8_bits_where_the_chip_computes_in_4(
+    made: Task, values: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
+    assert published(made, values)[1] == expected
+
+
+def test_published_servers_without_a_release_have_one_of_their_time() -> None:
+    assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.19.0"
+    assert published(task(engine_version="0.33.0"), {})[0].spec.serve.engine_version == "0.33.0"
+    assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
