@@ -7,6 +7,7 @@ asked here, and the other vendors' plugins believe names.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.smi import tool_output, visible
@@ -22,15 +23,18 @@ PCI_VENDOR = 0xCABC
 DEVICE_FILE = "dev/cambricon_dev[0-9]*"
 
 
-def devices() -> tuple[Device, ...]:
-    """Return the MLUs that processes started from here can see; none if the user's environment names another vendor."""
+def devices(root: Path = Path("/")) -> tuple[Device, ...]:
+    """Return the MLUs that processes started from here can see; none if the user's environment names another vendor.
+
+    Device files and the PCI bus are looked up below `root`.
+    """
     if machine.named_otherwise("cambricon"):
         return ()
     listed = tuple(row.device for row in rows())
     if listed:
         return visible(listed, VISIBLE)
-    if not machine.has_nodes(DEVICE_FILE):
-        if machine.pci_ids(PCI_VENDOR):
+    if not machine.has_nodes(DEVICE_FILE, root):
+        if machine.pci_ids(PCI_VENDOR, root):
             LOG.info("there are MLUs on the PCI bus, but neither cnmon nor /%s: no driver here", DEVICE_FILE)
         return ()
     return torch_devices(machine.ask_torch("mlu"))

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.smi import tool_output, visible
@@ -26,15 +27,18 @@ DEVICE_FILE = "dev/mxcd"
 NAME = re.compile(r"MetaX |MX[CNX]\d")
 
 
-def devices() -> tuple[Device, ...]:
-    """Return the GPUs that processes started from here can see; none if the user's environment names another vendor."""
+def devices(root: Path = Path("/")) -> tuple[Device, ...]:
+    """Return the GPUs that processes started from here can see; none if the user's environment names another vendor.
+
+    Device files and the PCI bus are looked up below `root`.
+    """
     if machine.named_otherwise("metax"):
         return ()
     listed = tuple(row.device for row in rows())
     if listed:
         return visible(_with_uuids(listed), *VISIBLE)
-    if not machine.has_nodes(DEVICE_FILE):
-        if machine.pci_ids(PCI_VENDOR):
+    if not machine.has_nodes(DEVICE_FILE, root):
+        if machine.pci_ids(PCI_VENDOR, root):
             LOG.info("there are MetaX devices on the PCI bus, but neither mx-smi nor /%s: no driver here", DEVICE_FILE)
         return ()
     return torch_devices(machine.ask_torch("cuda"))

@@ -5,6 +5,8 @@ Other vendors' torch answers to cuda, and their drivers may bring an nvidia-smi:
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.smi import tool_output, visible
 from flagcore_nvidia import smi
@@ -17,14 +19,17 @@ DEVICE_FILE = "dev/nvidia[0-9]*"
 FORMAT = "--format=csv,noheader,nounits"
 
 
-def devices() -> tuple[Device, ...]:
-    """Return the GPUs that processes started from here can see; none if the user's environment names another vendor."""
+def devices(root: Path = Path("/")) -> tuple[Device, ...]:
+    """Return the GPUs that processes started from here can see; none if the user's environment names another vendor.
+
+    Device files and the PCI bus are looked up below `root`.
+    """
     if machine.named_otherwise("nvidia"):
         return ()
     listed = tuple(row.device for row in rows(smi.FIELDS))
     if listed:
         return visible(listed, VISIBLE)
-    return torch_devices(machine.ask_torch("cuda")) if machine.has_nodes(DEVICE_FILE) else ()
+    return torch_devices(machine.ask_torch("cuda")) if machine.has_nodes(DEVICE_FILE, root) else ()
 
 
 def rows(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> tuple[Row, ...]:

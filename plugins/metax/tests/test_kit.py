@@ -1,0 +1,53 @@
+import time
+from pathlib import Path
+
+import pytest
+from flagcore_metax.kit import machine
+from flagcore_metax.kit.rows import Row, cells
+from flagcore_metax.kit.telemetry import DeviceReading, SharedTable
+
+from flagcore.domain.chip import Device
+
+KIT = Path(machine.__file__).parent
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "iluvatar", "cambricon"])
+def test_the_kit_is_the_same_in_each_plugin(vendor: str) -> None:
+    other = KIT.parents[2] / vendor / f"flagcore_{vendor}" / "kit"
+    if not other.is_dir():
+        pytest.skip("the other plugin is not beside this one")
+    assert {path.name: path.read_bytes() for path in KIT.glob("*.py")} == {
+        path.name: path.read_bytes() for path in other.glob("*.py")
+    }
+
+
+def test_a_line_without_its_last_bar_has_no_cells() -> None:
+    assert cells("| 0  A1 | on |") == ["0  A1", "on"]
+    assert cells("| 0  A1 | o") == cells("|") == cells("+---+") == cells("") == []
+
+
+def test_all_devices_share_one_run_of_the_tool_a_second() -> None:
+    asked = []
+
+    def read() -> tuple[Row, ...]:
+        asked.append(time.monotonic())
+        return tuple(Row(device=Device(index=i, chip="A1"), reading={"power_watts": float(len(asked))}) for i in (0, 1))
+
+    table = SharedTable(read, fresh_seconds=60)
+    assert [DeviceReading(table, index).sample() for index in (0, 1, 0)] == [{"power_watts": 1.0}] * 3
+    assert len(asked) == 1
+
+
+def test_an_old_answer_is_asked_for_again_and_a_lost_device_is_an_error() -> None:
+    answers = [(Row(device=Device(index=0, chip="A1"), reading={}),), ()]
+    table = SharedTable(lambda: answers.pop(0), fresh_seconds=0)
+    assert DeviceReading(table, 0).sample() == {}
+    with pytest.raises(LookupError, match="device 0"):
+        DeviceReading(table, 0).sample()
+
+
+@pytest.mark.parametrize(
+    "printed", ["", "{", "{}", '{"version": 1}', "[1, 2]", '{"version": "2", "attributes": 3}', "\x00"]
+)
+def test_what_torch_did_not_print_is_not_read(printed: str) -> None:
+    assert machine.read_torch(printed) is None
