@@ -33,9 +33,9 @@ class Settings:
     data, or, where devices are the machine's own cores, those that its threads take. `graphs` False is eager mode.
     `memory_fraction` is the share of a device's memory that weights, activations and cache may take, NaN where the
     cache has `cache_bytes` of its own on each device, which are NaN otherwise. `max_batched_tokens` bounds what one
-    iteration computes of prompts, and of all where the engine counts both, `max_running` the sequences in it,
-    `context_len` one sequence; `pass_tokens` is what one pass through the model takes: a larger iteration has several.
-    Where `chunked` is False a prompt is computed in one piece.
+    iteration computes of prompts, and of all where the engine counts both, `max_running` the sequences in it, both for
+    one group of attention DP; `context_len` bounds one sequence. `pass_tokens` is what one pass through the model
+    takes: a larger iteration has several. Where `chunked` is False a prompt is computed in one piece.
     """
 
     instances: IntArray

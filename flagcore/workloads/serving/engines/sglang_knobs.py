@@ -192,13 +192,13 @@ def pool_tokens(task: Task, instances: int) -> int:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what SGLang makes of candidates."""
+    """Return what SGLang makes of candidates: with attention DP it divides chunks and requests among the groups."""
     fixed, others = fixed_arguments(task.spec)
     get = {knob.name: column(columns, knob, fixed) for knob in KNOBS}
     place = Place.of(task)
     chunk = chunk_sizes(task, get)
     prefill = np.where(get[PREFILL] > 0, get[PREFILL], PREFILL_TOKENS)
-    tokens = np.where(chunk > 0, chunk, prefill)
+    tokens = np.where(chunk > 0, np.maximum(chunk // get[DP], 1), prefill)
     ranks = get[TP] * get[PP] * get[DP]
     share = np.maximum(place.cards // np.maximum(get[INSTANCES], 1), 1)
     devices = share if place.on_cores else ranks
@@ -211,7 +211,7 @@ def settings(task: Task, columns: Columns) -> Settings:
         pipeline=get[PP],
         data=get[DP],
         expert=get[EP],
-        max_running=np.where(get[RUNNING] > 0, get[RUNNING], LEAST_RUNNING),
+        max_running=np.where(get[RUNNING] > 0, np.maximum(get[RUNNING] // get[DP], 1), LEAST_RUNNING),
         max_batched_tokens=tokens,
         pass_tokens=tokens,
         block_size=page,

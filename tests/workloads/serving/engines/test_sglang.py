@@ -151,6 +151,12 @@ def test_a_share_that_is_set_counts() -> None:
     assert settings(cards(engine_args={"mem_fraction_static": 0.6})).memory_fraction.item() == 0.6
 
 
+def test_attention_dp_divides_chunks_and_requests_among_its_groups() -> None:
+    split = {"tensor_model_parallel_size": 1, "data_parallel_size": 4}
+    found = settings(cards(), chunked_prefill_size=8192, max_running_requests=64, **split)
+    assert (found.max_batched_tokens.item(), found.max_running.item()) == (2048, 16)
+
+
 def test_whole_prompts_are_bounded_by_the_prefill_tokens() -> None:
     found = settings(cards(), chunked_prefill_size=-1)
     assert (found.chunked.item(), found.max_batched_tokens.item()) == (0, 16384)
