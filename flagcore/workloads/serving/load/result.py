@@ -44,8 +44,8 @@ class Answer:
     """One request that was answered as asked. Times are seconds, `start_s` since the load's first send.
 
     `ttft_s` is send to first piece of text, `e2e_s` send to last piece, `tpot_s` the time between the two per token
-    after the first, None for one token; `gaps_s` lie between pieces. Tokens are what was sent and what the server
-    counted, never pieces. `target` is the place of the instance in the load's targets.
+    after the first, None for one token or an answer in one piece; `gaps_s` lie between pieces. Tokens are what was sent
+    and what the server counted, never pieces. `target` is the place of the instance in the load's targets.
     """
 
     start_s: float

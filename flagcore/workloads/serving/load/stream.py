@@ -60,6 +60,8 @@ class Stream:
         """Return the answer if it is what was asked for; `sent_s` is on the clock of `feed`."""
         usage = self._usage
         if usage is None and not self.done:
+            if (rest := self._rest.strip()).startswith(b"{"):
+                self._unstreamed(rest)
             raise NotAnswered(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, unfinished")
         if usage is None:
             raise NotAnswered(ProblemKind.NO_USAGE, "the stream ended without the token counts that were asked for")
@@ -74,7 +76,7 @@ class Stream:
         return Answer(
             start_s=start_s,
             ttft_s=first - sent_s,
-            tpot_s=(self._last - first) / (output_tokens - 1) if output_tokens > 1 else None,
+            tpot_s=(self._last - first) / (output_tokens - 1) if output_tokens > 1 and self.events > 1 else None,
             e2e_s=self._last - sent_s,
             gaps_s=tuple(after - before for before, after in pairwise(pieces)),
             input_tokens=input_tokens,
@@ -109,19 +111,16 @@ class Stream:
                 self._event(payload, now, line)
         elif line.startswith(b"error:"):
             raise NotAnswered(ProblemKind.ERROR, message_of(line[6:].strip()))
-        elif line.startswith(b"{"):  # not streamed at all: often an error
-            self._event(line, now, line)
+        elif line.startswith(b"{"):
+            self._unstreamed(line)
         elif not line.startswith(_IGNORED):
             raise NotAnswered(ProblemKind.BROKEN, f"a line is no event: {line[:80]!r}")
 
     def _event(self, payload: bytes, now: float, line: bytes) -> None:
-        try:
-            data = json.loads(payload)
-        except (ValueError, RecursionError):
-            raise NotAnswered(ProblemKind.BROKEN, f"an event is not JSON: {payload[:80]!r}") from None
+        data = _parsed(payload)
         if not isinstance(data, dict):
             raise NotAnswered(ProblemKind.BROKEN, f"an event is not an object: {payload[:80]!r}")
-        if data.get("error") or data.get("object") == "error":
+        if _is_error(data):
             raise NotAnswered(ProblemKind.ERROR, message_of(payload))
         usage, choices = data.get("usage"), data.get("choices")
         if isinstance(usage, dict):
@@ -132,6 +131,13 @@ class Stream:
                 self._learn(line)
         elif choices != [] and not isinstance(usage, dict):
             raise NotAnswered(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
+
+    def _unstreamed(self, body: bytes) -> None:
+        """Raise what a body is that is JSON and no stream: often an error, and never an answer that can be timed."""
+        data = _parsed(body)
+        if isinstance(data, dict) and _is_error(data):
+            raise NotAnswered(ProblemKind.ERROR, message_of(body))
+        raise NotAnswered(ProblemKind.BROKEN, f"the answer is not streamed: {body[:80]!r}")
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         text, finish = choice.get("text"), choice.get("finish_reason")
@@ -153,6 +159,17 @@ class Stream:
         end = line.find(b'"', begin + 1)
         if line[begin : begin + 1] == b'"' and end > 0 and b"\\" not in line[begin:end]:
             self._head, self._tail = line[: begin + 1], line[end:]
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise NotAnswered(ProblemKind.BROKEN, f"an event is not JSON: {text[:80]!r}") from None
+
+
+def _is_error(data: dict[str, Any]) -> bool:
+    return bool(data.get("error")) or data.get("object") == "error"
 
 
 def message_of(body: bytes) -> str:

@@ -79,6 +79,18 @@ async def error_as_json_instead_of_a_stream(asked: Asked, wire: Wire) -> None:
     await wire.end()
 
 
+async def error_as_json_without_a_newline(asked: Asked, wire: Wire) -> None:
+    await wire.head(kind="application/json")
+    await wire.send(json.dumps({"error": {"message": "model is loading", "code": 503}}).encode())
+    await wire.end()
+
+
+async def answers_without_streaming(asked: Asked, wire: Wire) -> None:
+    await wire.head(kind="application/json")
+    await wire.send(json.dumps({**piece(" a" * 5, "length"), "usage": usage(asked)["usage"]}).encode() + b"\n")
+    await wire.end()
+
+
 async def aborts(asked: Asked, wire: Wire) -> None:
     await wire.head()
     await pieces(5, wire)
@@ -208,6 +220,8 @@ MISBEHAVING = [
     (error_as_a_field_of_the_stream, ProblemKind.ERROR, "failed to decode"),
     (error_as_an_object, ProblemKind.ERROR, "out of blocks"),
     (error_as_json_instead_of_a_stream, ProblemKind.ERROR, "model is loading"),
+    (error_as_json_without_a_newline, ProblemKind.ERROR, "model is loading"),
+    (answers_without_streaming, ProblemKind.BROKEN, "the answer is not streamed: b'{"),
     (aborts, ProblemKind.ERROR, "finish_reason is 'abort'"),
     (too_long, ProblemKind.STATUS, "HTTP 400 Bad Request: This model's maximum context length is 4 tokens."),
     (unavailable, ProblemKind.STATUS, "HTTP 503 Service Unavailable: <h1>Loading model</h1>"),

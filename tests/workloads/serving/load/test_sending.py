@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import resource
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.errors import SpecError
 from flagcore.workloads.serving.load import LoadResult, Target, measure
+from flagcore.workloads.serving.load.sending import LATE_S
 from tests.workloads.serving.load.servers import Asked, Wire, pieces, rest, serving, well
 
 
@@ -169,3 +172,41 @@ def test_load_that_cannot_be_sent_says_which_key_is_missing(load: Load, key: str
     with pytest.raises(SpecError) as error:
         measure([Target("http://127.0.0.1:1")], load, model="m", vocab_size=1000, seed=0, timeout_s=1)
     assert error.value.key == key
+
+
+def test_more_connections_than_files_may_be_open_are_allowed_for() -> None:
+    arrived = 0
+
+    async def waits_for_all(asked: Asked, wire: Wire) -> None:
+        nonlocal arrived
+        arrived += 1
+        while arrived < 80:
+            await asyncio.sleep(0.001)
+        await well(asked, wire)
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+    try:
+        with serving(waits_for_all) as served:
+            send([served.url], num_prompts=80, concurrency=None, request_rate=math.inf)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert served.most == 80
+
+
+def test_request_that_is_sent_late_is_told() -> None:
+    def blocks_the_client(done: int, total: int) -> None:
+        if done == 1:
+            time.sleep(2 * LATE_S + 0.1)
+
+    with serving(well) as served:
+        result = measure(
+            [Target(served.url)],
+            Load(input_len=8, output_len=2, num_prompts=6, request_rate=50.0),
+            model="m",
+            vocab_size=1000,
+            seed=0,
+            timeout_s=60,
+            on_progress=blocks_the_client,
+        )
+    assert [note for note in result.notes if "after it was due" in note]

@@ -75,6 +75,11 @@ def test_one_token_has_no_time_per_token() -> None:
     assert got.gaps_s == ()
 
 
+def test_answer_in_one_event_has_no_time_per_token() -> None:
+    whole = event("abc", choice={"finish_reason": "length"}, usage={"prompt_tokens": 8, "completion_tokens": 3})
+    assert fed((11.0, whole + b"data: [DONE]\n\n")).tpot_s is None
+
+
 def test_answer_of_tokens_that_have_no_text_is_timed_by_its_events() -> None:
     got = fed((11.0, event("")), (12.0, event(None)), (13.0, ending()))
     assert got.ttft_s == 1.0
