@@ -51,8 +51,10 @@ def longest(loads: tuple[Load, ...]) -> int:
 
 
 def _longest(load: Load) -> int:
-    most = 1.0 + (load.range_spread or 0.0)
-    return load.prefix_len + math.ceil(load.input_len * most) + math.ceil(load.output_len * most)
+    spread = load.range_spread or 0.0
+    return load.prefix_len + sum(
+        length + math.ceil(round(length * spread, 6)) for length in (load.input_len, load.output_len)
+    )
 
 
 def most_in_flight(loads: tuple[Load, ...]) -> int:

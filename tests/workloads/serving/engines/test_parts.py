@@ -1,0 +1,110 @@
+"""What all engines share: the place, figures at /metrics, programs and their versions, sizes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.errors import NoDevice
+from flagcore.workloads.serving.engines import metrics, program
+from flagcore.workloads.serving.engines.place import Place, longest, most_in_flight
+from flagcore.workloads.serving.engines.sizes import cache_bytes_per_token, fewest_devices, parameters
+from tests.small import DENSE
+from tests.workloads.serving.engines.tasks import serving
+
+TEXT = """# TYPE a:total counter
+a:total{engine="0",name="x \\"y\\""} 3.0
+a:total{engine="1"} 4
+a:bad NaN
+a:info{size="16",on="True"} 1.0
+not a line
+"""
+
+
+def test_figures_are_summed_over_labels_and_what_is_no_number_is_left_out() -> None:
+    assert metrics.totals(TEXT) == {"a:total": 7.0, "a:info": 1.0}
+    assert metrics.labels(TEXT, "a:info") == {"size": "16", "on": "True"}
+    assert metrics.labels(TEXT, "a:none") == {}
+
+
+def test_a_server_without_metrics_has_no_counters() -> None:
+    def fetch(path: str) -> str:
+        raise OSError("HTTP 404")
+
+    assert metrics.counters(fetch, {"a:total": "all"}) == {}
+    assert metrics.counters(lambda path: TEXT, {"a:total": "all", "b": "none"}) == {"all": 7.0}
+
+
+def test_cards_are_bounded_by_the_spec_and_by_the_cluster() -> None:
+    assert Place.of(serving("vllm", devices=8)).cards == 8
+    assert Place.of(serving("vllm", devices=8, cards=4)).cards == 4
+    assert Place.of(serving("vllm", devices=8, cards=16)).cards == 8
+
+
+def test_devices_that_share_memory_are_cores() -> None:
+    assert Place.of(serving("vllm", on_cores=True)).on_cores
+    assert not Place.of(serving("vllm")).on_cores
+
+
+def test_the_longest_request_and_the_most_in_flight_are_over_all_loads() -> None:
+    loads = (
+        Load(input_len=100, output_len=10, concurrency=4),
+        Load(input_len=50, output_len=10, prefix_len=60, range_spread=0.1, request_rate=2.0, num_prompts=7),
+    )
+    assert longest(loads) == 126
+    assert most_in_flight(loads) == 7
+
+
+def test_weights_and_cache_are_counted_by_shape() -> None:
+    llama = replace(
+        DENSE,
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        kv_channels=128,
+        vocab_size=128256,
+    )
+    assert parameters(llama) == pytest.approx(8.03e9, rel=0.001)  # Llama 3.1 8B
+    assert cache_bytes_per_token(llama, 2.0) == 131072
+    assert fewest_devices(serving("vllm", model=llama, memory=16 * 2**30)) == 2
+    assert fewest_devices(serving("vllm", model=llama, memory=80 * 2**30)) == 1
+    assert fewest_devices(serving("vllm", model=llama, memory=2**30, devices=4)) == 4
+
+
+def test_the_interpreter_of_a_script_is_read_in_its_first_line(tmp_path: Path) -> None:
+    script = tmp_path / "serve"
+    script.write_text(f"#!{sys.executable}\nprint()\n")
+    assert program.interpreter(str(script)) == sys.executable
+    script.write_text("#!/bin/sh\nexec vllm\n")
+    assert program.interpreter(str(script)) is None
+    script.write_bytes(b"\x7fELF\x02\x01")
+    assert program.interpreter(str(script)) is None
+    assert program.interpreter(sys.executable) == sys.executable
+    assert program.package_folders(str(script)) == ()
+
+
+def test_the_version_of_a_package_is_that_of_the_interpreter() -> None:
+    assert program.package_version(sys.executable, "no-such-package", "pytest") == pytest.__version__
+    assert program.package_version(sys.executable, "no-such-package") == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("0.11.2rc1+cpu", (0, 11, 2)), ("v0.5", (0, 5, 0)), ("nightly-5b8c", None), ("", None)],
+)
+def test_a_release_is_read_from_odd_versions(version: str, numbers: tuple[int, ...] | None) -> None:
+    assert program.release(version) == numbers
+
+
+def test_a_program_that_is_not_there_is_said_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(NoDevice, match="no program no-such-engine to start vllm with"):
+        program.found(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
+    (tmp_path / "run").touch(mode=0o755)
+    spec = serving("vllm", command=("./run", "x"), directory=str(tmp_path)).spec
+    assert program.found(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
