@@ -66,7 +66,8 @@ def at(table: FloatArray, tokens: FloatArray) -> FloatArray:
 def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCosts:
     """Return what iterations of each candidate take; NaN where the chip's facts do not allow an answer.
 
-    All stages of a pipeline are counted: its lanes are computed side by side, each token goes through all of them.
+    All stages of a pipeline are counted: its lanes are computed side by side, each token goes through all of them. A
+    host that computes itself hides no launch.
     """
     model, kernels, over, column = serving.model, costs.kernels, serving.overheads, split.column
     tokens = np.minimum(NODES, column.pass_tokens)
@@ -92,16 +93,17 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
     launched = over.eager_kernels * model.num_layers + over.eager_experts * moe
     if model.multi_latent_attention:
         launched += over.eager_latent * model.num_layers
-    rows = split.tensor.shape
+    rows, host = split.tensor.shape, launched * kernels.launch_seconds()
+    eager = np.where(split.captured > 0.0, 0.0, host) if costs.synchronous else 0.0
     return IterationCosts(
         local=local * passes / column.cores,
         shared=shared * passes / column.cores,
         sampled=head / column.cores,
         cached=cached / split.cores,
         pair=pair / split.cores,
-        fixed=np.full(rows, over.iteration),
+        fixed=np.full(rows, over.iteration) + eager,
         sequence=np.full(rows, over.sequence),
-        floor=np.full(rows, 0.0 if costs.synchronous else launched * kernels.launch_seconds()),
+        floor=np.full(rows, 0.0 if costs.synchronous else host),
         captured=split.captured,
     )
 

@@ -191,6 +191,14 @@ def test_releases_have_overheads_of_their_own() -> None:
     assert not overheads_of("sglang", "0.5.9").mixes
 
 
+def test_a_host_that_computes_itself_schedules_at_its_own_expense() -> None:
+    own = replace(costs(), synchronous=True)
+    beside = predicted(graphs=[1, 0])
+    found = predict(task(), {}, settings(graphs=[1, 0]), own)
+    assert figure(found, "tpot_s.p50")[0] > figure(beside, "tpot_s.p50")[0]
+    assert figure(found)[1] < figure(found)[0]
+
+
 def fp4_task(engine: str, **serve: object) -> Task:
     chip = replace(CHIP, dense_flops_per_second={**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes})  # type: ignore[dict-item]
     made = task(engine=engine, **serve)
