@@ -8,7 +8,7 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup setup-vllm tune tune-serve test lint bench bench-estimate bench-replay sweeps accuracy clean
+.PHONY: setup setup-vllm tune tune-serve test lint bench bench-estimate bench-load bench-replay sweeps accuracy clean
 
 setup: $(VENV)/.done
 
@@ -61,6 +61,9 @@ bench: bench-estimate
 
 bench-estimate: setup
 	$(BIN)/python benchmarks/estimate.py --build build
+
+bench-load: setup
+	$(BIN)/python benchmarks/load_client.py
 
 # DATA is a file of job records with what was measured; without it, the sweeps in benchmarks/sweeps.
 bench-replay: setup

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import resource
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -210,3 +212,15 @@ def test_request_that_is_sent_late_is_told() -> None:
             on_progress=blocks_the_client,
         )
     assert [note for note in result.notes if "after it was due" in note]
+
+
+def test_client_that_may_have_been_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.workloads.serving.load.sending.NEAR_LIMIT", 0.0)
+    with serving(well) as served:
+        result = send([served.url])
+    assert [note for note in result.notes if "it may have been the limit, not the server" in note]
+
+
+def test_http_library_is_not_imported_before_a_load_is_sent() -> None:
+    code = "import sys, flagcore.workloads.serving.load; sys.exit('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
