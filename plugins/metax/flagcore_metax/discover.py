@@ -60,6 +60,11 @@ def now() -> tuple[Row, ...]:
     return rows(timeout_seconds=3.0)
 
 
+def topo() -> str | None:
+    """Return how the devices of this machine are joined, as mx-smi shows it; None without the tool."""
+    return tool_output("mx-smi", "topo", "-m")
+
+
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
     """Return the devices that torch lists, if they are MetaX's; torch has honoured the visible devices already."""
     if said is None or not ("+metax" in said.version or all(NAME.match(each.chip) for each in said.devices)):

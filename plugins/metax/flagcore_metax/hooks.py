@@ -17,7 +17,7 @@ from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_metax import discover
-from flagcore_metax.islands import StayInsideIsland, c500_topology
+from flagcore_metax.islands import StayInsideIsland, c500_topology, island_size
 from flagcore_metax.kit.quirks import failure_patterns, refused
 from flagcore_metax.kit.telemetry import DeviceReading, SharedTable
 from flagcore_metax.kit.variables import environment
@@ -41,8 +41,8 @@ def flagcore_devices() -> Sequence[Device]:
 
 @hookimpl
 def flagcore_topology(group: NodeGroup) -> Topology | None:
-    """Return the islands of a C500; the other chips are a full mesh, as their link says."""
-    return c500_topology(group) if group.chip.name == "C500" else None
+    """Return the islands of a C500, as mx-smi shows them here; the other chips are a full mesh, as their link says."""
+    return c500_topology(group, island_size(group, discover.topo())) if group.chip.name == "C500" else None
 
 
 @hookimpl
@@ -97,8 +97,8 @@ def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
 @hookimpl
 def flagcore_pruning_rules(task: Task) -> Sequence[PruningRule] | None:
     """Keep wide parallelism inside the islands of a C500."""
-    islands = any(group.chip.name == "C500" for group in task.cluster.groups)
-    return (StayInsideIsland(),) if islands else None
+    groups = [group for group in task.cluster.groups if group.chip.name == "C500"]
+    return (StayInsideIsland(max(island_size(group, discover.topo()) for group in groups)),) if groups else None
 
 
 @hookimpl

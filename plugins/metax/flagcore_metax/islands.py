@@ -10,9 +10,12 @@ from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, IntArray
 from flagcore.physics.collectives.topology import NETWORK_COMPUTE_TAKEN, NETWORK_EFFICIENCY
+from flagcore_metax.kit.matrix import islands, read_matrix
 
 ISLAND = 4
-"""The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between."""
+"""The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between. Where no such
+node is at hand, it is four, as on every node whose matrix was published.
+"""
 
 BUS_BYTES_PER_SECOND = 65.1e9
 LATENCY_SECONDS = 10e-6
@@ -25,16 +28,30 @@ BETWEEN_NODES_SECONDS = 34e-6
 """What two nodes add to the start-up of an all-reduce: 48.7 less 14.6 us (same source, 5.3)."""
 
 
-def c500_topology(group: NodeGroup) -> Topology | None:
+def island_size(group: NodeGroup, topo: str | None) -> int:
+    """Return how many devices of a C500 node a bridge joins: as `topo` (`mx-smi topo -m` of such a node) shows, or 4.
+
+    Only islands of equal size with consecutive devices count, on a node of as many devices as `group` has.
+    """
+    matrix = read_matrix(topo or "")
+    if matrix is None or len(matrix.devices) != group.devices_per_node:
+        return ISLAND
+    found = islands(matrix, "MX")
+    sizes = {len(island) for island in found}
+    consecutive = all(island == tuple(range(island[0], island[0] + len(island))) for island in found)
+    return sizes.pop() if len(sizes) == 1 and consecutive and sizes != {1} else ISLAND
+
+
+def c500_topology(group: NodeGroup, island: int = ISLAND) -> Topology | None:
     """Return island, node and, for several nodes, network; None where its rate is not known.
 
     The rates within a node are what a collective reached, so they count in full; the way between the islands is
     shared by the devices of an island.
     """
     node, bus, latency = group.devices_per_node, BUS_BYTES_PER_SECOND, LATENCY_SECONDS
-    inner = min(ISLAND, node)
+    inner = min(island, node)
     levels = [Level(name="island", devices=inner, bytes_per_second=bus, latency_seconds=latency, efficiency=1.0)]
-    if node > ISLAND:
+    if node > island:
         levels.append(
             Level(name="node", devices=node, bytes_per_second=bus / ISLAND, latency_seconds=latency, efficiency=1.0)
         )
@@ -59,12 +76,15 @@ class StayInsideIsland:
     """`flagcore.contracts.PruningRule`: tensor and expert parallelism across the islands is not worth a trial."""
 
     name = "metax_c500_island"
-    says = "tensor and expert parallelism of a C500 stay inside an island of 4 (vendor's advice)"
     knobs = ("tensor_model_parallel_size", "expert_model_parallel_size")
 
+    def __init__(self, island: int = ISLAND) -> None:
+        self._island = island
+        self.says = f"tensor and expert parallelism of a C500 stay inside an island of {island} (vendor's advice)"
+
     def prunes(self, columns: Mapping[str, IntArray], predictions: Predictions) -> BoolArray:
-        """Return True where either is above 4."""
+        """Return True where either is wider than the island."""
         wide = np.zeros(predictions.device_used_bytes.shape, dtype=np.bool_)
         for knob in self.knobs:
-            wide |= columns.get(knob, np.ones(1, dtype=np.int64)) > ISLAND
+            wide |= columns.get(knob, np.ones(1, dtype=np.int64)) > self._island
         return wide

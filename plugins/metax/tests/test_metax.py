@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from flagcore_metax import hooks, smi
+from flagcore_metax.islands import island_size
 
 from flagcore.domain.chip import Chip, Device, with_network
 from flagcore.domain.cluster import NodeGroup
@@ -81,6 +82,36 @@ def test_a_c500_node_has_islands_of_four(nodes: int, devices: int, sizes: list[i
     topology = hooks.flagcore_topology(group)
     assert topology is not None
     assert [level.devices for level in topology.levels] == sizes
+
+
+PAIRS = """\
+        GPU0    GPU1    GPU2    GPU3
+GPU0    X       MX      NODE    NODE
+GPU1    MX      X       NODE    NODE
+GPU2    NODE    NODE    X       MX
+GPU3    NODE    NODE    MX      X
+"""
+
+
+def test_islands_are_those_of_the_machine_that_can_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "matrix").write_text(PAIRS)
+    (tmp_path / "mx-smi").write_text(f"#!/bin/sh\nexec cat {tmp_path}/matrix\n")
+    (tmp_path / "mx-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    four = hooks.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4))
+    eight = hooks.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8))
+    assert four is not None
+    assert eight is not None
+    assert [level.devices for level in four.levels] == [2, 4]
+    assert [level.devices for level in eight.levels] == [4, 8]  # another node than this one
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    ["", PAIRS.replace("MX", "SYS"), PAIRS.replace("NODE    MX      X", "NODE    ??      X")],
+)
+def test_a_matrix_that_shows_no_islands_leaves_the_published_ones(matrix: str) -> None:
+    assert island_size(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4), matrix) == 4
 
 
 def test_a_c550_node_is_flat() -> None:
