@@ -44,11 +44,20 @@ class Expected:
         arrivals = None if drawn.arrive_s is None else drawn.arrive_s.tolist()
         return cls(load, list(zip(drawn.input_len.tolist(), drawn.output_len.tolist(), strict=True)), arrivals)
 
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest request, prompt and answer."""
+        return float(max(sum(lengths) for lengths in self.lengths))
+
+    def flight(self, lanes: int) -> int:
+        """Return how many requests one of several lanes may have in flight: its share, of an open loop all of them."""
+        most = self.load.concurrency or len(self.lengths)
+        return -(-most // min(lanes, most))
+
     def figures(self, price: Price, lanes: int, slo: Mapping[str, float]) -> dict[str, float]:
         """Return the figures of the load on `lanes` lanes like that of `price`, rates of all lanes together."""
-        flight = self.load.concurrency or len(self.lengths)
+        flight, here = self.load.concurrency or len(self.lengths), self.flight(lanes)
         lanes = min(lanes, flight)
-        here = -(-flight // lanes)
         share = flight / here  # how many full lanes the load makes
         mine = self.lengths[::lanes] if lanes > 1 else self.lengths
         arrivals = self.arrivals[::lanes] if self.arrivals is not None and lanes > 1 else self.arrivals

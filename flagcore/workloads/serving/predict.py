@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from flagcore.contracts import Costs, KernelCosts
-from flagcore.domain.objective import figure_name, is_rate, seconds
+from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import Columns, FloatArray
 from flagcore.domain.spec import Task
-from flagcore.physics.serving.iteration import IterationCosts, iteration_costs
+from flagcore.physics.serving.iteration import iteration_costs
 from flagcore.physics.serving.memory import ServingMemory, serving_memory
-from flagcore.physics.serving.price import Lane, Price
 from flagcore.physics.serving.work import Overheads, Serving, Split
 from flagcore.workloads.serving.engines.contract import Settings
-from flagcore.workloads.serving.expected import Expected
 from flagcore.workloads.serving.overheads import overheads_of
 from flagcore.workloads.serving.published import RECEIVE
+from flagcore.workloads.serving.scene import Scene, expected_figures
 
 GRAPH_TOKENS = 512
 """The largest batch that engines capture as a graph if nobody asks for more."""
@@ -62,7 +59,16 @@ def predict(
     split = split_of(settings)
     memory = memory_of(serving, split, settings, costs)
     times = iteration_costs(serving, split, costs)
-    figures = _figures(serve, settings, split, memory, times, over, task.spec.objective)
+    scene = Scene(
+        serve=serve,
+        objective=task.spec.objective,
+        settings=settings,
+        split=split,
+        memory=memory,
+        times=times,
+        overheads=over,
+    )
+    figures = expected_figures(scene)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / (settings.instances * settings.devices)
     cache = np.maximum(memory.cache, 0.0)
     figures["kv_cache_gib"] = cache / 2**30
@@ -118,83 +124,6 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
         batched_tokens=settings.max_batched_tokens.astype(np.float64),
         running=settings.max_running.astype(np.float64),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """What decides a simulation; candidates that are the same in it are simulated once."""
-
-    lanes: int
-    lane: Lane
-    costs: bytes
-
-
-def _figures(
-    serve: ServeSpec,
-    settings: Settings,
-    split: Split,
-    memory: ServingMemory,
-    times: IterationCosts,
-    over: Overheads,
-    objective: str,
-) -> dict[str, FloatArray]:
-    """Simulate each load point on each candidate and keep the best point of each."""
-    loads = [Expected.of(load) for load in serve.loads]
-    rows = split.tensor.size
-    names = [name for name in RATES if not name.endswith("per_device")]
-    names += [f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS]
-    table = {name: np.full(rows, np.nan) for name in names}
-    known = np.isfinite(times.local).all(axis=1) & np.isfinite(times.cached) & np.isfinite(times.pair)
-    done: dict[_Row, Mapping[str, float]] = {}
-    for row in np.flatnonzero(known).tolist():
-        found = []
-        for expected in loads:
-            lane = _lane(row, settings, split, memory, over, expected.load.prefix_len, _longest(expected))
-            key = _Row(int(split.lanes[row]), lane, times.local[row].tobytes() + times.shared[row, :1].tobytes())
-            found.append((expected, lane, key))
-        best = done.get(found[0][2]) if len(found) == 1 else None
-        if best is None:
-            each = [expected.figures(Price(times, row, lane), key.lanes, serve.slo) for expected, lane, key in found]
-            best = _best(each, serve.slo, objective)
-            done[found[0][2]] = best
-        for name in names:
-            table[name][row] = best[name]
-    return table
-
-
-def _longest(expected: Expected) -> float:
-    return float(max(sum(lengths) for lengths in expected.lengths))
-
-
-def _lane(
-    row: int, settings: Settings, split: Split, memory: ServingMemory, over: Overheads, prefix: int, longest: float
-) -> Lane:
-    """Return what one lane of a candidate may do. A cache that is too small for one request is taken to hold it."""
-    ranks = float(split.data[row])
-    tokens = float(memory.cache_tokens[row] / split.pipeline[row])
-    return Lane(
-        budget=float(settings.max_batched_tokens[row]) * ranks if settings.chunked[row] else float("inf"),
-        running=max(1.0, float(settings.max_running[row] // split.pipeline[row])) * ranks,
-        cache_tokens=max(min(tokens, 1e12), longest + 2.0 * float(settings.block_size[row])),
-        block=float(settings.block_size[row]),
-        ranks=ranks,
-        mixes=over.mixes,
-        reserve=over.reserve,
-        receive=over.receive,
-        entry=over.entry,
-        request=over.request,
-        shared_prefix=float(prefix) if settings.prefix_caching[row] else 0.0,
-    )
-
-
-def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
-    """Return the load point that is best for the objective among those nearest to the SLO; keeping it is nearest."""
-
-    def order(figures: Mapping[str, float]) -> tuple[float, float]:
-        over = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
-        return max(over, 1.0), seconds(objective, figures.get(figure_name(objective), float("inf")))
-
-    return min(each, key=order)
 
 
 def _predictions(

@@ -14,6 +14,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.kernels.roofline import Roofline
+from flagcore.workloads.serving import scene
 from flagcore.workloads.serving.engines.contract import Settings
 from flagcore.workloads.serving.overheads import overheads_of
 from flagcore.workloads.serving.predict import predict
@@ -224,3 +225,24 @@ def test_published_servers_without_a_release_have_one_of_their_time() -> None:
     assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.19.0"
     assert published(task(engine_version="0.33.0"), {})[0].spec.serve.engine_version == "0.33.0"
     assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
+
+
+def test_in_a_large_space_the_best_are_simulated_and_the_others_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = np.arange(1, 41)
+    whole = predicted(max_running=limits)
+    monkeypatch.setattr(scene, "MOST_SIMULATED", 10)
+    ranked = predicted(max_running=limits)
+    best = np.argsort(whole.step_time_s)[:5]
+    assert ranked.step_time_s[best] == pytest.approx(whole.step_time_s[best])
+    assert np.isfinite(ranked.step_time_s).all()
+    assert np.abs(np.log(ranked.step_time_s / whole.step_time_s)).max() < 0.5
+
+
+def test_limits_that_a_load_cannot_reach_are_no_other_candidates() -> None:
+    found = predicted(max_running=[64, 512], block_size=[16, 128])
+    assert figure(found)[0] == figure(found)[1]
+
+
+def test_tokens_a_second_and_device_can_be_the_objective() -> None:
+    found = predicted(task(objective="output_tokens_per_s_per_device"), tensor=[1, 2])
+    assert found.step_time_s == pytest.approx(1 / found.figures["output_tokens_per_s_per_device"])

@@ -1,0 +1,159 @@
+"""The figures of all candidates: simulated where it matters, in closed form in a space too large for that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from flagcore.domain.objective import figure_name, seconds
+from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.physics.serving.iteration import IterationCosts
+from flagcore.physics.serving.memory import ServingMemory
+from flagcore.physics.serving.price import Lane, Price
+from flagcore.physics.serving.steady import ClosedLoop, steady
+from flagcore.physics.serving.work import Overheads, Split
+from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.expected import Expected
+
+MOST_SIMULATED = 4096
+"""Of more candidates the best in closed form are simulated; the others are told by how these differ from it."""
+
+ENDLESS = 1e15
+"""Tokens of a cache that no load fills."""
+
+NAMES = (
+    *(name for name in RATES if not name.endswith("per_device")),
+    *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS),
+)
+
+Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
+"""What decides a simulation: lanes, what each load point may use of one, and the costs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Candidates and what is known of them: settings, split, memory and the costs of iterations."""
+
+    serve: ServeSpec
+    objective: str
+    settings: Settings
+    split: Split
+    memory: ServingMemory
+    times: IterationCosts
+    overheads: Overheads
+
+
+def expected_figures(scene: Scene) -> dict[str, FloatArray]:
+    """Return the figures of each candidate by name; NaN where its costs are not known.
+
+    Candidates that the engine treats alike are simulated once. Of several load points the best for the objective among
+    those that keep the SLO counts, or else the one that is nearest to it.
+    """
+    loads = [Expected.of(load) for load in scene.serve.loads]
+    times = scene.times
+    known = np.flatnonzero(np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair))
+    alike: dict[Key, list[int]] = {}
+    for row in known.tolist():
+        alike.setdefault(_key(scene, loads, row), []).append(row)
+    table = {name: np.full(scene.split.tensor.size, np.nan) for name in NAMES}
+    firsts = np.array([rows[0] for rows in alike.values()], dtype=np.int64)
+    few = firsts.size <= MOST_SIMULATED
+    bases = {} if few else _in_closed_form(scene, loads[0])
+    chosen = firsts if few else _promising(scene, bases, firsts)
+    wanted = set(chosen.tolist())
+    for (lanes, each, _), rows in alike.items():
+        if rows[0] in wanted:
+            points = [
+                load.figures(Price(times, rows[0], lane), lanes, scene.serve.slo)
+                for load, lane in zip(loads, each, strict=True)
+            ]
+            best = _best(points, scene.serve.slo, scene.objective)
+            for name in NAMES:
+                table[name][rows] = best[name]
+    if not few:
+        for name in NAMES:
+            ratio = float(np.nanmedian(table[name][chosen] / bases[name][chosen]))
+            rest = np.isnan(table[name])
+            rest[np.isnan(bases[name])] = False
+            table[name] = np.where(rest, bases[name] * ratio, table[name])
+    return table
+
+
+def _key(scene: Scene, loads: Sequence[Expected], row: int) -> Key:
+    times = scene.times
+    costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
+    rest = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
+    return int(scene.split.lanes[row]), tuple(_lane(scene, load, row) for load in loads), costs + rest
+
+
+def _lane(scene: Scene, expected: Expected, row: int) -> Lane:
+    """Return what one lane of a candidate may do; limits that the load cannot reach are none.
+
+    A cache that is too small for one request is taken to hold one: what does not fit is told by its memory.
+    """
+    settings, over, stages = scene.settings, scene.overheads, float(scene.split.pipeline[row])
+    ranks, block = float(scene.split.data[row]), float(settings.block_size[row])
+    flight, longest = expected.flight(int(scene.split.lanes[row])), expected.longest
+    tokens = max(float(scene.memory.cache_tokens[row]) / stages, longest + 2.0 * block)
+    roomy = tokens >= flight * (longest + block)
+    running = max(1.0, float(settings.max_running[row]) // stages) * ranks
+    return Lane(
+        budget=float(settings.max_batched_tokens[row]) * ranks if settings.chunked[row] else float("inf"),
+        running=min(running, float(flight)),
+        cache_tokens=ENDLESS if roomy else tokens,
+        block=1.0 if roomy else block,
+        ranks=ranks,
+        mixes=over.mixes,
+        reserve=over.reserve,
+        receive=over.receive,
+        entry=over.entry,
+        request=over.request,
+        shared_prefix=float(expected.load.prefix_len) if settings.prefix_caching[row] else 0.0,
+    )
+
+
+def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
+    """Return the load point that is best for the objective among those nearest to the SLO; keeping it is nearest."""
+
+    def order(figures: Mapping[str, float]) -> tuple[float, float]:
+        over = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
+        return max(over, 1.0), seconds(objective, figures.get(figure_name(objective), figures["output_tokens_per_s"]))
+
+    return min(each, key=order)
+
+
+def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
+    """Return the figures that a steady state of the first load point has, percentiles as means."""
+    split, settings = scene.split, scene.settings
+    lanes = split.lanes
+    flight = np.maximum(float(expected.flight(1)) / lanes, 1.0)
+    prompt, output = (np.full(lanes.shape, mean) for mean in np.mean(expected.lengths, axis=0))
+    found = steady(
+        scene.times,
+        scene.overheads,
+        ClosedLoop(
+            flight=flight,
+            prompt=prompt,
+            output=output,
+            budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data, np.inf),
+            running=np.maximum(settings.max_running // split.pipeline, 1.0) * split.data,
+            cache_tokens=np.maximum(scene.memory.cache_tokens / split.pipeline, 1.0),
+            ranks=split.data,
+        ),
+    )
+    rate = found.rate * np.minimum(lanes, expected.flight(1))
+    whole = {"ttft_s": found.ttft, "tpot_s": found.tpot, "itl_s": found.tpot, "e2e_s": found.ttft + output * found.tpot}
+    return {name: whole.get(name.partition(".")[0], rate) for name in NAMES}
+
+
+def _promising(scene: Scene, bases: Mapping[str, FloatArray], firsts: IntArray) -> IntArray:
+    """Return the rows whose objective is best in closed form."""
+    name = figure_name(scene.objective)
+    base = bases.get(name, bases["output_tokens_per_s"])[firsts]
+    if name.endswith("per_device"):
+        base = base / (scene.settings.instances * scene.settings.devices)[firsts]
+    return firsts[np.argsort(-base if name in RATES else base, kind="stable")[:MOST_SIMULATED]]
