@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from flagcore.workloads.serving.trial.job import Instance
 
 FRONT_PORT = 8000
 """Where users reach the winner: its only server, or the balancer; the servers behind it have the ports after it."""
+BALANCER = "flagcore.workloads.serving.balancer"
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 
 
@@ -59,7 +61,7 @@ http {{
 {servers}
     }}
     server {{
-        listen {FRONT_PORT};
+        listen 127.0.0.1:{FRONT_PORT};
         location / {{
             proxy_pass http://instances;
             proxy_http_version 1.1;
@@ -77,9 +79,10 @@ http {{
 def start_script(instances: Sequence[Instance], folder: str) -> str:
     """Return a shell script that runs all instances and the balancer, and ends them together."""
     conf = shlex.quote(str(Path(folder, NGINX)))
+    ports = [str(FRONT_PORT + number) for number in range(1, len(instances) + 1)]
     lines = [
         "#!/bin/sh",
-        f"# {len(instances)} servers behind nginx at port {FRONT_PORT}; without nginx each answers at its own port.",
+        f"# {len(instances)} servers behind nginx at port {FRONT_PORT}; without it flagcore's own balancer.",
         "pids=",
         "trap 'trap - EXIT; kill $pids 2>/dev/null; wait' EXIT",
         "trap 'exit 143' TERM",
@@ -92,8 +95,9 @@ def start_script(instances: Sequence[Instance], folder: str) -> str:
         f"    nginx -c {conf} -g 'daemon off;' &",
         '    pids="$pids $!"',
         "else",
-        f"    echo 'nginx is not installed: the servers answer at ports "
-        f"{FRONT_PORT + 1} to {FRONT_PORT + len(instances)}, nobody at {FRONT_PORT}' >&2",
+        "    echo 'nginx is not installed: a small balancer of flagcore stands in' >&2",
+        f"    {shlex.join((sys.executable, '-m', BALANCER, str(FRONT_PORT), *ports))} &",
+        '    pids="$pids $!"',
         "fi",
         "while sleep 1; do",
         "    for pid in $pids; do",
