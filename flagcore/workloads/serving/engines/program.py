@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from flagcore.domain.spec import Spec
-from flagcore.errors import NoDevice
+from flagcore.errors import NoDevice, SpecError
 
 _FIRST_LINE = 512
 
@@ -81,6 +81,24 @@ def package_version(program: str, *names: str) -> str:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():
             return str(distribution.version)
     return ""
+
+
+def installed_version(spec: Spec, default: tuple[str, ...], *names: str) -> str:
+    """Return the version of the first of some packages beside the program of `spec`; empty if that cannot be told."""
+    try:
+        command = found(spec, default)
+    except NoDevice:
+        return ""
+    return package_version(command[0], *names)
+
+
+def check_version(spec: Spec, installed: str) -> None:
+    """Raise SpecError if `spec` is planned for another release than the `installed` one, which is what would run."""
+    planned = spec.serve.engine_version
+    if planned and installed and planned != installed and release(planned) != release(installed):
+        problem = f"is not the release that would run, {installed}: its defaults and speed may differ"
+        fix = "leave it out, or install that release; `flag estimate` plans for any"
+        raise SpecError(key="serve.engine_version", value=planned, problem=problem, fix=fix)
 
 
 def release(version: str) -> tuple[int, ...] | None:

