@@ -154,7 +154,7 @@ def _served(line: Mapping[str, object]) -> Job:
             engine_args=dict(serve.engine_args),
             engine_version=serve.engine_version or None,
         ),
-        candidate=dict(record.candidate),
+        candidate={key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()},
     )
 
 

@@ -28,7 +28,7 @@ from flagcore.spec.validate import Section
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
-Knob = bool | Annotated[int, Field(ge=-1, le=2**31)] | Word | None
+Knob = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
 """A value of an engine's knob; what is legal is the engine's to say."""
 Scalar = bool | int | float | Value | None
 
