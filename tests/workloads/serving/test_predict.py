@@ -246,3 +246,10 @@ def test_limits_that_a_load_cannot_reach_are_no_other_candidates() -> None:
 def test_tokens_a_second_and_device_can_be_the_objective() -> None:
     found = predicted(task(objective="output_tokens_per_s_per_device"), tensor=[1, 2])
     assert found.step_time_s == pytest.approx(1 / found.figures["output_tokens_per_s_per_device"])
+
+
+def test_a_published_server_that_hardly_fits_was_given_more_of_its_devices() -> None:
+    crowded = task(precision="bf16", engine="sglang")
+    crowded = replace(crowded, spec=replace(crowded.spec, model=replace(EXPERTS, num_layers=30)))
+    assert published(crowded, {})[0].spec.serve.engine_args["mem-fraction-static"] == 0.95
+    assert "mem-fraction-static" not in published(crowded, {"tensor_model_parallel_size": 2})[0].spec.serve.engine_args
