@@ -14,7 +14,7 @@ from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_cambricon import discover
-from flagcore_cambricon.kit.quirks import failure_patterns, refused
+from flagcore_cambricon.kit.quirks import failure_patterns, reason, refused
 from flagcore_cambricon.kit.telemetry import DeviceReading, SharedTable
 from flagcore_cambricon.kit.variables import environment
 from flagcore_cambricon.memory import memory_of
@@ -52,22 +52,13 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
     """Say how megatron-core would run: torch_mlu, imported first, adds the device mlu and the backend cncl."""
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
-    if engine in SERVING:
-        reason = f"no run of {engine} by flagcore has been reported on MLUs"
-        return EngineSupport(
-            support=Support.UNKNOWN,
-            reason=reason,
-            device_type="mlu",
-            distributed_backend="cncl",
-            visible_devices="MLU_VISIBLE_DEVICES",
-            refused=refused("flagcore_cambricon", chip, engine),
-        )
     return EngineSupport(
         support=Support.UNKNOWN,
-        reason="FlagScale patches Megatron-LM 0.12 for MLUs; megatron-core 0.16 has not been reported there",
+        reason=reason("flagcore_cambricon", chip, engine) or f"no run of {engine} has been reported on MLUs",
         device_type="mlu",
         distributed_backend="cncl",
-        preload=("torch_mlu",),
+        preload=() if engine in SERVING else ("torch_mlu",),
+        visible_devices="MLU_VISIBLE_DEVICES" if engine in SERVING else None,
         refused=refused("flagcore_cambricon", chip, engine),
     )
 

@@ -32,3 +32,13 @@ def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:
 
 def test_unpublished_peaks_are_absent() -> None:
     assert all(not chip.dense_flops_per_second for chip in flagcore_chips() if chip.name.startswith("MLU590"))
+
+
+def test_an_engine_that_says_that_it_does_not_run_on_a_chip_is_quoted() -> None:
+    reasons = {
+        chip.name: support.reason
+        for chip in flagcore_chips()
+        if (support := flagcore_engine_support(chip, "vllm")) is not None
+    }
+    assert "newer than the MLU370" in reasons["MLU370-X8"]
+    assert "newer than the MLU370" not in reasons["MLU590-M9"]

@@ -16,7 +16,7 @@ from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_iluvatar import discover
-from flagcore_iluvatar.kit.quirks import failure_patterns, refused
+from flagcore_iluvatar.kit.quirks import failure_patterns, reason, refused
 from flagcore_iluvatar.kit.telemetry import DeviceReading, SharedTable
 from flagcore_iluvatar.kit.variables import environment
 from flagcore_iluvatar.memory import memory_of
@@ -60,22 +60,12 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
     """Say how megatron-core would run: CoreX's torch answers to cuda and serves nccl through IXCCL."""
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
-    if engine in SERVING:
-        reason = f"no run of {engine} by flagcore has been reported on Iluvatar"
-        return EngineSupport(
-            support=Support.UNKNOWN,
-            reason=reason,
-            device_type="cuda",
-            distributed_backend="nccl",
-            visible_devices="CUDA_VISIBLE_DEVICES",
-            refused=refused("flagcore_iluvatar", chip, engine),
-        )
-    reason = "Iluvatar ships Megatron-LM 0.10; megatron-core 0.16 has not been reported there"
     return EngineSupport(
         support=Support.UNKNOWN,
-        reason=reason,
+        reason=reason("flagcore_iluvatar", chip, engine) or f"no run of {engine} has been reported on Iluvatar",
         device_type="cuda",
         distributed_backend="nccl",
+        visible_devices="CUDA_VISIBLE_DEVICES" if engine in SERVING else None,
         refused=refused("flagcore_iluvatar", chip, engine),
     )
 

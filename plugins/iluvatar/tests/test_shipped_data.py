@@ -56,6 +56,10 @@ def test_refusals_and_notes_are_of_known_chips_and_engines_and_have_sources() ->
         assert refusal.engine in ENGINES
         assert set(refusal.chips) <= set(CHIPS)
         assert refusal.source.kind in SOURCE_SAYS
+    for known in quirks(PACKAGE).support:
+        assert known.engine in ENGINES
+        assert set(known.chips) <= set(CHIPS)
+        assert known.source.kind in SOURCE_SAYS
     for note in quirks(PACKAGE).notes:
         assert set(note.engines) <= ENGINES
         assert set(note.chips) <= set(CHIPS)

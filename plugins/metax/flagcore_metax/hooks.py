@@ -18,7 +18,7 @@ from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_metax import discover
 from flagcore_metax.islands import StayInsideIsland, c500_topology, island_size
-from flagcore_metax.kit.quirks import failure_patterns, refused
+from flagcore_metax.kit.quirks import failure_patterns, reason, refused
 from flagcore_metax.kit.telemetry import DeviceReading, SharedTable
 from flagcore_metax.kit.variables import environment
 from flagcore_metax.memory import memory_of
@@ -68,22 +68,12 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
     """Say how megatron-core would run: MetaX's torch answers to cuda and serves nccl through MCCL."""
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
-    if engine in SERVING:
-        reason = f"no run of {engine} by flagcore has been reported on MetaX"
-        return EngineSupport(
-            support=Support.UNKNOWN,
-            reason=reason,
-            device_type="cuda",
-            distributed_backend="nccl",
-            visible_devices="MACA_VISIBLE_DEVICES",
-            refused=refused("flagcore_metax", chip, engine),
-        )
-    reason = "MetaX ships Megatron-LM 0.12 and 0.15; megatron-core 0.16 has not been reported there"
     return EngineSupport(
         support=Support.UNKNOWN,
-        reason=reason,
+        reason=reason("flagcore_metax", chip, engine) or f"no run of {engine} has been reported on MetaX",
         device_type="cuda",
         distributed_backend="nccl",
+        visible_devices="MACA_VISIBLE_DEVICES" if engine in SERVING else None,
         refused=refused("flagcore_metax", chip, engine),
     )
 

@@ -1,5 +1,6 @@
 """Reads `quirks.yaml`: what does not work on a vendor's chips, what its stack writes when it fails, and what to know.
 
+- `support`: what is known of an engine: `engine`, `reason`, `source`, and `chips` (all); the first that fits counts.
 - `refused`: knob values that do not work: `name`, `engine`, `knob`, `values`, `reason`, `source`, and `chips` (all).
 - `failures`: log lines: `pattern`, `state`, `example`, `source`, and `advice`; `engines` (all).
 - `notes`: what no hook can say yet: `engines`, `says`, `source`, and `chips` (all).
@@ -18,6 +19,16 @@ from flagcore.domain.trial import TrialState
 from flagcore.vendorkit.parts import Part, read_parts
 
 FILE = "quirks.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of how an engine runs on some chips (none named: all)."""
+
+    engine: str
+    chips: tuple[str, ...]
+    reason: str
+    source: Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +65,7 @@ class Note:
 class Quirks:
     """All that a plugin's file says."""
 
+    support: tuple[Known, ...]
     refusals: tuple[Refusal, ...]
     failures: tuple[Failure, ...]
     notes: tuple[Note, ...]
@@ -70,12 +82,19 @@ def quirks(package: str) -> Quirks:
         return [Part(file, parts.kind, f"{key}[{place}].", entry) for place, entry in enumerate(listed)]
 
     made = Quirks(
+        support=tuple(_known(part) for part in each("support")),
         refusals=tuple(_refusal(part) for part in each("refused")),
         failures=tuple(_failure(part) for part in each("failures")),
         notes=tuple(_note(part) for part in each("notes")),
     )
     parts.finish()
     return made
+
+
+def reason(package: str, chip: Chip, engine: str) -> str:
+    """Return what is known of how `engine` runs on `chip`; empty if nothing is."""
+    fitting = (each for each in quirks(package).support if each.engine == engine)
+    return next((each.reason for each in fitting if not each.chips or chip.name in each.chips), "")
 
 
 def refused(package: str, chip: Chip, engine: str) -> tuple[Refused, ...]:
@@ -90,6 +109,17 @@ def refused(package: str, chip: Chip, engine: str) -> tuple[Refused, ...]:
 def failure_patterns(package: str, engine: str) -> tuple[FailurePattern, ...]:
     """Return the patterns of what `engine` writes."""
     return tuple(each.pattern for each in quirks(package).failures if not each.engines or engine in each.engines)
+
+
+def _known(part: Part) -> Known:
+    made = Known(
+        engine=part.required("engine", str),
+        chips=tuple(part.listed("chips", str)),
+        reason=part.required("reason", str),
+        source=part.source("source"),
+    )
+    part.finish()
+    return made
 
 
 def _refusal(part: Part) -> Refusal:
