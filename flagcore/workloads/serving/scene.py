@@ -93,13 +93,14 @@ def _key(scene: Scene, loads: Sequence[Expected], row: int) -> Key:
 def _lane(scene: Scene, expected: Expected, row: int) -> Lane:
     """Return what one lane of a candidate may do; limits that the load cannot reach are none.
 
-    A cache that is too small for one request is taken to hold one: what does not fit is told by its memory.
+    A cache that is too small for one request is no limit: what does not fit is told by its memory, and its figures are
+    those that it would have with room.
     """
     settings, over, stages = scene.settings, scene.overheads, float(scene.split.pipeline[row])
     ranks, block = float(scene.split.data[row]), float(settings.block_size[row])
     flight, longest = expected.flight(int(scene.split.lanes[row])), expected.longest
-    tokens = max(float(scene.memory.cache_tokens[row]) / stages, longest + 2.0 * block)
-    roomy = tokens >= flight * (longest + block)
+    tokens = float(scene.memory.cache_tokens[row]) / stages
+    roomy = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row]) // stages) * ranks
     return Lane(
         budget=float(settings.max_batched_tokens[row]) * ranks if settings.chunked[row] else float("inf"),
@@ -130,7 +131,7 @@ def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
     """Return the figures that a steady state of the first load point has, percentiles as means."""
     split, settings = scene.split, scene.settings
     lanes = split.lanes
-    flight = np.maximum(float(expected.flight(1)) / lanes, 1.0)
+    flight, tokens = np.maximum(float(expected.flight(1)) / lanes, 1.0), scene.memory.cache_tokens / split.pipeline
     prompt, output = (np.full(lanes.shape, mean) for mean in np.mean(expected.lengths, axis=0))
     found = steady(
         scene.times,
@@ -141,7 +142,7 @@ def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
             output=output,
             budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data, np.inf),
             running=np.maximum(settings.max_running // split.pipeline, 1.0) * split.data,
-            cache_tokens=np.maximum(scene.memory.cache_tokens / split.pipeline, 1.0),
+            cache_tokens=np.where(tokens < expected.longest, ENDLESS, tokens),
             ranks=split.data,
         ),
     )
