@@ -43,9 +43,10 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
     """Return what the management tool lists."""
     text = tool_output("cnmon", timeout_seconds=timeout_seconds)
-    if text and not smi.TITLE.search(text):
-        LOG.warning("cnmon on this machine printed no table that is known (%r)", text.strip()[:60])
-    return smi.parse(text or "")
+    found = smi.parse(text or "")
+    if text and not found:
+        LOG.warning("cnmon on this machine lists no MLU that is understood (%r)", text.strip()[:60])
+    return found
 
 
 def now() -> tuple[Row, ...]:

@@ -1,4 +1,4 @@
-"""Reads what cnmon prints, of versions 4 and 5."""
+"""Reads what cnmon prints: its table and `cnmon info`, as versions 4 and 5 do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flagcore_cambricon.kit.rows import BUS, MIB, Row, cells, found, reading, su
 
 TITLE = re.compile(r"\bCNMON v\d")
 
-_NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU\w+(?:-\w+)?)\s+v[\d.]+")
+_NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU[\w-]+)(?:\s+\S+)?")
 _MEMORY = re.compile(r"(\d+) MiB/\s*(\d+) MiB")
 
 
@@ -23,7 +23,29 @@ def parse(text: str) -> tuple[Row, ...]:
     if not TITLE.search(text):
         return ()
     (version,) = found(r"Driver\s+v(\d[\d.]*)", text)
-    return sure(_rows(text, version or ""))
+    return sure(_rows(text, version or "")) or sure(_blocks(text))
+
+
+def _blocks(text: str) -> Iterator[Row]:
+    """Yield the devices of `cnmon info`: a block a card, in which sections are indented."""
+    for index, block in re.findall(r"^Card (\d+)\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE):
+        (name,) = found(r"Product Name\s*:\s*(MLU[\w-]+)", block)
+        (total,) = found(r"Physical Memory Usage\s*:\s*\n\s*Total\s*:\s*(\d+) MiB", block)
+        if name and total:
+            yield Row(
+                device=Device(
+                    index=int(index),
+                    chip=name,
+                    memory_bytes=int(total) * MIB,
+                    driver=found(r"Driver\s*:\s*v(\d[\d.]*)", block)[0] or "",
+                ),
+                reading=reading(
+                    used_mib=found(r"Total\s*:\s*\d+ MiB\s*\n\s*Used\s*:\s*(\d+) MiB", block)[0],
+                    watts=found(r"Power\s*:\s*\n\s*Usage\s*:\s*(\d+(?:\.\d+)?) W", block)[0],
+                    celsius=found(r"Temperature\s*:\s*\n\s*(?:Board|Chip)\s*:\s*(\d+) C", block)[0],
+                    percent=found(r"MLU Average\s*:\s*(\d+) %", block)[0],
+                ),
+            )
 
 
 def _rows(text: str, driver: str) -> Iterator[Row]:

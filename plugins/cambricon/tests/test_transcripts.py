@@ -82,3 +82,31 @@ def test_random_bytes_never_raise_nor_add_a_device(seed: int) -> None:
 
 def test_another_tool_of_this_name_is_not_believed() -> None:
     assert smi.parse(text("cnmon-1.txt").replace("CNMON v", "CN Monitor ")) == ()
+
+
+def test_the_details_of_a_card_are_read_where_there_is_no_table() -> None:
+    # the shape that a public scheduler's unit test of CNMON v4.20.18 has
+    details = """\
+================CNMON v4.20.18================
+Card 0
+    Product Name                   : MLU370-S4
+    Driver                         : v4.20.18
+    Utilization                    :
+        MLU Average                : 66 %
+    Temperature                    :
+        Board                      : 49 C
+    Physical Memory Usage          :
+        Total                      : 23308 MiB
+        Used                       : 4096 MiB
+    Power                          :
+        Usage                      : 38 W
+"""
+    (row,) = smi.parse(details)
+    assert (row.device.chip, row.device.driver, row.device.memory_bytes) == ("MLU370-S4", "4.20.18", 23308 * 2**20)
+    assert row.reading == {
+        "memory_used_bytes": 4 << 30,
+        "power_watts": 38,
+        "temperature_celsius": 49,
+        "utilization_share": pytest.approx(0.66),
+    }
+    assert smi.parse(details.replace("23308 MiB", "N/A")) == ()

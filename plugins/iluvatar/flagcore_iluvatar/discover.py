@@ -48,9 +48,10 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
     """Return what the management tool lists."""
     text = tool_output("ixsmi", timeout_seconds=timeout_seconds)
-    if text and smi.TITLE not in text:
-        LOG.warning("ixsmi on this machine printed no table that is known (%r)", text.strip()[:60])
-    return smi.parse(text or "")
+    found = smi.parse(text or "")
+    if text and not found:
+        LOG.warning("ixsmi on this machine lists no Iluvatar GPU that is understood (%r)", text.strip()[:60])
+    return found
 
 
 def now() -> tuple[Row, ...]:

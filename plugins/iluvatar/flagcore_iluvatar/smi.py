@@ -1,4 +1,4 @@
-"""Reads what ixsmi prints. Its columns are found by the bars, as their widths differ between versions."""
+"""Reads what ixsmi prints. The columns of its table are found by the bars: their widths differ between versions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore_iluvatar.kit.rows import BUS, MIB, Row, cells, found, reading, sure
+from flagcore_iluvatar.kit.rows import BUS, CSV_FIELDS, MIB, Row, cells, csv_row, csv_rows, found, listed, reading, sure
 
 TITLE = "IX-ML:"
+VENDOR = "Iluvatar "
 
 _NAME = re.compile(r"(\d+)\s+(Iluvatar [\w .-]+)")
 _MEMORY = re.compile(r"(\d+)MiB / (\d+)MiB")
 
 
 def parse(text: str) -> tuple[Row, ...]:
+    """Return the devices of ixsmi's table, of a CSV query with a header, or of `-L`, whichever `text` is."""
+    queried = (csv_row(line, place) for place, line in enumerate(csv_rows(text, (), CSV_FIELDS)))
+    named = [row for row in (*queried, *listed(text)) if row and row.device.chip.startswith(VENDOR)]
+    return parse_table(text) or sure(named)
+
+
+def parse_table(text: str) -> tuple[Row, ...]:
     """Return the devices of ixsmi's table. A card with two chips lists two, of which the second tells the power."""
     if TITLE not in text:
         return ()

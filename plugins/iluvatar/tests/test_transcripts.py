@@ -78,3 +78,16 @@ def test_nvidias_table_is_not_taken_for_its_own() -> None:
 
 def test_uuids_are_listed_by_index() -> None:
     assert smi.uuids("0, GPU-1a2b\n1, GPU-3c4d\nN/A\n") == {0: "GPU-1a2b", 1: "GPU-3c4d"}
+
+
+def test_a_query_with_a_header_and_a_list_are_read() -> None:
+    query = "index, name, memory.total [MiB], gpu.power.draw [W]\n0, Iluvatar BI-V150, 32768 MiB, 93.00 W\n"
+    (row,) = smi.parse(query)
+    assert (row.device.chip, row.device.memory_bytes, row.reading) == (
+        "Iluvatar BI-V150",
+        32 << 30,
+        {"power_watts": 93},
+    )
+    (device,) = (row.device for row in smi.parse("GPU 0: Iluvatar MR-V100 (UUID: GPU-1a2b)\n"))
+    assert (device.chip, device.memory_bytes, device.uuid) == ("Iluvatar MR-V100", None, "GPU-1a2b")
+    assert smi.parse(query.replace("Iluvatar BI-V150", "NVIDIA H200")) == ()

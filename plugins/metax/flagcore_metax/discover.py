@@ -48,10 +48,10 @@ def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
     """Return what the management tool lists."""
     for tool in TOOLS:
         text = tool_output(tool, timeout_seconds=timeout_seconds)
-        if text and not smi.is_metax(text):
-            LOG.warning("%s on this machine is not MetaX's (%r), and is not believed", tool, text.strip()[:60])
-        elif text:
-            return smi.parse(text)
+        if text and (found := smi.parse(text)):
+            return found
+        if text:
+            LOG.warning("%s on this machine lists no MetaX GPU that is understood (%r)", tool, text.strip()[:60])
     return ()
 
 

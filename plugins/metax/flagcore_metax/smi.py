@@ -24,10 +24,10 @@ def parse(text: str) -> tuple[Row, ...]:
     """Return the devices of mx-smi's table, in any of its layouts. A dead device has no memory line and is left out.
 
     Up to 2.2.4 a line starts with the GPU's number; from 2.2.9 on with the board's, and the GPU's comes second. A
-    line that was cut short tells nothing.
+    line that was cut short tells nothing. `-L` tells no memory.
     """
     if not is_metax(text):
-        return ()
+        return _listed(text)
     (version,) = found(r"Kernel Mode Driver Version:\s*([\w.]+)", text)
     return sure(_rows(text, version or ""))
 
@@ -36,6 +36,12 @@ def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs that `mx-smi -L` lists, by index."""
     lines = re.finditer(r"^GPU#(\d+)\s+.*\(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
     return {int(line[1]): line[2] for line in lines}
+
+
+def _listed(text: str) -> tuple[Row, ...]:
+    pattern = r"^GPU#(\d+)\s+((?:MetaX |MX|Mars )[\w-]+)\s+(\S+)\s+Available \(UUID: ([\w-]+)\)\s*$"
+    lines = re.finditer(pattern, text, re.MULTILINE)
+    return sure(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[4]), bus=line[3]) for line in lines)
 
 
 def _rows(text: str, driver: str) -> Iterator[Row]:

@@ -18,14 +18,7 @@ TABLES = {
     "mx-smi-9.txt": ("MetaX C550", 1, "2.15.9"),
     "ht-smi-1.txt": ("Mars X201", 1, "3.8.1"),
 }
-OTHERS = (
-    "mx-smi-2.txt",
-    "mx-smi-3.txt",
-    "mx-smi-7.txt",
-    "mx-smi-8.txt",
-    "mccl-allreduce-1.txt",
-    "moffett-mx-smi-1.txt",
-)
+OTHERS = ("mx-smi-2.txt", "mx-smi-3.txt", "mx-smi-7.txt", "mccl-allreduce-1.txt", "moffett-mx-smi-1.txt")
 
 
 def text(name: str) -> str:
@@ -35,7 +28,7 @@ def text(name: str) -> str:
 def test_each_transcript_has_its_source_and_is_read_here() -> None:
     present = {path.name for path in SMI.iterdir()} - {"sources.yaml"}
     assert set(yaml.safe_load(text("sources.yaml"))) == present
-    assert present == {*TABLES, *OTHERS, "detect-gpustack-1.json", "topology-gpustack-1.json"}
+    assert present == {*TABLES, *OTHERS, "mx-smi-8.txt", "detect-gpustack-1.json", "topology-gpustack-1.json"}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -109,6 +102,12 @@ def test_a_banner_another_locale_and_carriage_returns_do_not_matter() -> None:
         "\n", "\r\n"
     )
     assert smi.parse(table) == smi.parse(text("mx-smi-1.txt"))
+
+
+def test_a_list_tells_names_without_memory() -> None:
+    (row,) = smi.parse(text("mx-smi-8.txt"))
+    assert (row.device.chip, row.device.memory_bytes, row.device.uuid) == ("MXC550", None, "GPU-abc-123")
+    assert smi.parse(text("mx-smi-8.txt").replace("Available", "Not Available(5)")) == ()
 
 
 def test_uuids_are_listed_by_index() -> None:

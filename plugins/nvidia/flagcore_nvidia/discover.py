@@ -5,6 +5,7 @@ Other vendors' torch answers to cuda, and their drivers may bring an nvidia-smi:
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from flagcore.domain.chip import Device
@@ -14,6 +15,7 @@ from flagcore_nvidia.kit import machine
 from flagcore_nvidia.kit.machine import TorchSays
 from flagcore_nvidia.kit.rows import Row
 
+LOG = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICE_FILE = "dev/nvidia[0-9]*"
 FORMAT = "--format=csv,noheader,nounits"
@@ -33,9 +35,12 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 
 
 def rows(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> tuple[Row, ...]:
-    """Return what nvidia-smi lists, with `fields` of each device."""
+    """Return what nvidia-smi lists, with `fields` of each device; what its table says where it does not know them."""
     query = tool_output("nvidia-smi", f"--query-gpu={','.join(fields)}", FORMAT, timeout_seconds=timeout_seconds)
-    return smi.parse_csv(query or "", fields)
+    found = smi.parse(query or "", fields)
+    if query and not found:
+        LOG.warning("nvidia-smi on this machine lists no NVIDIA GPU that is understood (%r)", query.strip()[:60])
+    return found or smi.parse_table(tool_output("nvidia-smi", timeout_seconds=timeout_seconds) or "")
 
 
 def now() -> tuple[Row, ...]:

@@ -6,7 +6,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from flagcore.domain.chip import Device
-from flagcore_nvidia.kit.rows import BUS, MIB, Row, cells, found, reading, sure
+from flagcore_nvidia.kit.rows import (
+    BUS,
+    CSV_FIELDS,
+    MIB,
+    Row,
+    cells,
+    csv_row,
+    csv_rows,
+    found,
+    listed,
+    reading,
+    sure,
+)
 
 FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id")
 READ_FIELDS = (
@@ -17,25 +29,24 @@ TITLE = "NVIDIA-SMI"
 PCI_VENDOR = "10DE"
 """The last four digits of pci.device_id. Other vendors' drivers bring an nvidia-smi that answers for their devices."""
 
-_HEADER = re.compile(r"[a-z][\w.]*(?: \[[^\]]+\])?")
+_NVIDIA = re.compile(r"(NVIDIA|Tesla|GeForce|Quadro|TITAN|GRID)\b|[AHLTVP]\d{1,3}S?\b")
 _NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A)")
 _MEMORY = re.compile(r"(\d+)MiB\s*/\s*(\d+)MiB")
+
+
+def parse(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
+    """Return the devices of a CSV query for `fields`, of the table, or of `-L`, whichever `text` is."""
+    return parse_csv(text, fields) or parse_table(text) or sure(row for row in listed(text) if _sounds(row))
 
 
 def parse_csv(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
     """Return the devices of a CSV query for `fields`, or for those that its first line names.
 
-    Units after the numbers do not matter. A line with another number of fields (a warning, a cut one) is skipped, and
-    so is a device of another vendor. Without an index the lines are counted.
+    A device of another vendor is left out: by its PCI id or, where that was not asked for, by its name.
     """
-    rows = []
-    lines = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
-    if lines and all(_HEADER.fullmatch(word) for word in lines[0]) and {"index", "name"} & set(lines[0]):
-        fields, lines = [word.split(" [")[0] for word in lines[0]], lines[1:]
-    for place, words in enumerate(lines):
-        if len(words) == len(fields) and (row := _row(dict(zip(fields, words, strict=True)), place)):
-            rows.append(row)
-    return sure(rows)
+    lines = csv_rows(text, fields, CSV_FIELDS)
+    rows = [(line, csv_row(line, place)) for place, line in enumerate(lines)]
+    return sure(row for line, row in rows if row and _ours(line, row))
 
 
 def parse_table(text: str) -> tuple[Row, ...]:
@@ -44,31 +55,6 @@ def parse_table(text: str) -> tuple[Row, ...]:
         return ()
     (version,) = found(r"Driver Version:\s*([\w.]+)", text)
     return sure(_table(text, version or ""))
-
-
-def _row(given: Mapping[str, str], place: int) -> Row | None:
-    index, total = given.get("index", str(place)), _number(given.get("memory.total", ""))
-    vendor = given.get("pci.device_id", PCI_VENDOR)
-    if not index.isdigit() or not given.get("name") or not vendor.upper().endswith(PCI_VENDOR):
-        return None
-    return Row(
-        device=Device(
-            index=int(index),
-            chip=given["name"],
-            memory_bytes=int(float(total) * MIB) if total else None,  # [N/A] where the GPU shares the host's memory
-            driver=given.get("driver_version", ""),
-            uuid=given.get("uuid", ""),
-        ),
-        bus=given.get("pci.bus_id", ""),
-        reading=reading(
-            used_mib=_number(given.get("memory.used", "")),
-            watts=_number(given.get("power.draw", "")),
-            limit_watts=_number(given.get("power.limit", "")),
-            celsius=_number(given.get("temperature.gpu", "")),
-            percent=_number(given.get("utilization.gpu", "")),
-            megahertz=_number(given.get("clocks.sm", "")),
-        ),
-    )
 
 
 def _table(text: str, driver: str) -> Iterator[Row]:
@@ -99,5 +85,10 @@ def _head(parts: list[str]) -> tuple[int, str, str] | None:
     return (int(name[1]), name[2], bus[0]) if name and bus else None
 
 
-def _number(word: str) -> str | None:
-    return found(r"^(\d+(?:\.\d+)?)(?: \S+)?$", word)[0]
+def _ours(line: Mapping[str, str], row: Row) -> bool:
+    vendor = line.get("pci.device_id")
+    return _sounds(row) if vendor is None else vendor.upper().endswith(PCI_VENDOR)
+
+
+def _sounds(row: Row) -> bool:
+    return _NVIDIA.match(row.device.chip) is not None

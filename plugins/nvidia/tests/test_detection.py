@@ -128,3 +128,12 @@ def test_a_tool_that_fails_or_prints_something_else_lists_nothing(tmp_path: Path
     assert discover.devices(tmp_path) == ()
     os.chmod(tmp_path / "bin" / "nvidia-smi", 0o644)
     assert discover.devices(tmp_path) == ()
+
+
+def test_the_table_is_read_where_the_query_is_not_known(tmp_path: Path) -> None:
+    table = (Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8")
+    tool(tmp_path, table)
+    assert len(discover.devices(tmp_path)) == 6
+    script = f'#!/bin/sh\n[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\ncat {tmp_path}/table\n'
+    (tmp_path / "bin" / "nvidia-smi").write_text(script)
+    assert len(discover.devices(tmp_path)) == 6

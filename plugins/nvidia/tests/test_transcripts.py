@@ -143,3 +143,26 @@ def test_another_detectors_findings_agree_with_the_catalogue() -> None:
     assert {each["memory"] * 2**20 for each in found} == {chip.memory_bytes.value}
     (topology,) = json.loads(text("topology-gpustack-h200.json"))
     assert {each["links_active_count"] for each in topology["appendices"]} == {18}
+
+
+def test_a_list_of_gpus_tells_names_without_memory() -> None:
+    (row,) = smi.parse("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-1a2b)\n")
+    assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA A100-SXM4-80GB", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("NVIDIA H200", True),
+        ("Tesla V100-SXM2-32GB", True),
+        ("A100-SXM4-40GB", True),
+        ("GRID A100D-40C", True),
+        ("MetaX C500", False),
+        ("MXC550", False),
+        ("Iluvatar BI-V150", False),
+        ("MLU370-X8", False),
+        ("Device 4000", False),
+    ],
+)
+def test_without_a_pci_id_the_name_decides_whose_a_device_is(name: str, ours: bool) -> None:
+    assert bool(smi.parse(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n")) == ours

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flagcore.domain.chip import Device
@@ -61,6 +61,68 @@ def found(pattern: str, text: str) -> tuple[str | None, ...]:
     compiled = re.compile(pattern)
     match = compiled.search(text)
     return match.groups() if match else (None,) * compiled.groups
+
+
+def csv_rows(text: str, fields: Sequence[str], known: Sequence[str]) -> list[dict[str, str]]:
+    """Return the lines of a CSV query by field: `fields`, or those that its first line names, if they are all `known`.
+
+    A line with another number of fields (a warning, a cut one) is skipped.
+    """
+    lines = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
+    header = [word.split(" [")[0] for word in lines[0]] if lines else []
+    if "name" in header and set(header) <= set(known):
+        fields, lines = header, lines[1:]
+    return [dict(zip(fields, words, strict=True)) for words in lines if len(words) == len(fields)]
+
+
+def csv_row(given: Mapping[str, str], place: int) -> Row | None:
+    """Return the device of one line of a CSV query in nvidia-smi's names of fields; None without index and name.
+
+    Units after the numbers do not matter. `place` stands for an index that was not asked for.
+    """
+    index, name = given.get("index", str(place)), given.get("name", "")
+    if not index.isdigit() or not name or name.startswith("["):
+        return None
+    total = plain(given.get("memory.total", ""))
+    return Row(
+        device=Device(
+            index=int(index),
+            chip=name,
+            memory_bytes=int(float(total) * MIB) if total else None,  # [N/A] where the chip shares the host's memory
+            driver=given.get("driver_version", ""),
+            uuid=given.get("uuid", ""),
+        ),
+        bus=given.get("pci.bus_id", ""),
+        reading=reading(
+            used_mib=plain(given.get("memory.used", "")),
+            watts=plain(given.get("power.draw", given.get("gpu.power.draw", ""))),
+            limit_watts=plain(given.get("power.limit", given.get("gpu.current.power.limit", ""))),
+            celsius=plain(given.get("temperature.gpu", "")),
+            percent=plain(given.get("utilization.gpu", "")),
+            megahertz=plain(given.get("clocks.sm", given.get("clocks.current.sm", ""))),
+        ),
+    )
+
+
+CSV_FIELDS = (
+    *("index", "name", "uuid", "serial", "pci.bus_id", "pci.device_id", "driver_version", "pstate", "compute_mode"),
+    *("memory.total", "memory.used", "memory.free", "utilization.gpu", "utilization.memory", "temperature.gpu"),
+    *("power.draw", "power.limit", "gpu.power.draw", "gpu.current.power.limit", "ecc.mode.current", "timestamp"),
+    *("clocks.sm", "clocks.mem", "clocks.current.sm", "clocks.max.sm", "mig.mode.current", "compute_cap"),
+    *("pcie.link.gen.max", "pcie.link.gen.current", "pcie.link.width.max", "pcie.link.width.current", "count"),
+)
+"""Names of fields by which the header of a CSV query is known."""
+
+
+def listed(text: str) -> tuple[Row, ...]:
+    """Return the devices of `-L` in nvidia-smi's form, which tells no memory: `GPU 0: NAME (UUID: GPU-...)`."""
+    lines = re.finditer(r"^GPU (\d+): (\S.*?) \(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
+    return tuple(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[3])) for line in lines)
+
+
+def plain(word: str) -> str | None:
+    """Return the number of a word that is one, with or without a unit."""
+    return found(r"^(\d+(?:\.\d+)?)(?: ?[A-Za-z%]+)?$", word)[0]
 
 
 def _number(word: str) -> bool:
