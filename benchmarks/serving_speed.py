@@ -1,0 +1,103 @@
+"""How many candidates of a server are predicted a minute, and how much faster than it would run.
+
+    python benchmarks/serving_speed.py
+
+Each load is simulated for 400 settings that differ in what an engine may run at once, of a model of 8 billion
+parameters in bf16 on one made-up accelerator of 1 PFLOP/s and 4.8 TB/s; processor time of one core, set-up included.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Model
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.memory.device import PlainMemory
+from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.predict import predict
+
+SOURCE = Source(kind="estimated", detail="round figures")
+CHIP = Chip(
+    name="made-up",
+    vendor="nobody",
+    memory_bytes=Fact(value=140e9, source=SOURCE),
+    memory_bandwidth_bytes_per_second=Fact(value=4.8e12, source=SOURCE),
+    dense_flops_per_second={"bf16": Fact(value=1e15, source=SOURCE)},
+)
+MODEL = Model(
+    name="8b",
+    num_layers=36,
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=151936,
+)
+LOADS = {
+    "32 clients, 1024 to 128 tokens": Load(input_len=1024, output_len=128, concurrency=32, num_prompts=128),
+    "64 clients, 1024 to 1024 tokens": Load(input_len=1024, output_len=1024, concurrency=64, num_prompts=256),
+    "256 clients, 4096 to 512 tokens": Load(input_len=4096, output_len=512, concurrency=256, num_prompts=1000),
+    "20 a second, 1024 to 256 tokens": Load(input_len=1024, output_len=256, request_rate=20.0, num_prompts=500),
+}
+ROWS = 400
+
+
+def settings() -> Settings:
+    """Return candidates that no load takes for the same."""
+    whole = {
+        "instances": 1,
+        "devices": 1,
+        "tensor": 1,
+        "pipeline": 1,
+        "data": 1,
+        "expert": 1,
+        "chunked": 1,
+        "graphs": 1,
+    }
+    whole |= {"pass_tokens": 65536, "block_size": 16, "context_len": 8192, "prefix_caching": 0}
+    columns = {name: np.full(ROWS, value) for name, value in whole.items()}
+    columns |= {"max_running": 1 + np.arange(ROWS) % 20, "max_batched_tokens": 1024 + 256 * (np.arange(ROWS) // 20)}
+    rates = {"memory_fraction": 0.9, "cache_bytes": np.nan, "cache_element_bytes": 2.0}
+    return Settings(**columns, **{name: np.full(ROWS, value) for name, value in rates.items()})
+
+
+def main() -> None:
+    """Print the figures of each load, and all of them as JSON on the last line."""
+    group = NodeGroup(chip=CHIP, nodes=1, devices_per_node=1)
+    collectives = Collectives(topology=topology_of(group))
+    costs = Costs(memory=PlainMemory.of(group), kernels=Roofline(chip=CHIP), collectives=collectives)
+    spec = Spec(
+        model=MODEL,
+        cluster=ClusterSpec(),
+        work=ServeSpec(engine="vllm", loads=()),
+        objective="output_tokens_per_s",
+    )
+    figures = {}
+    for name, load in LOADS.items():
+        task = Task(spec=replace(spec, work=replace(spec.serve, loads=(load,))), cluster=Cluster(groups=(group,)))
+        start = time.process_time()
+        found = predict(task, {}, settings(), costs)
+        spent = time.process_time() - start
+        served = float(((load.num_prompts or 0) / found.figures["requests_per_s"]).sum())
+        figures[name] = {"candidates_per_minute": ROWS / spent * 60, "times_faster": served / spent}
+        told = figures[name]
+        print(
+            f"{name}: {told['candidates_per_minute']:,.0f} candidates a minute, {told['times_faster']:,.0f} x real time"
+        )
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
