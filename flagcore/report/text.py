@@ -30,6 +30,8 @@ SHORT = {
     "recompute_num_layers": "layers",
 }
 """What the field calls the knobs, for tables."""
+USUALLY_ON = {"enable_prefix_caching": "prefix caching", "enable_chunked_prefill": "chunked prefill"}
+"""Flags that engines set by themselves: told where they are off."""
 DEVICES = (
     "data_parallel_size",
     "tensor_model_parallel_size",
@@ -132,6 +134,8 @@ def values_text(values: Mapping[str, Any]) -> str:
         if knob == "use_recompute" and value:
             how = [str(values[each]) for each in RECOMPUTE if values.get(each) is not None]
             parts.append(" ".join(["recompute", *how]))
+        elif knob in USUALLY_ON:
+            parts += [] if value else [f"no {USUALLY_ON[knob]}"]
         elif value is True:
             parts.append(SHORT.get(knob, knob))
         elif value not in (None, False, -1) and knob not in RECOMPUTE and not (value == 1 and knob in DEVICES):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flagcore.report.formats import render, table
-from flagcore.report.text import candidate_text
+from flagcore.report.text import candidate_text, values_text
 from tests import small
 
 
@@ -32,6 +32,11 @@ from tests import small
 )
 def test_a_candidate_is_told_by_what_it_turns_on(values: dict[str, object], text: str) -> None:
     assert candidate_text(small.candidate(**values)) == text  # type: ignore[arg-type]
+
+
+def test_a_flag_that_engines_set_by_themselves_is_told_where_it_is_off() -> None:
+    assert values_text({"instances": 1, "parallel": 8, "n_gpu_layers": -1, "enable_prefix_caching": True}) == "parallel 8"
+    assert values_text({"instances": 2, "enable_prefix_caching": False}) == "instances 2, no prefix caching"
 
 
 def test_figures_in_a_table_stand_to_the_right_and_words_to_the_left() -> None:
