@@ -16,6 +16,7 @@ from flagcore.vendorkit.smi import tool_output, visible
 from flagcore_metax import smi
 from flagcore_metax.kit import machine
 from flagcore_metax.kit.machine import TorchSays
+from flagcore_metax.kit.matrix import adapter_share, read_matrix
 from flagcore_metax.kit.rows import Row
 
 LOG = logging.getLogger(__name__)
@@ -63,6 +64,13 @@ def now() -> tuple[Row, ...]:
 def topo() -> str | None:
     """Return how the devices of this machine are joined, as mx-smi shows it; None without the tool."""
     return tool_output("mx-smi", "topo", "-m")
+
+
+def adapters(root: Path = Path("/")) -> float | None:
+    """Return the bytes per second that a device has of this machine's network adapters; None if that is not known."""
+    text = tool_output("mx-smi", "topo", "-n") or ""
+    matrix = read_matrix(text)
+    return adapter_share(matrix, text, root) if matrix else None
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:

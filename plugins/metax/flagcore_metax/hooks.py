@@ -9,7 +9,7 @@ from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.launch import FailurePattern
+from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
@@ -22,6 +22,7 @@ from flagcore_metax.kit.quirks import failure_patterns, reason, refused
 from flagcore_metax.kit.telemetry import DeviceReading, SharedTable
 from flagcore_metax.kit.variables import environment
 from flagcore_metax.memory import memory_of
+from flagcore_metax.preflight import peer_memory
 
 SERVING = ("vllm", "sglang", "llamacpp")
 TABLE = SharedTable(discover.now)
@@ -42,7 +43,9 @@ def flagcore_devices() -> Sequence[Device]:
 @hookimpl
 def flagcore_topology(group: NodeGroup) -> Topology | None:
     """Return the islands of a C500, as mx-smi shows them here; the other chips are a full mesh, as their link says."""
-    return c500_topology(group, island_size(group, discover.topo())) if group.chip.name == "C500" else None
+    if group.chip.name != "C500":
+        return None
+    return c500_topology(group, island_size(group, discover.topo()), discover.adapters() if group.nodes > 1 else None)
 
 
 @hookimpl
@@ -89,6 +92,15 @@ def flagcore_pruning_rules(task: Task) -> Sequence[PruningRule] | None:
     """Keep wide parallelism inside the islands of a C500."""
     groups = [group for group in task.cluster.groups if group.chip.name == "C500"]
     return (StayInsideIsland(max(island_size(group, discover.topo()) for group in groups)),) if groups else None
+
+
+@hookimpl
+def flagcore_prepare_launch(task: Task) -> Launch | None:
+    """Warn once if several nodes of MetaX would talk without GPUDirect RDMA; the launch stays as it is."""
+    groups = task.cluster.groups
+    if any(_mine(group.chip) for group in groups) and sum(group.nodes for group in groups) > 1:
+        peer_memory()
+    return None
 
 
 @hookimpl

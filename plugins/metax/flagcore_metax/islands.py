@@ -42,8 +42,11 @@ def island_size(group: NodeGroup, topo: str | None) -> int:
     return sizes.pop() if len(sizes) == 1 and consecutive and sizes != {1} else ISLAND
 
 
-def c500_topology(group: NodeGroup, island: int = ISLAND) -> Topology | None:
+def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None = None) -> Topology | None:
     """Return island, node and, for several nodes, network; None where its rate is not known.
+
+    `adapters` is what a device has of this machine's adapters, which goes before what was published of another's, but
+    not before what the user says.
 
     The rates within a node are what a collective reached, so they count in full; the way between the islands is
     shared by the devices of an island.
@@ -56,14 +59,16 @@ def c500_topology(group: NodeGroup, island: int = ISLAND) -> Topology | None:
             Level(name="node", devices=node, bytes_per_second=bus / ISLAND, latency_seconds=latency, efficiency=1.0)
         )
     if group.nodes > 1:
-        network = group.chip.nic_bytes_per_second
+        known = group.chip.nic_bytes_per_second
+        published = known.value if known else None
+        network = published if known and known.source.kind == "user" else adapters or published
         if network is None:
             return None
         levels.append(
             Level(
                 name="network",
                 devices=group.devices,
-                bytes_per_second=network.value,
+                bytes_per_second=network,
                 latency_seconds=BETWEEN_NODES_SECONDS,
                 efficiency=NETWORK_EFFICIENCY,
                 compute_taken=NETWORK_COMPUTE_TAKEN,

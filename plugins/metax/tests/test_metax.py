@@ -6,7 +6,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from flagcore_metax import hooks, smi
-from flagcore_metax.islands import island_size
+from flagcore_metax.islands import c500_topology, island_size
+from flagcore_metax.kit.matrix import adapter_share, read_matrix
+from flagcore_metax.preflight import peer_memory
 
 from flagcore.domain.chip import Chip, Device, with_network
 from flagcore.domain.cluster import NodeGroup
@@ -112,6 +114,41 @@ def test_islands_are_those_of_the_machine_that_can_be_asked(tmp_path: Path, monk
 )
 def test_a_matrix_that_shows_no_islands_leaves_the_published_ones(matrix: str) -> None:
     assert island_size(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4), matrix) == 4
+
+
+def test_adapters_of_this_machine_go_before_published_ones_and_the_users_before_both(tmp_path: Path) -> None:
+    text = (Path(__file__).parent / "smi/mx-smi-3.txt").read_text("utf-8")
+    matrix = read_matrix(text)
+    assert matrix is not None
+    assert adapter_share(matrix, text, tmp_path) is None
+    for adapter in range(6):
+        rate = tmp_path / f"sys/class/infiniband/mlx5_{adapter}/ports/1/rate"
+        rate.parent.mkdir(parents=True)
+        rate.write_text("400 Gb/sec (4X NDR)\n")
+    here = adapter_share(matrix, text, tmp_path)
+    assert here == 2 * 50e9 / 4  # two adapters for the four devices of an island
+    shares = []
+    for known in (chip("C500"), with_network(chip("C500"), 5e10)):
+        topology = c500_topology(NodeGroup(chip=known, nodes=2, devices_per_node=8), adapters=here)
+        assert topology is not None
+        shares.append(topology.levels[-1].bytes_per_second)
+    assert shares == [25e9, 5e10]
+
+
+def test_missing_peer_memory_is_told_once_and_only_where_there_are_devices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert peer_memory(tmp_path / "another machine")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/mxcd").touch()
+    assert not peer_memory(tmp_path)
+    assert not peer_memory(tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    (tmp_path / "fine/dev").mkdir(parents=True)
+    (tmp_path / "fine/dev/mxcd").touch()
+    (tmp_path / "fine/sys/kernel/mm/memory_peers/mxcd").mkdir(parents=True)
+    (tmp_path / "fine/sys/kernel/mm/memory_peers/mxcd/version").touch()
+    assert peer_memory(tmp_path / "fine")
 
 
 def test_a_c550_node_is_flat() -> None:

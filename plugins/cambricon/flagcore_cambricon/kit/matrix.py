@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 NEAR = ("PIX", "PXB")
 """Cells of an adapter that a device reaches without its CPU."""
@@ -87,6 +88,28 @@ def sharers(matrix: Matrix) -> dict[str, int]:
     near = near_adapters(matrix)
     counts = {name: sum(name in names for names in near.values()) for _, name in matrix.adapters}
     return {name: count for name, count in counts.items() if count}
+
+
+def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | None:
+    """Return the bytes per second that each device has of the adapters near it, in one direction; None if not known.
+
+    `text` is what the matrix was read from: its legend names the adapters, and the kernel tells their rates below
+    `root`. An adapter that several devices have near is shared by them; the device that has least counts.
+    """
+    names = dict(re.findall(r"^\s*(NIC\d+): (\w+)\s*$", text, re.MULTILINE))
+    shared, near = sharers(matrix), near_adapters(matrix)
+    rates = {name: _rate(root / "sys/class/infiniband" / names.get(name, name) / "ports/1/rate") for name in shared}
+    if not near or not all(near.values()) or not all(rates.values()):
+        return None
+    return min(sum((rates[name] or 0.0) / shared[name] for name in adapters) for adapters in near.values())
+
+
+def _rate(path: Path) -> float | None:
+    try:
+        found = re.match(r"(\d+(?:\.\d+)?) Gb/sec", path.read_text("ascii", "replace"))
+    except OSError:
+        return None
+    return float(found[1]) * 1e9 / 8 if found else None
 
 
 def _is_header(line: str) -> bool:
