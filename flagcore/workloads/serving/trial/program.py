@@ -79,14 +79,16 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
 
 def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
     """Wait until a server is healthy; where its port was taken it is started again on another one."""
-    for _ in range(PORT_TRIES):
+    for attempt in range(1, PORT_TRIES + 1):
         try:
             return server.wait_until_healthy(health, deadline)
         except PortTaken as error:
+            if attempt == PORT_TRIES:
+                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} times") from None
             say(f"{error}; it starts again on another one")
             server.stop()
             server.start(job.directory)
-    raise TrialFailure(TrialState.FAILED, f"{server.name} found its port taken {PORT_TRIES} times")
+    return None
 
 
 def _read_back(engine: Engine, servers: Sequence[Server], asked: Mapping[str, KnobValue]) -> dict[str, KnobValue]:

@@ -34,7 +34,7 @@ WRONG = {
     "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
     "out_of_memory_later": (TrialState.OUT_OF_MEMORY, "failed to allocate CUDA0 buffer"),
     "other_slots": (TrialState.INVALID, "runs parallel = 5 where 4 was asked for"),
-    "stale": (TrialState.FAILED, "found its port taken"),
+    "stale": (TrialState.FAILED, "was taken by another process, the last of 4 times"),
 }
 
 
