@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from flagcore_cambricon import discover
+from flagcore_cambricon import discover, hooks
 from flagcore_cambricon.kit import machine
 from flagcore_cambricon.kit.machine import TorchSays
+from flagcore_cambricon.kit.telemetry import SharedTable
 
 from flagcore.domain.chip import Device
 
@@ -126,3 +127,16 @@ def test_a_tool_that_fails_or_prints_something_else_lists_nothing(tmp_path: Path
     assert discover.devices(tmp_path) == ()
     os.chmod(tmp_path / "bin" / "cnmon", 0o644)
     assert discover.devices(tmp_path) == ()
+
+
+def test_a_known_device_is_read_during_a_trial_and_an_unknown_chip_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool(tmp_path)
+    monkeypatch.setattr(hooks, "TABLE", SharedTable(discover.now))
+    reader = hooks.flagcore_telemetry(Device(index=1, chip="MLU370-X4"))
+    assert reader is not None
+    reading = reader.sample()
+    assert reading["memory_used_bytes"] == 0 * 2**20
+    assert {"power_watts", "temperature_celsius"} <= set(reading)
+    assert hooks.flagcore_telemetry(Device(index=1, chip="somebody else's")) is None

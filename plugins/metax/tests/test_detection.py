@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from flagcore_metax import discover
+from flagcore_metax import discover, hooks
 from flagcore_metax.kit import machine
 from flagcore_metax.kit.machine import TorchSays
+from flagcore_metax.kit.telemetry import SharedTable
 
 from flagcore.domain.chip import Device
 
@@ -138,3 +139,16 @@ def test_uuids_are_asked_for_where_visible_devices_are_named_by_them(
     (tmp_path / "bin" / "mx-smi").write_text(script)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5abc,GPU-1abc")
     assert [device.index for device in discover.devices(tmp_path)] == [5, 1]
+
+
+def test_a_known_device_is_read_during_a_trial_and_an_unknown_chip_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool(tmp_path)
+    monkeypatch.setattr(hooks, "TABLE", SharedTable(discover.now))
+    reader = hooks.flagcore_telemetry(Device(index=1, chip="MetaX C500"))
+    assert reader is not None
+    reading = reader.sample()
+    assert reading["memory_used_bytes"] == 826 * 2**20
+    assert {"power_watts", "temperature_celsius"} <= set(reading)
+    assert hooks.flagcore_telemetry(Device(index=1, chip="somebody else's")) is None

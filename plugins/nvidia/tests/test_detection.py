@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from flagcore_nvidia import discover
+from flagcore_nvidia import discover, hooks
 from flagcore_nvidia.kit import machine
 from flagcore_nvidia.kit.machine import TorchSays
+from flagcore_nvidia.kit.telemetry import SharedTable
 
 from flagcore.domain.chip import Device
 
@@ -137,3 +138,16 @@ def test_the_table_is_read_where_the_query_is_not_known(tmp_path: Path) -> None:
     script = f'#!/bin/sh\n[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\ncat {tmp_path}/table\n'
     (tmp_path / "bin" / "nvidia-smi").write_text(script)
     assert len(discover.devices(tmp_path)) == 6
+
+
+def test_a_known_device_is_read_during_a_trial_and_an_unknown_chip_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool(tmp_path, "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, 1024, 412.50, 700.00, 61, 97, 1980\n")
+    monkeypatch.setattr(hooks, "TABLE", SharedTable(discover.now))
+    reader = hooks.flagcore_telemetry(Device(index=1, chip="NVIDIA H200"))
+    assert reader is not None
+    reading = reader.sample()
+    assert reading["memory_used_bytes"] == 1024 * 2**20
+    assert {"power_watts", "temperature_celsius"} <= set(reading)
+    assert hooks.flagcore_telemetry(Device(index=1, chip="somebody else's")) is None
