@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -13,13 +14,14 @@ from pathlib import Path
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.smi import tool_output
 
+LOG = logging.getLogger(__name__)
 OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
 """The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
 
 ACCELERATORS = ("0x03", "0x12")
 """PCI classes of display controllers and of processing accelerators."""
 
-TORCH_SECONDS = 20.0
+TORCH_SECONDS = 10.0
 
 _ASK_TORCH = """
 import importlib.util, json, sys
@@ -75,7 +77,10 @@ def ask_torch(kind: str) -> TorchSays | None:
     """
     if importlib.util.find_spec("torch") is None:
         return None
-    return read_torch(tool_output(sys.executable, "-c", _ASK_TORCH, kind, timeout_seconds=TORCH_SECONDS) or "")
+    printed = tool_output(sys.executable, "-c", _ASK_TORCH, kind, timeout_seconds=TORCH_SECONDS)
+    if printed is None:
+        LOG.warning("there are device files, but no tool to read them, and torch did not tell of devices of %s", kind)
+    return read_torch(printed or "")
 
 
 def read_torch(printed: str) -> TorchSays | None:
