@@ -37,10 +37,12 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 def rows(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> tuple[Row, ...]:
     """Return what nvidia-smi lists, with `fields` of each device; what its table says where it does not know them."""
     query = tool_output("nvidia-smi", f"--query-gpu={','.join(fields)}", FORMAT, timeout_seconds=timeout_seconds)
-    found = smi.parse(query or "", fields)
-    if query and not found:
-        LOG.warning("nvidia-smi on this machine lists no NVIDIA GPU that is understood (%r)", query.strip()[:60])
-    return found or smi.parse_table(tool_output("nvidia-smi", timeout_seconds=timeout_seconds) or "")
+    if query is None:
+        return smi.parse_table(tool_output("nvidia-smi", timeout_seconds=timeout_seconds) or "")
+    found = smi.parse(query, fields)
+    if not found:
+        LOG.warning("nvidia-smi on this machine lists no NVIDIA GPU that can be used (%r)", query.strip()[:60])
+    return found
 
 
 def now() -> tuple[Row, ...]:

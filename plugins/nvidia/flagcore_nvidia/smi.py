@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,7 +21,8 @@ from flagcore_nvidia.kit.rows import (
     sure,
 )
 
-FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id")
+LOG = logging.getLogger(__name__)
+FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id", "mig.mode.current")
 READ_FIELDS = (
     *FIELDS,
     *("memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
@@ -42,7 +44,8 @@ def parse(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
 def parse_csv(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
     """Return the devices of a CSV query for `fields`, or for those that its first line names.
 
-    A device of another vendor is left out: by its PCI id or, where that was not asked for, by its name.
+    A device of another vendor is left out: by its PCI id or, where that was not asked for, by its name. So is one that
+    is cut into instances (MIG), and that is told: its memory is not one process's.
     """
     lines = csv_rows(text, fields, CSV_FIELDS)
     rows = [(line, csv_row(line, place)) for place, line in enumerate(lines)]
@@ -86,6 +89,9 @@ def _head(parts: list[str]) -> tuple[int, str, str] | None:
 
 
 def _ours(line: Mapping[str, str], row: Row) -> bool:
+    if line.get("mig.mode.current") == "Enabled":
+        LOG.warning("GPU %d is cut into instances (MIG) and left out", row.device.index)
+        return False
     vendor = line.get("pci.device_id")
     return _sounds(row) if vendor is None else vendor.upper().endswith(PCI_VENDOR)
 

@@ -11,7 +11,7 @@ from flagcore_nvidia.kit.telemetry import SharedTable
 
 from flagcore.domain.chip import Device
 
-TABLE = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE\n" for i in range(4))
+TABLE = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
 TORCH = """
 from types import SimpleNamespace
 __version__ = "2.10.0+cu129"
@@ -143,7 +143,7 @@ def test_the_table_is_read_where_the_query_is_not_known(tmp_path: Path) -> None:
 def test_a_known_device_is_read_during_a_trial_and_an_unknown_chip_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool(tmp_path, "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, 1024, 412.50, 700.00, 61, 97, 1980\n")
+    tool(tmp_path, "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980\n")
     monkeypatch.setattr(hooks, "TABLE", SharedTable(discover.now))
     reader = hooks.flagcore_telemetry(Device(index=1, chip="NVIDIA H200"))
     assert reader is not None

@@ -8,8 +8,8 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
 
 TWO_H200 = """\
-0, NVIDIA H200, 143771, 570.211.01, GPU-aaaa1111, 0x233510DE
-1, NVIDIA H200, 143771, 570.211.01, GPU-bbbb2222, 0x233510DE
+0, NVIDIA H200, 143771, 570.211.01, GPU-aaaa1111, 0x233510DE, Disabled
+1, NVIDIA H200, 143771, 570.211.01, GPU-bbbb2222, 0x233510DE, Disabled
 """
 
 
@@ -20,7 +20,7 @@ def test_devices_of_a_csv_query_are_read() -> None:
 
 
 def test_memory_that_the_driver_does_not_tell_stays_unknown() -> None:
-    (row,) = smi.parse_csv("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE\n")
+    (row,) = smi.parse_csv("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE, [N/A]\n")
     assert row.device.memory_bytes is None
 
 

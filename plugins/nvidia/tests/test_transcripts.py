@@ -10,9 +10,13 @@ from flagcore_nvidia import hooks, smi
 from flagcore_nvidia.kit.matrix import islands, near_adapters, read_matrix, sharers
 
 SMI = Path(__file__).parent / "smi"
-TABLES = {"nvidia-smi-1.txt": ("NVIDIA L40S", 1, 46068), "nvidia-smi-2.txt": ("NVIDIA H100 80GB HBM3", 6, 81559)}
+TABLES = {
+    "nvidia-smi-1.txt": ("NVIDIA L40S", 1, 46068),
+    "nvidia-smi-2.txt": ("NVIDIA H100 80GB HBM3", 6, 81559),
+    "nvidia-smi-7.txt": ("Tesla P100-SXM2...", 1, 16280),
+}
 MATRICES = ("nvidia-smi-5.txt", "nvidia-smi-6.txt")
-QUERY = "\n".join(f"{i}, NVIDIA H200, 143771, 570.211.01, GPU-{i}aaa, 0x233510DE" for i in range(8)) + "\n"
+QUERY = "\n".join(f"{i}, NVIDIA H200, 143771, 570.211.01, GPU-{i}aaa, 0x233510DE, Disabled" for i in range(8)) + "\n"
 
 
 def text(name: str) -> str:
@@ -53,7 +57,7 @@ def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_asked_fo
 
 
 def test_a_reading_has_what_the_query_for_it_asks() -> None:
-    line = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, 1024, 412.50, 700.00, 61, 97, 1980"
+    line = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980"
     (row,) = smi.parse_csv(line, smi.READ_FIELDS)
     assert row.reading == {
         "memory_used_bytes": 2**30,
@@ -66,14 +70,18 @@ def test_a_reading_has_what_the_query_for_it_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    "foreign", ["0, MetaX C500, 65536, 3.4, GPU-1, 0x40019999", "0, Iluvatar BI-V150, 32768, 4.1, GPU-1, 0x00021E3E"]
+    "foreign",
+    [
+        "0, MetaX C500, 65536, 3.4, GPU-1, 0x40019999, [N/A]",
+        "0, Iluvatar BI-V150, 32768, 4.1, GPU-1, 0x00021E3E, [N/A]",
+    ],
 )
 def test_another_vendors_nvidia_smi_is_told_apart_by_the_pci_id(foreign: str) -> None:
     assert smi.parse_csv(foreign) == ()
 
 
 def test_a_new_gpu_is_listed_by_its_name_and_stays_unknown() -> None:
-    (row,) = smi.parse_csv("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE")
+    (row,) = smi.parse_csv("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE, Disabled")
     assert row.device.chip == "NVIDIA Z900 96GB"
     assert not any(chip.answers_to(row.device.chip) for chip in hooks.flagcore_chips())
 
@@ -166,3 +174,9 @@ def test_a_list_of_gpus_tells_names_without_memory() -> None:
 )
 def test_without_a_pci_id_the_name_decides_whose_a_device_is(name: str, ours: bool) -> None:
     assert bool(smi.parse(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n")) == ours
+
+
+def test_a_gpu_that_is_cut_into_instances_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    rows = smi.parse_csv(QUERY.replace("GPU-3aaa, 0x233510DE, Disabled", "GPU-3aaa, 0x233510DE, Enabled"))
+    assert [row.device.index for row in rows] == [0, 1, 2, 4, 5, 6, 7]
+    assert "GPU 3" in caplog.text
