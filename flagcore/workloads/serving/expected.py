@@ -19,6 +19,9 @@ WAVES = 10
 STEADY_RATIO = 0.9
 """Its lengths are drawn from this share of a length to the length itself: requests of one length would stay in step."""
 
+OPEN = 64
+"""What stands for the requests in flight of an open loop without end."""
+
 MOST_REQUESTS = 6000
 """No more requests of one lane are simulated, but twice those in flight."""
 
@@ -36,7 +39,7 @@ class Expected:
         """Draw the requests of `load`. Raises SpecError for one that cannot be sent, or an unreadable trace."""
         sent = load
         if load.num_prompts is None and load.trace is None:
-            flight = load.concurrency or 1
+            flight = load.concurrency or OPEN
             count = max(min(WAVES * flight, MOST_REQUESTS), 2 * flight, 16)
             ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
             sent = replace(load, num_prompts=count, range_ratio=ratio)
@@ -62,7 +65,8 @@ class Expected:
         mine = self.lengths[::lanes] if lanes > 1 else self.lengths
         arrivals = self.arrivals[::lanes] if self.arrivals is not None and lanes > 1 else self.arrivals
         outcome = simulate(price, mine, arrivals, here)
-        return figures_of(outcome, share, slo, steady=self.load.num_prompts is None, flight=here)
+        steady = self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
+        return figures_of(outcome, share, slo, steady=steady, flight=here)
 
 
 def figures_of(

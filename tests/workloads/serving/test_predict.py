@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,3 +255,21 @@ def test_a_published_server_that_hardly_fits_was_given_more_of_its_devices() -> 
     crowded = replace(crowded, spec=replace(crowded.spec, model=replace(EXPERTS, num_layers=30)))
     assert published(crowded, {})[0].spec.serve.engine_args["mem-fraction-static"] == 0.95
     assert "mem-fraction-static" not in published(crowded, {"tensor_model_parallel_size": 2})[0].spec.serve.engine_args
+
+
+def test_requests_that_come_at_a_rate_without_end_are_answered_at_that_rate() -> None:
+    endless = task(replace(LOAD, concurrency=None, request_rate=5.0, num_prompts=None))
+    assert figure(predicted(endless), "requests_per_s")[0] == pytest.approx(5.0, rel=0.1)
+
+
+def test_clients_without_end_are_answered_as_many_are() -> None:
+    endless, many = (task(replace(LOAD, num_prompts=count)) for count in (None, 640))
+    assert figure(predicted(endless))[0] == pytest.approx(figure(predicted(many))[0], rel=0.15)
+
+
+def test_a_trace_is_served_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 500 * number, "input_length": 200, "output_length": 20} for number in range(20)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = predicted(task(Load(trace=str(trace), num_prompts=None)))
+    assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
