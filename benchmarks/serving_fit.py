@@ -35,7 +35,7 @@ from flagcore.spec import read_job
 from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import record
 from flagcore.workloads.serving import overheads
-from flagcore.workloads.serving.predict import memory_of, predict, serving_of, split_of
+from flagcore.workloads.serving.predict import graph_tokens, memory_of, predict, serving_of, split_of
 
 SOFT = 0.1
 """Relative error from which a point counts less."""
@@ -191,7 +191,7 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
     """Return the logarithms of predicted over measured TPOT and TTFT."""
     costs, over = priced(points, values)
     settings = plugins.workload(points.engine).engine.settings(points.task, points.columns)
-    serving, split = serving_of(points.task, costs.kernels, over), split_of(settings)
+    serving, split = serving_of(points.task, costs.kernels, over), split_of(settings, graph_tokens(points.task))
     memory = memory_of(serving, split, settings, costs)
     prompt, output, flight = points.lens.T
     found = steady(

@@ -78,6 +78,12 @@ RELEASES: Mapping[str, tuple[tuple[tuple[int, int], Overheads], ...]] = {
 """By engine, the release from which on they hold, the newest first."""
 
 
+def release(version: str | None) -> tuple[int, int] | None:
+    """Return the first two numbers of a version; None where it does not begin with two."""
+    parts = re.match(r"v?(\d+)\.(\d+)", version or "")
+    return None if parts is None else (int(parts[1]), int(parts[2]))
+
+
 def overheads_of(engine: str, version: str | None, *, on_host: bool = False) -> Overheads:
     """Return the overheads of a release; without a version those of the newest, of an unknown engine vLLM's.
 
@@ -92,9 +98,7 @@ def overheads_of(engine: str, version: str | None, *, on_host: bool = False) -> 
 
 
 def _release(engine: str, version: str | None) -> Overheads:
-    releases = RELEASES.get(engine, RELEASES["vllm"])
-    parts = re.match(r"v?(\d+)\.(\d+)", version or "")
-    if parts is None:
+    releases, number = RELEASES.get(engine, RELEASES["vllm"]), release(version)
+    if number is None:
         return releases[0][1]
-    number = int(parts[1]), int(parts[2])
     return next((found for since, found in releases if number >= since), releases[-1][1])

@@ -19,7 +19,7 @@ from flagcore.physics.kernels.roofline import Roofline
 from flagcore.workloads.serving import scene
 from flagcore.workloads.serving.engines.contract import Settings
 from flagcore.workloads.serving.overheads import overheads_of
-from flagcore.workloads.serving.predict import predict
+from flagcore.workloads.serving.predict import graph_tokens, predict
 from flagcore.workloads.serving.published import RECEIVE, published
 from tests.served import CHIP, DENSE, EXPERTS, costs
 
@@ -273,3 +273,9 @@ def test_a_trace_is_served_at_its_own_times(tmp_path: Path) -> None:
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = predicted(task(Load(trace=str(trace), num_prompts=None)))
     assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
+    told = [graph_tokens(fp4_task("vllm", engine_version=version)) for version in ("0.17.0", "0.19.0", None)]
+    assert told == [512, 1024, 1024]
+    assert graph_tokens(task()) == graph_tokens(fp4_task("sglang")) == 512
