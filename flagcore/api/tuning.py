@@ -35,6 +35,8 @@ from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import writable, write
 
 RUNS = Path("runs")
+PROBER = "learned"
+"""The strategy that says what is probed before the first run."""
 MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where the ranks of a best configuration meet if nobody says; each trial gets a free port from its launcher."""
 
@@ -123,6 +125,7 @@ def tune(
                 open_store=open_store,
                 on_event=on_event or _unseen,
                 past=past,
+                prober=plugins.strategy(PROBER),
             )
             ending = run_loop(replace(spec, baseline=baseline), parts)
             tell(filter(None, [drift_text(ending.plan)]))

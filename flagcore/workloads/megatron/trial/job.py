@@ -111,9 +111,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """One rank is played by this process alone; the others of its world do not exist."""
+    """One rank is played by this process alone, on one device; the others of its world do not exist."""
 
     rank: int
+    device: int = 0
 
 
 @dataclass(frozen=True)
