@@ -255,7 +255,7 @@ def _value(value: Any, hint: str, key: str) -> Any:
             raise JobError(f"{key} = {value!r} must be a whole number, 0 or more")
         if value == 0 and "None" in hint:
             return None
-        if value == 0 and key not in ("train.seed", "probe.rank"):
+        if value == 0 and key not in ("train.seed", "probe.rank", "probe.device"):
             raise JobError(f"{key} = 0 must be at least 1")
     return value
 
