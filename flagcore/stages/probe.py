@@ -57,7 +57,7 @@ def probe(
     columns = workload.columns(task, candidate.as_dict())
     chosen = tuple(ranks) or workload.probe_ranks(task, candidate, platform.costs)
     predicted = {rank: workload.rank(task, columns, rank, platform.costs) for rank in chosen}
-    done = {rank: known for rank in chosen if (known := _known(earlier, predicted[rank], rank, workload, platform))}
+    done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
     waiting, playing = [rank for rank in chosen if rank not in done], list[_Playing]()
     ends = time.monotonic() + seconds
     try:
@@ -83,7 +83,7 @@ def probe(
 
 
 def _known(
-    folders: Sequence[str], predicted: RankPrediction, rank: int, workload: Workload, platform: Platform
+    folders: Sequence[str], rank: int, predicted: RankPrediction, workload: Workload, platform: Platform
 ) -> RankProbe | None:
     """Return what an earlier probe of a rank, in one of several folders, left when it ended well, or None."""
     for folder in folders:
