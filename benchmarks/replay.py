@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--fitting", type=float, help="shrink memory until this share of a sweep's candidates fits")
     parser.add_argument("--seeds", type=int, default=5, help="of TPE; chance has its own")
     parser.add_argument("--by-sweep", action="store_true", help="print a line of every sweep, too")
+    parser.add_argument("--every", type=int, default=1, help="replay every so-manieth sweep; all still teach")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--ablations", action="store_true", help="compare the search with itself, a part taken away")
     kinds.add_argument("--wrong", action="store_true", help="mislead the search by models wrong about a sweep")
@@ -100,6 +101,7 @@ def _compared(name: str, sweeps: Sequence[Sweep], given: argparse.Namespace) -> 
     kind = ablations if given.ablations else wrong_models
     ours = kind(sweeps) if alone else _ours(given.strategy, sweeps)
     others = {} if alone else {**OTHERS, "tpe": tpe(given.seeds), "random": random, "oracle": oracle}
+    sweeps = sweeps[:: given.every]
     scores = {name: [_scores(sweep, search) for sweep in sweeps] for name, search in {**ours, **others}.items()}
     if given.by_sweep:
         _print_sweeps(sweeps, scores)

@@ -8,7 +8,7 @@ import numpy as np
 from sweeps import FEWEST, Sweep, taken
 
 DRAWS = 2
-SHARES = (0.7, 0.5)
+SHARE = 0.7
 
 
 def subsets(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
@@ -21,14 +21,13 @@ def subsets(sweeps: Sequence[Sweep]) -> dict[str, list[Sweep]]:
     devices = [sweep.problem.platform.task.cluster.devices for sweep in sweeps]
     for many in sorted(set(devices)):
         found[f"{many} devices"] = [sweep for sweep, own in zip(sweeps, devices, strict=True) if own == many]
-    for share in SHARES:
-        for draw in range(DRAWS):
-            fewer = [_fewer(sweep, share, [draw, place]) for place, sweep in enumerate(sweeps)]
-            found[f"{share:.0%} of the rows, draw {draw + 1}"] = [each for each in fewer if len(each.seconds) >= FEWEST]
+    for draw in range(DRAWS):
+        fewer = [_fewer(sweep, [draw, place]) for place, sweep in enumerate(sweeps)]
+        found[f"{SHARE:.0%} of the rows, draw {draw + 1}"] = [each for each in fewer if len(each.seconds) >= FEWEST]
     return {name: some for name, some in found.items() if some}
 
 
-def _fewer(sweep: Sweep, share: float, seed: list[int]) -> Sweep:
+def _fewer(sweep: Sweep, seed: list[int]) -> Sweep:
     size = len(sweep.seconds)
-    chosen = np.random.default_rng(seed).choice(size, max(1, round(share * size)), replace=False)
+    chosen = np.random.default_rng(seed).choice(size, max(1, round(SHARE * size)), replace=False)
     return taken(sweep, np.sort(chosen))

@@ -277,8 +277,11 @@ class Workload(Protocol):
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
         """Return the global ranks of a candidate that tell most of it when one device plays them, in order."""
 
-    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str) -> Launch:
-        """Write what a probe of one rank needs into `folder` and return how to start it."""
+    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
+        """Write what a probe of one rank needs into `folder` and return how to start it.
+
+        `device` is the place of the device that it is to use among those of its chip on this machine.
+        """
 
     def read_probe(self, task: Task, folder: str) -> RankMeasurement:
         """Return what a finished probe measured. Raises flagcore.errors.FlagError with what is missing."""

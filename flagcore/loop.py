@@ -21,7 +21,7 @@ from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
 from flagcore.foretold import foretold, must_have_a_time
 from flagcore.problem import Problem, must_fit, pose
 from flagcore.stages.combine import combine
-from flagcore.stages.discover import present
+from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.judge import judge
 from flagcore.stages.launch import launch
 from flagcore.stages.learn import learn
@@ -37,7 +37,10 @@ PROBES_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What the loop is handed, so that it need not know where any of it comes from."""
+    """What the loop is handed, so that it need not know where any of it comes from.
+
+    `prober` says what is probed before the first run; without one, `strategy` does.
+    """
 
     plugins: Plugins
     workload: Workload
@@ -46,6 +49,7 @@ class Parts:
     open_store: Callable[[Problem], TrialStore]
     on_event: OnEvent
     past: Callable[[Problem], Past] = lambda problem: Past.nothing()
+    prober: Strategy | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,9 @@ def tune(spec: Spec, parts: Parts) -> Ending:
     if fidelity == ESTIMATE:
         parts.open_store(problem)
         return Ending(plan=foretold(problem), problem=problem, error=None)
-    present(problem.platform, parts.plugins.devices(), needed=1 if fidelity == PROBE else None)
-    session = _Session(problem, parts)
+    here = parts.plugins.devices()
+    present(problem.platform, here, needed=1 if fidelity == PROBE else None)
+    session = _Session(problem, parts, devices=side_by_side(problem.platform, here))
     error: FlagError | None = None
     try:
         session.probe_first()
@@ -86,9 +91,10 @@ def tune(spec: Spec, parts: Parts) -> Ending:
 
 
 class _Session:
-    """One call of `tune`: the problem, the store, and what is known so far."""
+    """One call of `tune`: the problem, the store, and what is known so far. `devices` play ranks side by side."""
 
-    def __init__(self, problem: Problem, parts: Parts) -> None:
+    def __init__(self, problem: Problem, parts: Parts, devices: int) -> None:
+        self.devices = devices
         self.problem, self.parts, self.store = problem, parts, parts.open_store(problem)
         control = problem.platform.task.spec.control
         self.fidelity = control.fidelity
@@ -111,14 +117,14 @@ class _Session:
         return because
 
     def probe_first(self) -> None:
-        """Probe the candidates that the strategy would try first, until there are as many probes as are wanted.
+        """Probe the candidates most worth it, whatever the order of runs, until there are as many as are wanted.
 
         Half of the time is left for runs at the least. Where probes are the search itself, none comes first.
         """
         if self.fidelity != RUN:
             return
         while len(done := self._probed()) < self.control.probes and self._seconds_for_probes() > 0:
-            choice = rank(self.parts.strategy, self._scene_of_probes(done))
+            choice = rank(self.parts.prober or self.parts.strategy, self._scene_of_probes(done))
             if choice.row is None:
                 return
             self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice, PROBE)
@@ -203,7 +209,8 @@ class _Session:
             if (each.candidate, each.fidelity) == (trial.candidate, PROBE) and each.state is TrialState.INTERRUPTED
         ]
         launcher, candidate = self.parts.launcher, trial.candidate
-        found = probe(platform, workload, launcher, candidate, folder, limit, earlier=earlier, to_the_end=False)
+        several = platform, workload, launcher, candidate, folder, limit
+        found = probe(*several, earlier=earlier, to_the_end=False, devices=self.devices)
         combined = combine(self.problem.predictions.row(row), found, platform.costs.memory)
         return judge(platform.task, trial, found, combined)
 

@@ -28,7 +28,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
-from flagcore.strategies import learned, predicted
+from flagcore.strategies import grid, learned, predicted
 from flagcore.workloads.megatron.adapter import WORKLOAD, Megatron
 from tests import small
 from tests.test_loop import SPACE, Ended
@@ -46,7 +46,7 @@ def compute(knobs: dict[str, Any], rank: int) -> float:
 class Ranks:
     """Plays probes and runs: `rank` gives the seconds of (knobs, rank), bytes of memory that ran out, or an exception.
 
-    `probed` and `ran` are what was started.
+    `probed` and `ran` are what was started, `devices` where.
     """
 
     name = "ranks"
@@ -54,6 +54,7 @@ class Ranks:
     def __init__(self, rank: Callable[[dict[str, Any], int], Answer] = compute) -> None:
         self.rank = rank
         self.probed: list[tuple[str, int]] = []
+        self.devices: list[int] = []
         self.ran: list[tuple[int, int, int]] = []
 
     def start(self, launch: Launch) -> Ended:
@@ -63,6 +64,7 @@ class Ranks:
         job = json.loads(file.read_text())
         rank = int(job["probe"]["rank"])
         answer = self.rank(job["candidate"], rank)
+        self.devices.append(int(job["probe"]["device"]))
         self.probed.append((json.dumps(job["candidate"], sort_keys=True), rank))
         if isinstance(answer, BaseException):
             raise answer
@@ -143,6 +145,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.launcher = folder, Ranks()
         self.strategy: Strategy = predicted.STRATEGY
+        self.prober: Strategy | None = None
         self.workload: Workload = WORKLOAD
 
     def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> Ending:
@@ -154,6 +157,7 @@ class Bench:
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
+            prober=self.prober,
             open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=lambda event: None,
         )
@@ -325,6 +329,26 @@ def test_probes_before_the_first_run_settle_nothing(bench: Bench) -> None:
     assert plan.counts.balanced
     assert plan.counts.measured + plan.counts.stopped == len(plan.trials)
     assert "0 probe" in plan_text(plan)
+
+
+def test_probes_before_the_first_run_go_to_what_is_likely_to_be_fast_whatever_the_order_of_runs(bench: Bench) -> None:
+    bench.strategy, bench.prober = grid.STRATEGY, learned.STRATEGY
+    plan = bench.tune("run", FOUR_DEVICES, probes=1, repeats=0, max_trials=3).plan
+    fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best
+    assert fastest is not None
+    assert [probe.candidate for probe in plan.probes] == [fastest.candidate]
+    assert plan.trials[1].predicted["chosen_because"] == "the next of the grid"
+
+
+def test_ranks_of_a_candidate_are_probed_on_as_many_devices_as_there_are(bench: Bench) -> None:
+    one = bench.tune("probe", max_trials=3).plan
+    side = Bench(bench.folder / "side")
+    side.folder.mkdir()
+    four = side.tune("probe", FOUR_DEVICES, max_trials=3).plan
+    assert set(bench.launcher.devices) == {0}
+    assert set(side.launcher.devices) == {0, 1}
+    assert [trial.measurement for trial in four.trials] == [trial.measurement for trial in one.trials]
+    assert sum(trial.duration_s for trial in four.trials) < sum(trial.duration_s for trial in one.trials)
 
 
 def test_memory_that_runs_out_in_a_probe_keeps_its_candidate_from_running(bench: Bench) -> None:

@@ -21,7 +21,7 @@ from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.problem import Problem, fastest, must_fit, pose
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.combine import combine
-from flagcore.stages.discover import present
+from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.predict import GIB, rank_record, record
 from flagcore.stages.probe import probe as probe_candidate
 
@@ -68,7 +68,9 @@ def probe(
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = pose(spec, loaded, workload)
         tell_of_problem(problem, workload)
-        present(problem.platform, loaded.devices(), needed=1)
+        here = loaded.devices()
+        present(problem.platform, here, needed=1)
+        devices = side_by_side(problem.platform, here)
         world = problem.platform.task.cluster.devices
         wrong = [rank for rank in ranks if not 0 <= rank < world]
         if wrong:
@@ -79,7 +81,8 @@ def probe(
             where = str((place / f"candidate-{number}").resolve())
             tell = _teller(on_rank, each, world)
             try:
-                probed = probe_candidate(problem.platform, workload, launcher, each, where, limit, ranks, tell)
+                several = problem.platform, workload, launcher, each, where, limit, ranks, tell
+                probed = probe_candidate(*several, devices=devices)
             except KeyboardInterrupt:
                 raise Interrupted("interrupted") from None
             found.append((each, probed))

@@ -31,6 +31,8 @@ from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
 
 RUNS = Path("runs")
+PROBER = "learned"
+"""The strategy that says what is probed before the first run."""
 
 
 def tune(
@@ -126,6 +128,7 @@ def _tune(
                 open_store=open_store,
                 on_event=on_event or _unseen,
                 past=past,
+                prober=plugins.strategy(PROBER),
             )
             ending = run_loop(replace(spec, baseline=baseline), parts)
             tell(filter(None, [drift_text(ending.plan)]))

@@ -39,7 +39,10 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProbe:
-    """The probe of one global rank: what was measured, or why there is nothing. Memory that ran out is a result."""
+    """The probe of one global rank: what was measured, or why there is nothing. Memory that ran out is a result.
+
+    `device` is the place of the device that played it among those that were free.
+    """
 
     rank: int
     state: TrialState
@@ -47,6 +50,7 @@ class RankProbe:
     measured: RankMeasurement | None = None
     reason: str | None = None
     duration_s: float = 0.0
+    device: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,5 +72,8 @@ class Probe:
 
     @property
     def duration_s(self) -> float:
-        """Seconds that all took."""
-        return sum(rank.duration_s for rank in self.ranks)
+        """Seconds that all took, side by side: those of the device that was busy the longest."""
+        busy: dict[int, float] = {}
+        for rank in self.ranks:
+            busy[rank.device] = busy.get(rank.device, 0.0) + rank.duration_s
+        return max(busy.values(), default=0.0)

@@ -58,7 +58,8 @@ class Belief:
 class _Fit:
     """Measurements with the Cholesky root of their covariance, and its inverse times what was measured.
 
-    `wider` is by how much all variances are scaled after them, `likely` the logarithm of how likely they are then.
+    `wider` is by how much all variances are scaled after them, `likely` the logarithm of
+    how likely they are, but for what is the same of all processes.
     """
 
     root: FloatArray
@@ -70,15 +71,15 @@ class _Fit:
     def of(cls, covariance: FloatArray, noise: FloatArray, measured: FloatArray, wide: float = 1.0) -> _Fit:
         """Fit what was `measured` about 0, with variances of `noise`. `wide` is the scale before.
 
-        The scale is the likeliest of those from 1 on, believed before as if TRUST measurements had told it.
+        The scale is not known, but as if TRUST measurements had told it (a Student distribution): so errors that are
+        rough and small are not ruled out at once. What is believed after them is never surer than the prior.
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
         weights = cho_solve((root, True), measured)
         surprise, count = float(measured @ weights), len(measured)
         wider = max(1.0, (TRUST * wide + surprise) / (TRUST + count))
-        likely = -np.log(np.diag(root)).sum() - 0.5 * (
-            (TRUST + count) * np.log(wider) + (TRUST * wide + surprise) / wider
-        )
+        scaled = count * np.log(wide) + (TRUST + count) * np.log1p(surprise / (TRUST * wide))
+        likely = -np.log(np.diag(root)).sum() - 0.5 * scaled
         return cls(root, weights, wider, float(likely))
 
 

@@ -100,6 +100,15 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
     return (plugins.topology(more) or topology_of(more)).levels[-1]
 
 
+def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
+    """Return how many devices can each play a rank at once: 1 where they share memory and time, as a plain CPU's do,
+    and where somebody says which of them a trial sees.
+    """
+    here = [each for each in devices if platform.task.cluster.groups[0].chip.answers_to(each.chip)]
+    told = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
+    return 1 if platform.support.shared_devices or told else max(1, len(here))
+
+
 def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
     """Raise NoDevice unless devices of the platform are on this machine, so that trials can run here.
 

@@ -18,11 +18,11 @@ def judge(task: Task, trial: Trial, probe: Probe, combined: Prediction) -> Trial
 
     A rank that fails, fails the candidate; one that ran out of memory, or needs more than a device has, rules it out.
     """
-    last = probe.ranks[-1]
-    log = posixpath.join(posixpath.dirname(trial.log), f"rank-{last.rank}", posixpath.basename(trial.log))
-    done = replace(trial, duration_s=probe.duration_s, log=log)
     failed = [rank for rank in probe.ranks if rank.measured is None]
     failed.sort(key=lambda rank: rank.state is not TrialState.OUT_OF_MEMORY)
+    told = failed[0] if failed else probe.ranks[-1]
+    log = posixpath.join(posixpath.dirname(trial.log), f"rank-{told.rank}", posixpath.basename(trial.log))
+    done = replace(trial, duration_s=probe.duration_s, log=log)
     if failed:
         return replace(done, state=failed[0].state, reason=f"rank {failed[0].rank}: {failed[0].reason}")
     if combined.step_time_s is None:

@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from flagcore.contracts import Launcher, Platform, Workload
+from flagcore.contracts import Launcher, Platform, Running, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.failure import classify, log_tail
 from flagcore.domain.launch import Exit
@@ -20,6 +20,16 @@ from flagcore.errors import FlagError, LaunchError
 from flagcore.files import read_regular
 
 POLL_SECONDS = 60.0
+POLL_OF_SEVERAL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Playing:
+    """A rank that is being played: what it will be known by, and where."""
+
+    blank: RankProbe
+    running: Running
+    folder: str
 
 
 def probe(
@@ -34,34 +44,42 @@ def probe(
     *,
     earlier: Sequence[str] = (),
     to_the_end: bool = True,
+    devices: int = 1,
 ) -> Probe:
-    """Probe `ranks` of `candidate`, by default those that tell most of it, one after the other.
+    """Probe `ranks` of `candidate`, by default those that tell most of it, side by side on as many `devices`.
 
     Each has a folder of its own in `folder`; all together are ended after `seconds`. `on_rank` is told each rank before
     it starts. What ended well in the folders of `earlier` probes of the same is not probed again. A rank that fails is
-    a result, and unless `to_the_end` the last one. Raises FlagError if none can be started; KeyboardInterrupt ends the
-    processes, and passes.
+    a result, and unless `to_the_end` the last one: those beside it are ended, and left out. Raises FlagError if one
+    cannot be started, and lets exceptions pass; either ends the processes.
     """
     task = platform.task
-    chosen = tuple(ranks) or workload.probe_ranks(task, candidate, platform.costs)
     columns = workload.columns(task, candidate.as_dict())
-    ends, done = time.monotonic() + seconds, []
-    for rank in chosen:
-        predicted = workload.rank(task, columns, rank, platform.costs)
-        known = _known(earlier, rank, predicted, workload, platform)
-        if known is not None:
-            done.append(known)
-            continue
-        if on_rank is not None:
-            on_rank(rank)
-        where = os.path.join(folder, f"rank-{rank}")
-        left = max(1.0, ends - time.monotonic())
-        ended = _run(platform, workload, launcher, candidate, rank, where, left)
-        blank = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted, duration_s=ended.duration_s)
-        done.append(_outcome(blank, ended, platform, workload, where))
-        if done[-1].measured is None and not to_the_end:
-            break
-    return Probe(candidate=candidate, ranks=tuple(done))
+    chosen = tuple(ranks) or workload.probe_ranks(task, candidate, platform.costs)
+    predicted = {rank: workload.rank(task, columns, rank, platform.costs) for rank in chosen}
+    done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
+    waiting, playing = [rank for rank in chosen if rank not in done], list[_Playing]()
+    ends = time.monotonic() + seconds
+    try:
+        while waiting or playing:
+            free = sorted(set(range(devices)) - {each.blank.device for each in playing})
+            for device, rank in zip(free, tuple(waiting), strict=False):
+                waiting.remove(rank)
+                if on_rank is not None:
+                    on_rank(rank)
+                blank = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=device)
+                left = max(1.0, ends - time.monotonic())
+                playing.append(_start(platform, workload, launcher, candidate, blank, folder, left))
+            each, ended = _first(playing)
+            playing.remove(each)
+            found = _outcome(replace(each.blank, duration_s=ended.duration_s), ended, platform, workload, each.folder)
+            done[found.rank] = found
+            if found.measured is None and not to_the_end:
+                break
+    finally:
+        for each in playing:
+            each.running.stop()
+    return Probe(candidate=candidate, ranks=tuple(done[rank] for rank in chosen if rank in done))
 
 
 def _known(
@@ -78,29 +96,32 @@ def _known(
     return None
 
 
-def _run(
+def _start(
     platform: Platform,
     workload: Workload,
     launcher: Launcher,
     candidate: Candidate,
-    rank: int,
+    blank: RankProbe,
     folder: str,
     seconds: float,
-) -> Exit:
+) -> _Playing:
+    where = os.path.join(folder, f"rank-{blank.rank}")
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(where, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"{folder} cannot be made: {error.strerror or error}") from None
-    planned = platform.prepared(workload.probe_launch(platform, candidate, rank, folder))
+        raise LaunchError(f"{where} cannot be made: {error.strerror or error}") from None
+    planned = platform.prepared(workload.probe_launch(platform, candidate, blank.rank, where, blank.device))
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
-    running = launcher.start(limits)
-    try:
-        while (ended := running.wait(POLL_SECONDS)) is None:
-            pass
-    except BaseException:
-        running.stop()
-        raise
-    return ended
+    return _Playing(blank, launcher.start(limits), where)
+
+
+def _first(playing: Sequence[_Playing]) -> tuple[_Playing, Exit]:
+    """Wait until one of several has ended, and return it."""
+    patience = POLL_SECONDS if len(playing) == 1 else POLL_OF_SEVERAL_SECONDS
+    while True:
+        for each in playing:
+            if (ended := each.running.wait(patience)) is not None:
+                return each, ended
 
 
 def _outcome(blank: RankProbe, ended: Exit, platform: Platform, workload: Workload, folder: str) -> RankProbe:

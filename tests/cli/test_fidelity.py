@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.conftest import Project, Ran
+from tests.cli.conftest import SPACE, Project, Ran
 from tests.cli.test_tune import books_balance
 
 Flag = Callable[..., Ran]
@@ -173,3 +173,35 @@ def test_probes_go_before_real_runs(flag: Flag, project: Project) -> None:
     assert [trial["number"] for trial in found["trials"]] == [2, 3]
     assert found["best"]["fidelity"] == "run"
     assert books_balance(found)
+
+
+@needs_megatron
+def test_killed_while_it_probes_runs_or_repeats_it_goes_on_and_loses_nothing(project: Project) -> None:
+    small = {**WORLD, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"}}
+    control = {**CONTROL, "probes": 2, "max_trials": 2, "repeats": 1}
+    fast = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 4}
+    slow = {"tensor_model_parallel_size": 2, "micro_batch_size": 1}
+    tuner = {"space": {**SPACE, **fast}, "baseline": slow, "control": control}
+    arguments = ("tune", project.spec(**small, auto_tuner=tuner), "--run-dir", str(project.run_dir))
+    for what in ("probe", "(baseline)", "(search)", "(repeat)"):
+        process = project.start(*arguments)
+        assert process.stderr is not None
+        told = next((line for line in process.stderr if " starts: " in line and what in line), "")
+        assert told, f"it ended before any {what} started"
+        time.sleep(0.5)
+        process.kill()
+        process.communicate()
+        assert project.all_gone()
+    ran = project.run(*arguments, "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found == project.result()
+    told = [(trial["number"], trial["state"], trial["reason"]) for trial in (*found["probes"], *found["trials"])]
+    probes = [probe for probe in found["probes"] if probe["state"] == "measured"]
+    assert len({json.dumps(probe["candidate"], sort_keys=True) for probe in probes}) == len(probes) == 2, told
+    assert [trial["state"] for trial in found["trials"]] == ["measured"] * 2
+    repeated = [trial for trial in found["repeats"] if trial["state"] == "measured"]
+    assert len(repeated) >= 2
+    assert books_balance(found)
+    done = ranks_probed(project)
+    assert len(set(done)) == len(done), "a finished probe was repeated"

@@ -13,8 +13,7 @@ from tests.strategies.scenes import SPACE, predictions, scene
 KNOWN = predictions()
 ROWS = np.arange(len(SPACE))
 ALL = scene(KNOWN).features(ROWS)
-CHANCE = np.random.default_rng(0)
-TRIED = CHANCE.permutation(len(SPACE))[:40]
+TRIED = np.random.default_rng(0).permutation(len(SPACE))[:40]
 
 
 def observed(rows: np.ndarray, ratio: FloatArray, task: int = 0) -> Observed:
@@ -30,7 +29,7 @@ def by_parts(wrong: float) -> FloatArray:
 
 @pytest.mark.parametrize("rough", [0.01, 0.05, 0.2, 0.3])
 def test_how_rough_errors_are_is_learned_from_trials(rough: float) -> None:
-    ratio = CHANCE.normal(0.0, rough, len(SPACE))
+    ratio = np.random.default_rng(1).normal(0.0, rough, len(SPACE))
     untried = np.setdiff1d(ROWS, TRIED)
     deviation = Ratios(observed(TRIED, ratio), ALL, TIME).of(ALL.take(untried)).deviation
     assert 0.7 * rough < np.median(deviation) < 1.4 * rough + 0.03

@@ -172,9 +172,9 @@ class Megatron:
         """Return the ranks that tell most of a candidate."""
         return probing.probe_ranks(task, self.columns(task, candidate.as_dict()), costs)
 
-    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str) -> Launch:
-        """Return how to start the probe of one rank."""
-        return probing.probe_launch(platform, candidate, rank, folder)
+    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
+        """Return how to start the probe of one rank on one device."""
+        return probing.probe_launch(platform, candidate, rank, folder, device)
 
     def read_probe(self, task: Task, folder: str) -> RankMeasurement:
         """Return what a probe measured. Raises NoMetrics with what is missing."""

@@ -130,8 +130,10 @@ def program(job: Mapping[str, object], folder: str) -> Launch:
     return Launch(argv=(sys.executable, "-m", PROGRAM, str(file)), folder=folder)
 
 
-def job(platform: Platform, candidate: Candidate, folder: str, rank: int | None = None) -> dict[str, object]:
-    """Return the job of the trial program as plain data; with `rank`, of the probe of that rank."""
+def job(
+    platform: Platform, candidate: Candidate, folder: str, probe: Mapping[str, int] | None = None
+) -> dict[str, object]:
+    """Return the job of the trial program as plain data; with `probe`, of one `rank` on one `device`."""
     task, support = platform.task, platform.support
     spec, train = task.spec, task.spec.train
     return {
@@ -142,7 +144,7 @@ def job(platform: Platform, candidate: Candidate, folder: str, rank: int | None 
             "precision": train.precision,
             "train_iters": spec.control.train_iters,
             "seed": SEED,
-            "balanced_routing": rank is not None,
+            "balanced_routing": probe is not None,
         },
         "candidate": candidate.as_dict() | _trial_settings(train),
         "device": {
@@ -152,7 +154,7 @@ def job(platform: Platform, candidate: Candidate, folder: str, rank: int | None 
             "threads_per_rank": _threads(platform) if support.shared_devices else 1,
         },
         "output": folder,
-        "probe": None if rank is None else {"rank": rank},
+        "probe": probe,
     }
 
 

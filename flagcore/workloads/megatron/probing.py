@@ -47,9 +47,9 @@ def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
     return tuple(each * width for each in sorted(chosen))
 
 
-def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str) -> Launch:
+def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int) -> Launch:
     """Return how to start the trial program as one rank. Raises LaunchError if its job cannot be written."""
-    return program(job(platform, candidate, folder, rank), folder)
+    return program(job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
 
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:

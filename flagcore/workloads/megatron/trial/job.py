@@ -111,9 +111,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """One rank is played by this process alone; the others of its world do not exist."""
+    """One rank is played by this process alone, on one device; the others of its world do not exist."""
 
     rank: int
+    device: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _value(value: Any, hint: str, key: str) -> Any:
             raise JobError(f"{key} = {value!r} must be a whole number, 0 or more")
         if value == 0 and "None" in hint:
             return None
-        if value == 0 and key not in ("train.seed", "probe.rank"):
+        if value == 0 and key not in ("train.seed", "probe.rank", "probe.device"):
             raise JobError(f"{key} = 0 must be at least 1")
     return value
 

@@ -42,7 +42,7 @@ class ProbeStep:
 def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     """Play the rank for `train_iters` steps and write what they cost into `metrics.json`."""
     torch.set_num_threads(job.device.threads_per_rank)
-    rank_device = open_device(job.device.type, 0)
+    rank_device = open_device(job.device.type, probe.device)
     if job.device.type == "cpu":
         cpu.stand_in_for_cuda()
     start = time.perf_counter()

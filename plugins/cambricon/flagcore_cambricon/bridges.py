@@ -1,0 +1,59 @@
+"""The MLU370-X8 node: bridge groups of eight devices joined by MLU-Link, and PCIe between the groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flagcore.domain.cluster import Level, NodeGroup, Topology
+from flagcore.physics.collectives.topology import (
+    EFFICIENCY,
+    NETWORK_COMPUTE_TAKEN,
+    NETWORK_EFFICIENCY,
+    NETWORK_HOP_SECONDS,
+    NETWORK_LATENCY_SECONDS,
+    topology_of,
+)
+
+GROUP = 8
+"""Devices that bridges join: four cards of two (vendor's page). A public article on two kinds of servers shows the same
+in `cnmon topo -m`: MLU0 to MLU7 and MLU8 to MLU15, each group behind a PCIe switch of its own."""
+
+UPLINK_BYTES_PER_SECOND = 32e9
+"""Estimated: the way between the groups is one PCIe 4.0 x16 uplink of each switch, which its eight devices share. What
+collectives reach of it is unpublished."""
+
+LATENCY_SECONDS = 10e-6
+"""Estimated, as the core takes it for PCIe."""
+
+
+def x8_topology(group: NodeGroup) -> Topology | None:
+    """Return bridge group, node and, for several nodes, network; None for a node of one group, or without a rate."""
+    node = group.devices_per_node
+    if node <= GROUP:
+        return None
+    inner = topology_of(replace(group, nodes=1, devices_per_node=GROUP)).levels
+    share = UPLINK_BYTES_PER_SECOND / GROUP
+    between = Level(
+        name="node",
+        devices=node,
+        bytes_per_second=share,
+        latency_seconds=LATENCY_SECONDS,
+        efficiency=EFFICIENCY["pcie"],
+    )
+    levels = [*inner, between]
+    if group.nodes > 1:
+        network = group.chip.nic_bytes_per_second
+        if network is None:
+            return None
+        levels.append(
+            Level(
+                name="network",
+                devices=group.devices,
+                bytes_per_second=network.value,
+                latency_seconds=NETWORK_LATENCY_SECONDS,
+                hop_seconds=NETWORK_HOP_SECONDS,
+                efficiency=NETWORK_EFFICIENCY,
+                compute_taken=NETWORK_COMPUTE_TAKEN,
+            )
+        )
+    return Topology(levels=tuple(levels))
