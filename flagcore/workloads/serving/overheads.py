@@ -34,8 +34,8 @@ VLLM = Overheads(
 """Releases 0.11 to 0.19."""
 
 VLLM_ASYNC = replace(VLLM, iteration=0.0, request=3e-3, entry=0.5e-3)
-"""From 0.20: the next iteration is scheduled while the device computes. Fitted to 9 points of one model on an
-H200, whose prompts were token ids."""
+"""From 0.20: the next iteration is scheduled while the device computes. Fitted to 9 points of one model on one
+accelerator, whose prompts were token ids."""
 
 SGLANG = Overheads(
     iteration=848e-6,
