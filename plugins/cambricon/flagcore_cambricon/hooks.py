@@ -7,13 +7,14 @@ from functools import cache
 
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
-from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore_cambricon import discover
+from flagcore_cambricon.bridges import x8_topology
 from flagcore_cambricon.kit.quirks import failure_patterns, reason, refused
 from flagcore_cambricon.kit.telemetry import DeviceReading, SharedTable
 from flagcore_cambricon.kit.variables import environment
@@ -33,6 +34,12 @@ def flagcore_chips() -> Sequence[Chip]:
 def flagcore_devices() -> Sequence[Device]:
     """Return what cnmon lists."""
     return discover.devices()
+
+
+@hookimpl
+def flagcore_topology(group: NodeGroup) -> Topology | None:
+    """Return the bridge groups of an MLU370-X8 node; the other chips' links say it all."""
+    return x8_topology(group) if group.chip.name == "MLU370-X8" else None
 
 
 @hookimpl

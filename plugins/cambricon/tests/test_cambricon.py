@@ -1,5 +1,9 @@
+import pytest
 from flagcore_cambricon import smi
-from flagcore_cambricon.hooks import flagcore_chips, flagcore_engine_support
+from flagcore_cambricon.hooks import flagcore_chips, flagcore_engine_support, flagcore_topology
+
+from flagcore.domain.chip import Chip, with_network
+from flagcore.domain.cluster import NodeGroup
 
 TWO_OF_A_CARD = """\
 | CNMON v5.10.13                                               Driver v5.10.13 |
@@ -42,3 +46,22 @@ def test_an_engine_that_says_that_it_does_not_run_on_a_chip_is_quoted() -> None:
     }
     assert "newer than the MLU370" in reasons["MLU370-X8"]
     assert "newer than the MLU370" not in reasons["MLU590-M9"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "sizes"), [(1, 8, None), (1, 16, [8, 16]), (2, 16, None), (2, 8, None), (1, 2, None)]
+)
+def test_an_mlu370_x8_node_has_two_bridge_groups(nodes: int, devices: int, sizes: list[int] | None) -> None:
+    topology = flagcore_topology(NodeGroup(chip=chip("MLU370-X8"), nodes=nodes, devices_per_node=devices))
+    assert (None if topology is None else [level.devices for level in topology.levels]) == sizes
+
+
+def test_between_bridge_groups_a_device_has_its_share_of_pcie_and_between_nodes_of_the_users_network() -> None:
+    known = with_network(chip("MLU370-X8"), 1.25e10)
+    topology = flagcore_topology(NodeGroup(chip=known, nodes=2, devices_per_node=16))
+    assert topology is not None
+    assert [level.bytes_per_second for level in topology.levels] == [5e10, 4e9, 1.25e10]
+
+
+def chip(name: str) -> Chip:
+    return next(chip for chip in flagcore_chips() if chip.name == name)
