@@ -104,9 +104,9 @@ def figures_of(
 
 
 def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
-    """Return mean and percentiles; nothing has none: NaN."""
+    """Return mean and percentiles; where all answers are one token, nothing follows the first: 0."""
     if not values.size:
-        return dict.fromkeys(("mean", "p50", "p90", "p99"), float("nan"))
+        return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
     if weights is None:
         p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
         return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}

@@ -279,3 +279,9 @@ def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() 
     told = [graph_tokens(fp4_task("vllm", engine_version=version)) for version in ("0.17.0", "0.19.0", None)]
     assert told == [512, 1024, 1024]
     assert graph_tokens(task()) == graph_tokens(fp4_task("sglang")) == 512
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    found = predicted(task(replace(LOAD, output_len=1)))
+    assert figure(found, "tpot_s.p99") == figure(found, "itl_s.mean") == [0.0]
+    assert figure(found, "e2e_s.p50") == figure(found, "ttft_s.p50")
