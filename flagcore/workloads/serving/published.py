@@ -4,7 +4,7 @@
   chips have it, and the numbers of requests that published points could hold say so. On other chips it is in 16.
 - SGLang looks for new requests every 30 iterations (InferenceMAX's recipes), not at each.
 - An engine whose weights take more than four fifths of a device was given 95% of it: it ran.
-- A release that is not told, or by a commit, is the last that most such points were measured with.
+- A release that is not told, or by a commit, is one of the time when such points were measured.
 - All other settings: the engine's own.
 """
 
@@ -32,7 +32,7 @@ CROWDED, MOST = 0.8, 0.95
 """The share of a device that weights take from which on the engine was given more than by itself, and how much."""
 
 RECEIVE = "scheduler-recv-interval"
-RELEASE: Mapping[str, str] = {"vllm": "0.19.0", "sglang": "0.5.9"}
+RELEASE: Mapping[str, str] = {"vllm": "0.17.0", "sglang": "0.5.9"}
 
 
 def published(task: Task, values: Mapping[str, KnobValue]) -> tuple[Task, dict[str, KnobValue]]:

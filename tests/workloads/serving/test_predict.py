@@ -224,7 +224,7 @@ def test_published_servers_keep_their_cache_in_8_bits_where_the_chip_computes_in
 
 
 def test_published_servers_without_a_release_have_one_of_their_time() -> None:
-    assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.19.0"
+    assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.17.0"
     assert published(task(engine_version="0.33.0"), {})[0].spec.serve.engine_version == "0.33.0"
     assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
 
