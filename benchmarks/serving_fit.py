@@ -198,13 +198,14 @@ def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
         iteration_costs(serving, split, costs),
         over,
         ClosedLoop(
-            flight=np.maximum(flight / split.lanes, 1.0),
+            flight=np.maximum(flight / split.instances, 1.0),
             prompt=prompt,
             output=output,
-            budget=settings.max_batched_tokens * split.data,
+            budget=settings.max_batched_tokens * split.data * split.pipeline,
             running=settings.max_running * split.data,
             cache_tokens=np.maximum(memory.cache_tokens, 1.0),
             ranks=split.data,
+            stages=split.pipeline,
         ),
     )
     ratios = np.log([found.tpot / points.tpot, found.ttft / points.ttft])

@@ -66,7 +66,7 @@ def at(table: FloatArray, tokens: FloatArray) -> FloatArray:
 def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCosts:
     """Return what iterations of each candidate take; NaN where the chip's facts do not allow an answer.
 
-    All stages of a pipeline are counted: its lanes are computed side by side, each token goes through all of them. A
+    All stages of a pipeline are counted: its batches are computed side by side, each token goes through all of them. A
     host that computes itself hides no launch.
     """
     model, kernels, over, column = serving.model, costs.kernels, serving.overheads, split.column

@@ -14,7 +14,8 @@ GRID: list[float] = NODES.tolist()
 class Lane:
     """What one lane of one candidate may do: tokens of an iteration, sequences, cached tokens, all ranks together.
 
-    `ranks` share attention. The other fields mean what they do in `flagcore.physics.serving.work.Overheads`;
+    `ranks` share attention. Each of its `stages` works on another batch, and all wait for the slowest: an iteration is
+    what brings each sequence one token. The others mean what they do in `flagcore.physics.serving.work.Overheads`;
     `shared_prefix` tokens of each prompt are cached before it comes.
     """
 
@@ -23,6 +24,7 @@ class Lane:
     cache_tokens: float
     block: float = 16.0
     ranks: float = 1.0
+    stages: float = 1.0
     mixes: bool = True
     reserve: float = 0.0
     receive: int = 1
@@ -36,20 +38,29 @@ class Price:
 
     def __init__(self, costs: IterationCosts, row: int, lane: Lane) -> None:
         self.lane = lane
-        self.cached, self.pair = float(costs.cached[row]) / lane.ranks, float(costs.pair[row])
+        self.pair, self._cached, self._parts = (
+            float(costs.pair[row]),
+            float(costs.cached[row]),
+            lane.ranks * lane.stages,
+        )
         self._local, self._shared = costs.local[row].tolist(), costs.shared[row].tolist()
         self._sampled = costs.sampled[row].tolist()
         self._fixed, self._sequence = float(costs.fixed[row]), float(costs.sequence[row])
         self._floor, self._captured = float(costs.floor[row]), float(costs.captured[row])
         self._decode: dict[int, float] = {}
 
+    def cached(self, sequences: int) -> float:
+        """Return the time for each cached token of all `sequences`: ranks and stages have as even shares as can be."""
+        return self._cached / min(self._parts, max(sequences, 1))
+
     def decode(self, sequences: int) -> float:
         """Return the time of an iteration of `sequences` that decode, without reading their context."""
         found = self._decode.get(sequences)
         if found is None:
-            here = sequences / self.lane.ranks
-            found = _at(self._local, here) + _at(self._sampled, here) + _at(self._shared, sequences)
-            if sequences > self._captured:
+            batch = sequences / self.lane.stages
+            here = batch / self.lane.ranks
+            found = _at(self._local, here) + _at(self._sampled, here) + _at(self._shared, batch)
+            if batch > self._captured:
                 found = max(found, self._floor)
             found += self._fixed + self._sequence * sequences
             self._decode[sequences] = found
@@ -59,13 +70,13 @@ class Price:
         """Return the time of an iteration of `tokens` of prompts beside `sequences` that decode, without their context.
 
         `longest` is the largest piece of one prompt, `pairs` the queries times keys, `ended` the prompts that end. With
-        several ranks the slowest decides: each has an even share of the tokens, or the longest piece.
+        several ranks or batches the slowest decides: each has an even share of the tokens, or the longest piece.
         """
-        ranks = self.lane.ranks
-        here = max(tokens / ranks, longest)
+        stages, ranks = self.lane.stages, self.lane.ranks * self.lane.stages
+        here, batch = max(tokens / ranks, longest), sequences / stages + max(tokens / stages, longest)
         time = _at(self._local, sequences / ranks + here) + self.pair * pairs * (here / tokens)
-        time += _at(self._shared, sequences + tokens) + _at(self._sampled, (sequences + ended) / ranks)
-        if sequences + tokens > self._captured or not self.lane.mixes:
+        time += _at(self._shared, batch) + _at(self._sampled, (sequences + ended) / ranks)
+        if batch > self._captured or not self.lane.mixes:
             time = max(time, self._floor)
         return time + self._fixed + self._sequence * sequences
 

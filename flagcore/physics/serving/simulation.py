@@ -145,7 +145,7 @@ class _Simulation:
             return False
         time = self.price.mixed(decoding, tokens, longest, pairs, len(ended))
         if decoding:
-            time += self.price.cached * (self.offset + self.running * self.step)
+            time += self.price.cached(self.running) * (self.offset + self.running * self.step)
             self._advance(1, time)
         else:
             self.now += time
@@ -215,8 +215,10 @@ class _Simulation:
         most = self.heap[0][0] - self.step
         if self.running > 1:
             most = min(most, max(int((self.lane.cache_tokens - self.used) // self.running), 1))
-        base = self.price.decode(self.running) + self.price.cached * (self.offset + self.running * self.step)
-        grow = self.price.cached * self.running
+        base = self.price.decode(self.running) + self.price.cached(self.running) * (
+            self.offset + self.running * self.step
+        )
+        grow = self.price.cached(self.running) * self.running
         if self.next < self.sent:
             wait = self.ready[self.next] - self.now
             come = self.step + (_steps(base, grow, wait, most) if wait > 0.0 else 0)

@@ -25,7 +25,8 @@ BUSIEST = 0.95
 class ClosedLoop:
     """One lane of each candidate, and its load: `flight` requests of `prompt` and `output` tokens.
 
-    `budget` tokens and `running` sequences of an iteration and `cache_tokens` are those of all `ranks` together.
+    `budget` tokens and `running` sequences of an iteration and `cache_tokens` are those of all `ranks` and `stages`
+    together.
     """
 
     flight: FloatArray
@@ -35,6 +36,7 @@ class ClosedLoop:
     running: FloatArray
     cache_tokens: FloatArray
     ranks: FloatArray
+    stages: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +73,19 @@ def _iterations(
     costs: IterationCosts, over: Overheads, loop: ClosedLoop, decoding: FloatArray, context: FloatArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return an iteration without prompts, one with, and how many tokens of prompts that has."""
-    here, reads = decoding / loop.ranks, costs.cached * (decoding / loop.ranks) * context
-    plain = at(costs.local, here) + at(costs.shared, decoding) + at(costs.sampled, here) + reads
-    plain = np.where(decoding > costs.captured, np.maximum(plain, costs.floor), plain)
+    ranks, batch = loop.ranks * loop.stages, decoding / loop.stages
+    here, reads = decoding / ranks, costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
+    plain = at(costs.local, here) + at(costs.shared, batch) + at(costs.sampled, here) + reads
+    plain = np.where(batch > costs.captured, np.maximum(plain, costs.floor), plain)
     chunk = np.maximum(loop.budget - decoding * over.mixes, 1.0)
     lump = np.minimum(np.maximum(loop.prompt, decoding * loop.prompt / loop.output), chunk)
-    longest = np.maximum(lump / loop.ranks, np.minimum(loop.prompt, lump))
+    longest = np.maximum(lump / ranks, np.minimum(loop.prompt, lump))
     beside = decoding if over.mixes else np.zeros_like(decoding)
-    mixed = at(costs.local, beside / loop.ranks + longest) + at(costs.shared, beside + lump)
-    mixed = mixed + at(costs.sampled, beside / loop.ranks + lump / loop.prompt)
+    whole = beside / loop.stages + np.maximum(lump / loop.stages, longest)
+    mixed = at(costs.local, beside / ranks + longest) + at(costs.shared, whole)
+    mixed = mixed + at(costs.sampled, beside / ranks + lump / loop.prompt)
     mixed = mixed + costs.pair * longest * 0.5 * loop.prompt + (reads if over.mixes else 0.0)
-    floor = (beside + lump > costs.captured) | (not over.mixes)
+    floor = (whole > costs.captured) | (not over.mixes)
     mixed = np.where(floor, np.maximum(mixed, costs.floor), mixed)
     host = costs.fixed + costs.sequence * decoding
     return plain + host, mixed + costs.fixed + costs.sequence * beside, lump

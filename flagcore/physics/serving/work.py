@@ -98,11 +98,6 @@ class Split:
     cache_bytes: FloatArray
 
     @property
-    def lanes(self) -> FloatArray:
-        """Batches that are computed side by side: each stage of a pipeline works on another one."""
-        return self.pipeline * self.instances
-
-    @property
     def column(self) -> Split:
         """The same, to broadcast over the nodes of a table."""
         return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})

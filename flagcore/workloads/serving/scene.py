@@ -87,7 +87,7 @@ def _key(scene: Scene, loads: Sequence[Expected], row: int) -> Key:
     times = scene.times
     costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
     rest = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
-    return int(scene.split.lanes[row]), tuple(_lane(scene, load, row) for load in loads), costs + rest
+    return int(scene.split.instances[row]), tuple(_lane(scene, load, row) for load in loads), costs + rest
 
 
 def _lane(scene: Scene, expected: Expected, row: int) -> Lane:
@@ -98,16 +98,17 @@ def _lane(scene: Scene, expected: Expected, row: int) -> Lane:
     """
     settings, over, stages = scene.settings, scene.overheads, float(scene.split.pipeline[row])
     ranks, block = float(scene.split.data[row]), float(settings.block_size[row])
-    flight, longest = expected.flight(int(scene.split.lanes[row])), expected.longest
-    tokens = float(scene.memory.cache_tokens[row]) / stages
+    flight, longest = expected.flight(int(scene.split.instances[row])), expected.longest
+    tokens = float(scene.memory.cache_tokens[row])
     roomy = tokens >= flight * (longest + block) or tokens < longest + block
-    running = max(1.0, float(settings.max_running[row]) // stages) * ranks
+    running = max(1.0, float(settings.max_running[row])) * ranks
     return Lane(
-        budget=float(settings.max_batched_tokens[row]) * ranks if settings.chunked[row] else float("inf"),
+        budget=float(settings.max_batched_tokens[row]) * ranks * stages if settings.chunked[row] else float("inf"),
         running=min(running, float(flight)),
         cache_tokens=ENDLESS if roomy else tokens,
         block=1.0 if roomy else block,
         ranks=ranks,
+        stages=stages,
         mixes=over.mixes,
         reserve=over.reserve,
         receive=over.receive,
@@ -130,8 +131,8 @@ def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objecti
 def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
     """Return the figures that a steady state of the first load point has, percentiles as means."""
     split, settings = scene.split, scene.settings
-    lanes = split.lanes
-    flight, tokens = np.maximum(float(expected.flight(1)) / lanes, 1.0), scene.memory.cache_tokens / split.pipeline
+    lanes = split.instances
+    flight, tokens = np.maximum(float(expected.flight(1)) / lanes, 1.0), scene.memory.cache_tokens
     prompt, output = (np.full(lanes.shape, mean) for mean in np.mean(expected.lengths, axis=0))
     found = steady(
         scene.times,
@@ -140,10 +141,11 @@ def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
             flight=flight,
             prompt=prompt,
             output=output,
-            budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data, np.inf),
-            running=np.maximum(settings.max_running // split.pipeline, 1.0) * split.data,
+            budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
+            running=np.maximum(settings.max_running, 1.0) * split.data,
             cache_tokens=np.where(tokens < expected.longest, ENDLESS, tokens),
             ranks=split.data,
+            stages=split.pipeline,
         ),
     )
     rate = found.rate * np.minimum(lanes, expected.flight(1))

@@ -63,9 +63,9 @@ def token_by_token(
         decodes = running if lane.mixes or not tokens else []
         context = sum(lengths[place][0] + made[place] for place in decodes)
         if tokens:
-            now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached * context
+            now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
         else:
-            now += price.decode(len(decodes)) + price.cached * context
+            now += price.decode(len(decodes)) + price.cached(len(decodes)) * context
         for place in list(decodes):
             made[place] += 1
         for place in ended:
@@ -105,7 +105,7 @@ def test_one_request_waits_for_the_front_end_and_its_prompt_and_then_an_iteratio
     (request,) = simulate(price, [(1000, 3)], None, 1).requests
     prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)
     assert request.first == pytest.approx(6e-3 + prompt)
-    assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached * (1001 + 1002))
+    assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
 
 
 def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:

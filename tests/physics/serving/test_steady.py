@@ -15,7 +15,7 @@ from tests.served import OVER, times
 
 def loop(flight: float, prompt: float, output: float, cache: float) -> ClosedLoop:
     sizes = {"flight": flight, "prompt": prompt, "output": output, "cache_tokens": cache}
-    limits = {"budget": 8192.0, "running": 512.0, "ranks": 1.0}
+    limits = {"budget": 8192.0, "running": 512.0, "ranks": 1.0, "stages": 1.0}
     return ClosedLoop(**{name: np.array([value]) for name, value in {**sizes, **limits}.items()})
 
 

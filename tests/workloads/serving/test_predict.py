@@ -101,6 +101,11 @@ def test_stages_of_a_pipeline_do_not_shorten_an_answer_to_one_client() -> None:
     assert two >= one
 
 
+def test_a_prompt_in_one_stage_makes_the_batches_in_the_others_wait() -> None:
+    instances, stages = figure(predicted(instances=[4, 1], pipeline=[1, 4]))
+    assert 0.5 * instances < stages < instances
+
+
 def test_small_limits_of_sequences_and_tokens_cost_throughput() -> None:
     found = figure(
         predicted(max_running=[256, 4, 256], max_batched_tokens=[8192, 8192, 256], pass_tokens=[8192, 8192, 256])
