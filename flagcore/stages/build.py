@@ -41,14 +41,14 @@ def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) 
 
 
 def refusals(axes: Sequence[Axis], support: EngineSupport) -> tuple[Rule, ...]:
-    """Return a rule for each set of knob values that a plugin says do not work on its chip."""
+    """Return a rule for each set of knob values that a plugin says do not work on its chip.
+
+    A word that the knob does not know is passed over: a plugin may know of more releases of an engine.
+    """
 
     def rule(axis: Axis, refused: Refused) -> Rule:
-        try:
-            codes = np.array([axis.encode(value) for value in refused.values], dtype=np.int64)
-        except ValueError:
-            problem = f"a plugin refuses {axis.knob} = {refused.values}, which is no value of that knob"
-            raise NoDevice(f"{problem} (rule {refused.name})") from None
+        known = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
+        codes = np.array([axis.encode(value) for value in known], dtype=np.int64)
         return Rule(
             name=refused.name,
             knobs=(axis.knob,),

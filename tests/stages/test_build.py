@@ -193,11 +193,23 @@ def test_what_a_plugin_refuses_is_a_rule_of_its_name() -> None:
     assert "its kernels crash" in rule.says
 
 
-@pytest.mark.parametrize(("knob", "value"), [("block_size", 16), ("recompute_method", "diagonal")])
-def test_a_plugin_that_refuses_what_does_not_exist_is_told(knob: str, value: object) -> None:
-    refused = Refused(name="odd", knob=knob, values=(value,), reason="?")  # type: ignore[arg-type]
-    with pytest.raises(NoDevice, match=f"{knob}.*rule odd"):
+def test_a_plugin_that_refuses_values_of_no_knob_is_told() -> None:
+    refused = Refused(name="odd", knob="block_size", values=(16,), reason="?")
+    with pytest.raises(NoDevice, match=r"block_size.*rule odd"):
         refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
+
+
+def test_a_plugin_may_refuse_a_word_that_this_release_of_the_engine_does_not_know() -> None:
+    refused = Refused(name="odd", knob="recompute_method", values=("diagonal", "block"), reason="?")
+    axes = WORKLOAD.axes(small.task())
+    (rule,) = refusals(axes, EngineSupport(support=Support.YES, refused=(refused,)))
+    axis = next(axis for axis in axes if axis.knob == "recompute_method")
+    assert rule.broken(
+        {"recompute_method": np.array([axis.encode(word) for word in ("block", "uniform")])}
+    ).tolist() == [
+        True,
+        False,
+    ]
 
 
 def test_check_tells_the_broken_rules_of_one_candidate_as_it_stands() -> None:

@@ -10,17 +10,21 @@ import logging
 from pathlib import Path
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit import machine
+from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.rows import Row
 from flagcore.vendorkit.smi import tool_output, visible
 from flagcore_cambricon import smi
-from flagcore_cambricon.kit import machine
-from flagcore_cambricon.kit.machine import TorchSays
-from flagcore_cambricon.kit.rows import Row
 
 LOG = logging.getLogger(__name__)
 VISIBLE = "MLU_VISIBLE_DEVICES"
 PCI_VENDOR = 0xCABC
 """gpustack/runtime gpustack_runtime/detector; jklincn/cambricon-mlu-driver has the devices 0370, 0580 and 0590."""
 DEVICE_FILE = "dev/cambricon_dev[0-9]*"
+OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
+"""The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
+ATTRIBUTES = ("mlu",)
+"""Attribute of a torch with torch_mlu."""
 
 
 def devices(root: Path = Path("/")) -> tuple[Device, ...]:
@@ -28,7 +32,7 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 
     Device files and the PCI bus are looked up below `root`.
     """
-    if machine.named_otherwise("cambricon"):
+    if machine.named_otherwise("cambricon", OVERRIDES):
         return ()
     listed = tuple(row.device for row in rows())
     if listed:
@@ -37,7 +41,7 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
         if machine.pci_ids(PCI_VENDOR, root):
             LOG.info("there are MLUs on the PCI bus, but neither cnmon nor /%s: no driver here", DEVICE_FILE)
         return ()
-    return torch_devices(machine.ask_torch("mlu"))
+    return torch_devices(machine.ask_torch("mlu", ATTRIBUTES))
 
 
 def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:

@@ -13,11 +13,11 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.quirks import failure_patterns, reason, refused
+from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
+from flagcore.vendorkit.variables import environment
 from flagcore_cambricon import discover
 from flagcore_cambricon.bridges import x8_topology
-from flagcore_cambricon.kit.quirks import failure_patterns, reason, refused
-from flagcore_cambricon.kit.telemetry import DeviceReading, SharedTable
-from flagcore_cambricon.kit.variables import environment
 from flagcore_cambricon.memory import memory_of
 
 SERVING = ("vllm", "sglang", "llamacpp")

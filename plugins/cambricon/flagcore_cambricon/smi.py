@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from flagcore.domain.chip import Device
-from flagcore_cambricon.kit.rows import BUS, MIB, Row, cells, found, reading, sure
+from flagcore.vendorkit.rows import BUS, MIB, Row, cells, found, reading, sure
 
 TITLE = re.compile(r"\bCNMON v\d")
 

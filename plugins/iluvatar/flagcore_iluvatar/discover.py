@@ -13,17 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit import machine
+from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.rows import Row
 from flagcore.vendorkit.smi import tool_output, visible
 from flagcore_iluvatar import smi
-from flagcore_iluvatar.kit import machine
-from flagcore_iluvatar.kit.machine import TorchSays
-from flagcore_iluvatar.kit.rows import Row
 
 LOG = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 PCI_VENDOR = 0x1E3E
 """gpustack/runtime gpustack_runtime/detector; 1e3e:0002 is a MR-V100 (ywh555hhh/llaisys notes)."""
 DEVICE_FILE = "dev/iluvatar[0-9]*"
+OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
+"""The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
+ATTRIBUTES = ("corex",)
+"""Attribute of CoreX's torch."""
 
 
 def devices(root: Path = Path("/")) -> tuple[Device, ...]:
@@ -31,7 +35,7 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 
     Device files and the PCI bus are looked up below `root`.
     """
-    if machine.named_otherwise("iluvatar"):
+    if machine.named_otherwise("iluvatar", OVERRIDES):
         return ()
     listed = tuple(row.device for row in rows())
     if listed:
@@ -42,7 +46,7 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
                 "there are Iluvatar devices on the PCI bus, but neither ixsmi nor /%s: no driver here", DEVICE_FILE
             )
         return ()
-    return torch_devices(machine.ask_torch("cuda"))
+    return torch_devices(machine.ask_torch("cuda", ATTRIBUTES))
 
 
 def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:

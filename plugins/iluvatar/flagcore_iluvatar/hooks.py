@@ -15,10 +15,10 @@ from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.quirks import failure_patterns, reason, refused
+from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
+from flagcore.vendorkit.variables import environment
 from flagcore_iluvatar import discover
-from flagcore_iluvatar.kit.quirks import failure_patterns, reason, refused
-from flagcore_iluvatar.kit.telemetry import DeviceReading, SharedTable
-from flagcore_iluvatar.kit.variables import environment
 from flagcore_iluvatar.memory import memory_of
 
 SERVING = ("vllm", "sglang", "llamacpp")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore_iluvatar.kit.rows import BUS, CSV_FIELDS, MIB, Row, cells, csv_row, csv_rows, found, listed, reading, sure
+from flagcore.vendorkit.rows import BUS, CSV_FIELDS, MIB, Row, cells, csv_row, csv_rows, found, listed, reading, sure
 
 TITLE = "IX-ML:"
 VENDOR = "Iluvatar "

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from flagcore_iluvatar import discover, hooks
-from flagcore_iluvatar.kit import machine
-from flagcore_iluvatar.kit.machine import TorchSays
-from flagcore_iluvatar.kit.telemetry import SharedTable
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit import machine
+from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.telemetry import SharedTable
 
 TABLE = (Path(__file__).parent / "smi/ixsmi-1.txt").read_text("utf-8")
 TORCH = """
@@ -37,7 +37,7 @@ VENDORS = {
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in (*machine.OVERRIDES, "CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"):
+    for name in (*discover.OVERRIDES, "CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
@@ -75,7 +75,7 @@ def test_only_visible_devices_count_in_their_order(tmp_path: Path, monkeypatch: 
     assert discover.devices(tmp_path) == ()
 
 
-@pytest.mark.parametrize("variable", machine.OVERRIDES)
+@pytest.mark.parametrize("variable", discover.OVERRIDES)
 def test_an_environment_that_names_another_vendor_hides_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from flagcore_iluvatar import hooks
-from flagcore_iluvatar.kit.maturity import maturity
-from flagcore_iluvatar.kit.quirks import quirks
-from flagcore_iluvatar.kit.variables import environment, variables
 
+from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.parts import SOURCE_SAYS
+from flagcore.vendorkit.quirks import quirks
+from flagcore.vendorkit.variables import environment, variables
 
 PACKAGE = "flagcore_iluvatar"
 FOLDER = Path(hooks.__file__).parent

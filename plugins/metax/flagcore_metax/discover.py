@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit import machine
+from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.matrix import adapter_share, read_matrix
+from flagcore.vendorkit.rows import Row
 from flagcore.vendorkit.smi import tool_output, visible
 from flagcore_metax import smi
-from flagcore_metax.kit import machine
-from flagcore_metax.kit.machine import TorchSays
-from flagcore_metax.kit.matrix import adapter_share, read_matrix
-from flagcore_metax.kit.rows import Row
 
 LOG = logging.getLogger(__name__)
 TOOLS = ("mx-smi", "ht-smi")
@@ -25,6 +25,8 @@ VISIBLE = ("MACA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 PCI_VENDOR = 0x9999
 """Seen in an lspci of a C500 node (9999:4001): wangzheng422/docker_env 2025.12.metax.mccl.perf.debug.md."""
 DEVICE_FILE = "dev/mxcd"
+OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
+"""The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
 NAME = re.compile(r"MetaX |MX[CNX]\d")
 
 
@@ -33,7 +35,7 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 
     Device files and the PCI bus are looked up below `root`.
     """
-    if machine.named_otherwise("metax"):
+    if machine.named_otherwise("metax", OVERRIDES):
         return ()
     listed = tuple(row.device for row in rows())
     if listed:

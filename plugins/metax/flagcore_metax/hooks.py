@@ -16,11 +16,11 @@ from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.quirks import failure_patterns, reason, refused
+from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
+from flagcore.vendorkit.variables import environment
 from flagcore_metax import discover
 from flagcore_metax.islands import StayInsideIsland, c500_topology, island_size
-from flagcore_metax.kit.quirks import failure_patterns, reason, refused
-from flagcore_metax.kit.telemetry import DeviceReading, SharedTable
-from flagcore_metax.kit.variables import environment
 from flagcore_metax.memory import memory_of
 from flagcore_metax.preflight import peer_memory
 

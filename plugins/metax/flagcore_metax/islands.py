@@ -10,7 +10,7 @@ from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, IntArray
 from flagcore.physics.collectives.topology import NETWORK_COMPUTE_TAKEN, NETWORK_EFFICIENCY
-from flagcore_metax.kit.matrix import islands, read_matrix
+from flagcore.vendorkit.matrix import islands, read_matrix
 
 ISLAND = 4
 """The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between. Where no such

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore_metax.kit.rows import BUS, MIB, Row, cells, found, reading, sure
+from flagcore.vendorkit.rows import BUS, MIB, Row, cells, found, reading, sure
 
 TITLES = ("MetaX System Management Interface", "Mars System Management Interface")
 """Another vendor's tool is named mx-smi too (Moffett's), so the title is asked for."""

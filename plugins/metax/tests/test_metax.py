@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from flagcore_metax import hooks, smi
 from flagcore_metax.islands import c500_topology, island_size
-from flagcore_metax.kit.matrix import adapter_share, read_matrix
 from flagcore_metax.preflight import peer_memory
 
 from flagcore.domain.chip import Chip, Device, with_network
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
 from flagcore.testing.examples import task_on
+from flagcore.vendorkit.matrix import adapter_share, read_matrix
 
 BOARD_FIRST = """\
 =================== MetaX System Management Interface Log ===================

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from flagcore_metax import hooks
-from flagcore_metax.kit.maturity import maturity
-from flagcore_metax.kit.quirks import quirks
-from flagcore_metax.kit.variables import environment, variables
 
+from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.parts import SOURCE_SAYS
+from flagcore.vendorkit.quirks import quirks
+from flagcore.vendorkit.variables import environment, variables
 
 PACKAGE = "flagcore_metax"
 FOLDER = Path(hooks.__file__).parent

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from flagcore_metax import hooks, smi
 from flagcore_metax.islands import ISLAND
-from flagcore_metax.kit.matrix import islands, near_adapters, read_matrix, sharers
+
+from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
 
 SMI = Path(__file__).parent / "smi"
 TABLES = {

@@ -9,15 +9,19 @@ import logging
 from pathlib import Path
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit import machine
+from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.rows import Row
 from flagcore.vendorkit.smi import tool_output, visible
 from flagcore_nvidia import smi
-from flagcore_nvidia.kit import machine
-from flagcore_nvidia.kit.machine import TorchSays
-from flagcore_nvidia.kit.rows import Row
 
 LOG = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICE_FILE = "dev/nvidia[0-9]*"
+OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
+"""The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
+ATTRIBUTES = ("corex", "mlu", "musa", "npu")
+"""Attributes of a torch that is not for NVIDIA, though it answers to cuda."""
 FORMAT = "--format=csv,noheader,nounits"
 
 
@@ -26,12 +30,12 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
 
     Device files and the PCI bus are looked up below `root`.
     """
-    if machine.named_otherwise("nvidia"):
+    if machine.named_otherwise("nvidia", OVERRIDES):
         return ()
     listed = tuple(row.device for row in rows(smi.FIELDS))
     if listed:
         return visible(listed, VISIBLE)
-    return torch_devices(machine.ask_torch("cuda")) if machine.has_nodes(DEVICE_FILE, root) else ()
+    return torch_devices(machine.ask_torch("cuda", ATTRIBUTES)) if machine.has_nodes(DEVICE_FILE, root) else ()
 
 
 def rows(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> tuple[Row, ...]:

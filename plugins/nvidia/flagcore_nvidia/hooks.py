@@ -15,10 +15,10 @@ from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs, serving_costs
+from flagcore.vendorkit.quirks import failure_patterns, refused
+from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
+from flagcore.vendorkit.variables import environment
 from flagcore_nvidia import discover
-from flagcore_nvidia.kit.quirks import failure_patterns, refused
-from flagcore_nvidia.kit.telemetry import DeviceReading, SharedTable
-from flagcore_nvidia.kit.variables import environment
 from flagcore_nvidia.memory import memory_of
 
 SERVING = ("vllm", "sglang", "llamacpp")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from flagcore.domain.chip import Device
-from flagcore_nvidia.kit.rows import (
+from flagcore.vendorkit.rows import (
     BUS,
     CSV_FIELDS,
     MIB,

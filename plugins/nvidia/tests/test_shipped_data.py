@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from flagcore_nvidia import hooks
-from flagcore_nvidia.kit.maturity import maturity
-from flagcore_nvidia.kit.quirks import quirks
-from flagcore_nvidia.kit.variables import environment, variables
 
+from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.parts import SOURCE_SAYS
+from flagcore.vendorkit.quirks import quirks
+from flagcore.vendorkit.variables import environment, variables
 
 PACKAGE = "flagcore_nvidia"
 FOLDER = Path(hooks.__file__).parent

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 from flagcore_nvidia import hooks, smi
-from flagcore_nvidia.kit.matrix import islands, near_adapters, read_matrix, sharers
+
+from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
 
 SMI = Path(__file__).parent / "smi"
 TABLES = {

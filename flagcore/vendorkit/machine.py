@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,6 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.smi import tool_output
 
 LOG = logging.getLogger(__name__)
-OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
-"""The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
-
 ACCELERATORS = ("0x03", "0x12")
 """PCI classes of display controllers and of processing accelerators."""
 
@@ -33,7 +30,7 @@ backend = getattr(torch, kind)
 found = [backend.get_device_properties(i) for i in range(backend.device_count())]
 print(json.dumps({
     "version": torch.__version__,
-    "attributes": [name for name in ("corex", "mlu", "musa", "npu") if hasattr(torch, name)],
+    "attributes": [name for name in sys.argv[2:] if hasattr(torch, name)],
     "devices": [[each.name, each.total_memory] for each in found],
 }))
 """
@@ -41,17 +38,17 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchSays:
-    """What torch says of its devices: its version, the backends that it has as attributes, names and bytes."""
+    """What torch says of its devices: its version, those of the attributes asked for that it has, names and bytes."""
 
     version: str
     attributes: frozenset[str]
     devices: tuple[Device, ...]
 
 
-def named_otherwise(vendor: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether the user's environment names another vendor than `vendor`."""
+def named_otherwise(vendor: str, variables: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user's environment names another vendor: the first of `variables` that is set does."""
     given = os.environ if environment is None else environment
-    named = next((given[name] for name in OVERRIDES if given.get(name)), vendor)
+    named = next((given[name] for name in variables if given.get(name)), vendor)
     return named.casefold() != vendor
 
 
@@ -70,14 +67,15 @@ def has_nodes(pattern: str, root: Path = Path("/")) -> bool:
     return any(root.glob(pattern))
 
 
-def ask_torch(kind: str) -> TorchSays | None:
-    """Return what the installed torch says of its devices of `kind` (cuda, mlu), asked in a process of its own.
+def ask_torch(kind: str, attributes: Sequence[str] = ()) -> TorchSays | None:
+    """Return what the installed torch says of its devices of `kind`, and which of `attributes` it has.
 
-    What crashes or hangs there harms nobody here. None without torch, without such a backend, or if it fails.
+    `kind` is torch's own name of the devices. It is asked in a process of its own: what crashes or hangs there harms
+    nobody here. None without torch, without such a backend, or if it fails.
     """
     if importlib.util.find_spec("torch") is None:
         return None
-    printed = tool_output(sys.executable, "-c", _ASK_TORCH, kind, timeout_seconds=TORCH_SECONDS)
+    printed = tool_output(sys.executable, "-c", _ASK_TORCH, kind, *attributes, timeout_seconds=TORCH_SECONDS)
     if printed is None:
         LOG.warning("there are device files, but no tool to read them, and torch did not tell of devices of %s", kind)
     return read_torch(printed or "")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .rows import Row
+from flagcore.vendorkit.rows import Row
 
 FRESH_SECONDS = 0.9
 

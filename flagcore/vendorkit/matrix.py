@@ -10,8 +10,9 @@ from pathlib import Path
 NEAR = ("PIX", "PXB")
 """Cells of an adapter that a device reaches without its CPU."""
 
-_COLUMN = re.compile(r"GPU\d+|MLU\d+|NIC\d+|[a-z]\w*_\d+|(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
-_DEVICE = re.compile(r"(?:GPU|MLU)(\d+)")
+_COLUMN = re.compile(r"[A-Z]{3}\d+|[a-z]\w*_\d+|(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
+_DEVICE = re.compile(r"(?!NIC)[A-Z]{3}(\d+)")
+"""Devices are called by three letters and a number, adapters NIC0 or by their own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,5 +114,5 @@ def _rate(path: Path) -> float | None:
 
 
 def _is_header(line: str) -> bool:
-    first = line.split()[0]
-    return _DEVICE.fullmatch(first) is not None and len(re.findall(r"\b(?:GPU|MLU)\d+", line)) > 1 and " X" not in line
+    devices = re.findall(r"\b(?!NIC)[A-Z]{3}\d+", line)
+    return len(devices) > 1 and line.split()[0] == devices[0] and " X" not in line
