@@ -140,7 +140,7 @@ def values_text(values: Mapping[str, Any]) -> str:
             parts.append(SHORT.get(knob, knob))
         elif value not in (None, False, -1) and knob not in RECOMPUTE and not (value == 1 and knob in DEVICES):
             parts.append(f"{SHORT.get(knob, knob)} {value}")
-    return ", ".join(parts)
+    return ", ".join(parts) or "the engine's own values"
 
 
 def candidate_line(name: str, record: Mapping[str, Any]) -> str:
@@ -156,8 +156,13 @@ def candidate_line(name: str, record: Mapping[str, Any]) -> str:
 def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return headings and keys of the knobs of some records; those that say nothing in all of them are left out."""
     knobs = dict.fromkeys(knob for record in records for knob in record["candidate"])
-    telling = [knob for knob in knobs if any(record["candidate"].get(knob) not in (None, False) for record in records)]
+    telling = [knob for knob in knobs if any(_tells(knob, record["candidate"].get(knob)) for record in records)]
     return {SHORT.get(knob, knob): f"candidate.{knob}" for knob in telling}
+
+
+def _tells(knob: str, value: object) -> bool:
+    """Return whether a value is more than what an engine does by itself."""
+    return value is False if knob in USUALLY_ON else value not in (None, False, -1)
 
 
 def _answer(plan: Plan) -> str:
