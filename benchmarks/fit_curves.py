@@ -220,7 +220,7 @@ def _posed(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[s
     job = read_job(record)
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
-    spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), train=job.train)
+    spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), work=job.work)
     task, values, _ = workload.published(Task(spec=spec, cluster=Cluster(groups=(group,))), job.candidate, job.notes)
     return task, workload.columns(task, values)
 

@@ -86,7 +86,7 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> 
         measured = record.get("measured") or {}
         if measured.get("step_time_s") or measured.get("oom"):
             job = read_job(record)
-            alone = job.model, job.chip, job.devices, job.devices_per_node, job.train, job.notes, _extras(job)
+            alone = job.model, job.chip, job.devices, job.devices_per_node, job.work, job.notes, _extras(job)
             capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
             told = {"source": record.get("source", ""), "capacity": capacity}
             groups[f"{told}: {alone!r}"].append((job, {**measured, **told}))
@@ -136,7 +136,7 @@ _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stag
 
 def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugins) -> Sweep:
     first, source = members[0][0], str(members[0][1]["source"])
-    workload, platform = plugins.workload(first.train.engine), _platform(first, members[0][1]["capacity"], loaded)
+    workload, platform = plugins.workload(first.work.engine), _platform(first, members[0][1]["capacity"], loaded)
     costs = left_out(platform.costs, platform.task.cluster.groups[0].chip, source)
     rows = [row for job, measured in members for row in _row(job, measured, workload, platform.task)]
     space = _space(rows, workload)
@@ -154,10 +154,10 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugi
         baseline=_baseline(task, workload, space, predictions),
         rules=rules,
     )
-    name = f"{first.model.name}, {first.devices} x {first.chip}, batch {first.train.global_batch_size}"
+    name = f"{first.model.name}, {first.devices} x {first.chip}, batch {first.work.global_batch_size}"
     used = _figure(rows, at, "device_used_gib", 2.0**30)
     return Sweep(
-        name=f"{name}, sequence {first.train.seq_length}",
+        name=f"{name}, sequence {first.work.seq_length}",
         source=source,
         problem=problem,
         workload=workload,

@@ -53,7 +53,7 @@ PARTS = (
 
 def task(model: Model = DENSE, chip: Chip = CHIP, **train: object) -> Task:
     given = {"engine": "megatron", "seq_length": 4096, "global_batch_size": 64, "precision": "bf16", **train}
-    spec = Spec(model=model, cluster=ClusterSpec(), train=TrainSpec(**given))  # type: ignore[arg-type]
+    spec = Spec(model=model, cluster=ClusterSpec(), work=TrainSpec(**given))  # type: ignore[arg-type]
     return Task(spec=spec, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
 
 
