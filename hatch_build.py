@@ -17,6 +17,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 CORE = (
     "aiohttp>=3.10",
     "click>=8.1",
+    "hydra-core>=1.3",
     "numpy>=1.24",
     "optuna>=4.2",
     "packaging>=23",

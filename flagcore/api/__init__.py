@@ -7,11 +7,13 @@ from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.probing import Probed, probe
 from flagcore.api.tuning import tune
 from flagcore.api.winner import Outcome, run_best
+from flagcore.spec.flagscale import Imported, read_tree
 
 __all__ = [
     "AT_ONCE",
     "Estimate",
     "Explanation",
+    "Imported",
     "Outcome",
     "Probed",
     "calibrate",
@@ -25,6 +27,7 @@ __all__ = [
     "forget",
     "plugin_table",
     "probe",
+    "read_tree",
     "run_best",
     "summary",
     "tune",

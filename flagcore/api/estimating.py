@@ -21,7 +21,7 @@ from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import NothingFits, RunError, UsageError
 from flagcore.problem import Problem, fastest, must_fit, pose
-from flagcore.spec import read_spec
+from flagcore.spec import parse_spec, read_spec
 from flagcore.stages.build import refusals
 from flagcore.stages.missing import no_time
 from flagcore.stages.predict import model_table, record
@@ -66,12 +66,14 @@ def estimate(
     chip: str | None = None,
     top: int = 10,
     without: Collection[str] = (),
+    data: Mapping[str, Any] | None = None,
 ) -> Estimate:
     """Predict all candidates of `spec_file` and return the `top` fastest. Nothing runs, no hardware is needed.
 
-    `chip` names a chip to plan for instead of the spec's. Raises the errors of `flagcore.errors`.
+    `chip` names a chip to plan for instead of the spec's, `data` is what the file says if it was imported. Raises the
+    errors of `flagcore.errors`.
     """
-    problem, workload = _pose(Path(spec_file), chip, without)
+    problem, workload = _pose(Path(spec_file), chip, without, data)
     must_fit(problem)
     order = fastest(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])
@@ -141,8 +143,10 @@ def explain(where: Path | str, *, chip: str | None = None, without: Collection[s
     return Explanation(counts=counts, says=says | LEARNED, ended_because=because, nothing_fits=nothing_fits)
 
 
-def _pose(spec_file: Path, chip: str | None, without: Collection[str]) -> tuple[Problem, Workload]:
-    spec = read_spec(spec_file)
+def _pose(
+    spec_file: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+) -> tuple[Problem, Workload]:
+    spec = read_spec(spec_file) if data is None else parse_spec(data, file=str(spec_file), base=spec_file.parent)
     if chip is not None and spec.cluster.groups:
         raise UsageError(f"--chip {chip} goes with a spec of one chip, but {spec_file} gives cluster.groups")
     if chip is not None:

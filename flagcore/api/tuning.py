@@ -44,17 +44,19 @@ def tune(
     storage: str | None = None,
     fidelity: str | None = None,
     on_event: OnEvent | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Tune `spec_file` and keep everything in `run_dir` (default: `runs/` and the file's name).
 
     An existing run goes on where it was; `new` moves it aside first. `without` names plugins to leave out,
     `storage` any optuna storage to use instead of the run's own journal. `fidelity` (`estimate`, `probe` or `run`) goes
-    before the spec's; a run may go on at a higher one. Raises the errors of
+    before the spec's; a run may go on at a higher one. `data` is what the file says if it is no spec itself but was
+    imported. Raises the errors of
     `flagcore.errors`; the result is written all the same once a trial has run. A spec with several engines tunes one
     after the other, and the outcome is that of the best.
     """
     file = Path(spec_file)
-    data = spec_as_data(file)
+    data = spec_as_data(file) if data is None else dict(data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
     def one(some: Mapping[str, Any], where: Path) -> Outcome:

@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.predict",
     "explain": "flagcore.cli.predict",
+    "import": "flagcore.cli.importing",
     "plugins": "flagcore.cli.inspect",
     "probe": "flagcore.cli.probe",
     "run": "flagcore.cli.tune",

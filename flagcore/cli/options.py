@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -32,6 +34,44 @@ def plugins(command: F) -> F:
 def spec(command: F) -> F:
     """Add the argument SPEC."""
     return click.argument("spec", type=click.Path(path_type=str))(command)
+
+
+def tree(command: F) -> F:
+    """Add SPEC, which may be left out, OVERRIDES and FlagScale's options; the command receives `source`."""
+
+    @wraps(command)
+    def with_source(
+        spec: str | None, overrides: tuple[str, ...], config_path: str | None, config_name: str | None, **others: Any
+    ) -> Any:
+        return command(source=_source(spec, overrides, config_path, config_name), **others)
+
+    made: Any = with_source
+    for add in (
+        click.option("--config-name", metavar="NAME", help="With it: the tree's top file."),
+        click.option("--config-path", metavar="DIR", help="A tree of FlagScale's instead of SPEC."),
+        click.argument("overrides", nargs=-1),
+        click.argument("spec", required=False, type=click.Path(path_type=str)),
+    ):
+        made = add(made)
+    return made  # type: ignore[no-any-return]
+
+
+def _source(
+    spec: str | None, overrides: tuple[str, ...], config_path: str | None, config_name: str | None
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the file of a spec, and its data if it was imported; what that changed is told."""
+    if config_path is None and config_name is None:
+        if overrides:
+            raise click.UsageError(f"Got unexpected extra argument ({overrides[0]}); overrides go with --config-path")
+        return spec, None
+    if config_path is None or config_name is None:
+        raise click.UsageError("--config-path and --config-name go together")
+    from flagcore import api
+
+    found = api.read_tree(Path(config_path), config_name, [*filter(None, [spec]), *overrides])
+    for note in found.notes:
+        say(f"FlagScale's {note}")
+    return str(Path(config_path, f"{config_name.removesuffix('.yaml')}.yaml")), found.data
 
 
 def say(text: str) -> None:

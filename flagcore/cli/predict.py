@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @click.command("estimate")
-@click.argument("spec", required=False, type=click.Path())
+@options.tree
 @click.option(
     "--jobs", type=click.Path(), metavar="FILE", help="Predict the job records of a JSON-lines file (- for stdin)."
 )
@@ -32,7 +32,7 @@ T = TypeVar("T")
 @options.output
 @options.plugins
 def estimate_command(
-    spec: str | None,
+    source: tuple[str | None, dict[str, Any] | None],
     jobs: str | None,
     chip: str | None,
     top: int,
@@ -42,8 +42,10 @@ def estimate_command(
 ) -> None:
     """Predict memory and time of every candidate of SPEC, or of job records. Runs nothing.
 
-    With --jobs the default format is jsonl, an answer a line.
+    With --jobs the default format is jsonl, an answer a line. With --config-path and --config-name it takes a tree of
+    FlagScale's, as `flag tune` does.
     """
+    spec, data = source
     if explain is not None and form == "csv":
         raise click.UsageError("--explain tells one in full, which has no columns: use another --format than csv")
     if (spec is None) == (jobs is None):
@@ -58,7 +60,7 @@ def estimate_command(
     assert spec is not None
     if spec.endswith(".jsonl"):
         raise click.UsageError(f"{spec} has the name of a file of job records; give it to --jobs")
-    _estimate_spec(spec, chip, top, explain, form, without)
+    _estimate_spec(spec, data, chip, top, explain, form, without)
 
 
 def _given(option: str) -> bool:
@@ -106,14 +108,20 @@ def _why(answer: dict[str, Any]) -> str | None:
 
 
 def _estimate_spec(
-    spec: str, chip: str | None, top: int, explain: str | None, form: str, without: tuple[str, ...]
+    spec: str,
+    data: dict[str, Any] | None,
+    chip: str | None,
+    top: int,
+    explain: str | None,
+    form: str,
+    without: tuple[str, ...],
 ) -> None:
     from flagcore import api
     from flagcore.report.formats import render
     from flagcore.report.text import candidate_columns, candidate_line, funnel
 
     number = _number(explain)
-    found = api.estimate(spec, chip=chip, top=max(top, number), without=without)
+    found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
     where = f"{found.devices} x {found.chip}"
     if explain is not None:
         if number > len(found.candidates):

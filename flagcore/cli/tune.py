@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import click
 
@@ -11,7 +12,7 @@ from flagcore.cli import options
 
 
 @click.command("tune")
-@options.spec
+@options.tree
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Where the run is kept [default: runs/NAME-OF-SPEC].")
 @click.option("--new", is_flag=True, help="Start afresh; an earlier run there is moved aside, not deleted.")
 @click.option("--storage", metavar="URL", help="Keep the trials in this optuna storage instead of the run's journal.")
@@ -24,7 +25,7 @@ from flagcore.cli import options
 @options.output
 @options.plugins
 def tune_command(
-    spec: str,
+    source: tuple[str | None, dict[str, Any] | None],
     run_dir: str | None,
     new: bool,
     storage: str | None,
@@ -37,15 +38,28 @@ def tune_command(
 
     Started again, it goes on where it was: a finished trial is never repeated. It may go on at a higher fidelity: what
     was probed is used by the runs.
+
+    With --config-path and --config-name it takes a tree of FlagScale's as it is; OVERRIDES are hydra's (a.b=c,
+    action=auto_tune). Keys that mean something else here, or nothing, are told.
     """
     from flagcore import api
     from flagcore.cli.progress import progress
     from flagcore.report.formats import render
     from flagcore.report.text import candidate_columns
 
+    spec, data = source
+    if spec is None:
+        raise click.UsageError("Missing argument 'SPEC'.")
     with progress(sys.stderr, quiet) as on_event:
         found = api.tune(
-            spec, run_dir=run_dir, new=new, without=without, storage=storage, fidelity=fidelity, on_event=on_event
+            spec,
+            run_dir=run_dir,
+            new=new,
+            without=without,
+            storage=storage,
+            fidelity=fidelity,
+            on_event=on_event,
+            data=data,
         )
     if form == "table":
         click.echo(str(found))

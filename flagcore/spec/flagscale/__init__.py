@@ -1,0 +1,53 @@
+"""FlagScale's files: a hydra tree goes in, the data of a spec comes out, with a note for each key that is not the same.
+
+FlagScale is github.com/flagos-ai/FlagScale; read were `flagscale/runner`, `flagscale/serve` and `examples` of its
+commit 16a2dd5b5c41 (2025-11-27). Importing this package is cheap: hydra is imported by the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore.spec.flagscale.source import Note, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """The data of a spec, all paths in it absolute, and what became of keys that mean something else or are gone."""
+
+    data: dict[str, Any]
+    notes: tuple[Note, ...]
+
+    def as_yaml(self) -> str:
+        """Return the spec as YAML, each note as a comment where it belongs."""
+        from flagcore.spec.flagscale.written import with_comments
+
+        return with_comments(self.data, self.notes)
+
+
+def read_tree(directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
+    """Compose `name` in `directory` as FlagScale does, and translate it.
+
+    `overrides` are hydra's (`a.b=c`). Relative paths inside start at the working directory, as for FlagScale. Raises
+    SpecError.
+    """
+    from flagcore.spec.flagscale.compose import compose
+    from flagcore.spec.flagscale.serving import serving
+    from flagcore.spec.flagscale.training import training
+    from flagcore.spec.plain import spec_error
+
+    file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
+    tree, unresolved = compose(directory, name, overrides, file=file)
+    source = Source(tree, file=file)
+    for key, why in unresolved:
+        source.note(key, f"cannot be resolved ({why}): dropped")
+    kind = source.take("experiment.task.type") or ("serve" if "serve" in tree else "train")
+    if kind not in ("train", "serve") or kind not in tree:
+        problem = f"is no task that can be tuned with the sections {', '.join(tree) or 'of nothing'}"
+        raise spec_error("experiment.task.type", problem, value=kind, fix="use train or serve, and give it", file=file)
+    data = training(source) if kind == "train" else serving(source)
+    source.tell_what_is_left()
+    return Imported(data=data, notes=tuple(source.notes))

@@ -1,0 +1,89 @@
+"""Arguments of the engines: FlagScale has common ones in vLLM's words, and each engine's own."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from flagcore.spec.flagscale.engines import AS_KNOBS, COMMON, ENGINES, KNOBS, OURS, spelt
+from flagcore.spec.flagscale.source import Source
+
+_AT = "serve.engine_args"
+_THOUSANDS = {"k": 1000, "K": 1024}
+
+
+def of_engines(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, dict[str, Any]]:
+    """Take the arguments of a model and return those of each engine; its own go before the common ones."""
+    common, specific = item.pop("engine_args", None) or {}, item.pop("engine_args_specific", None) or {}
+    common, specific = (each if isinstance(each, dict) else {} for each in (common, specific))
+    own = {ENGINES.get(name, name): given for name, given in specific.items() if isinstance(given, dict)}
+    for name in own.keys() - set(engines):
+        source.note(
+            f"serve[0].engine_args_specific.{spelt(name) if name in KNOBS else name}", "dropped: it is not tuned", _AT
+        )
+    found: dict[str, dict[str, Any]] = {}
+    told: set[str] = set()
+    for engine in engines:
+        made: dict[str, Any] = {}
+        for key, value in common.items():
+            _add(source, engine, key, value, "engine_args", COMMON[engine], made, told)
+        for key, value in own.get(engine, {}).items():
+            _add(source, engine, key, value, f"engine_args_specific.{spelt(engine)}", None, made, told)
+        found[engine] = made
+    return found
+
+
+def into_spaces(source: Source, given: dict[str, dict[str, Any]], spaces: dict[str, dict[str, Any]]) -> None:
+    """Give each of several engines its arguments as knobs with one value; `serve.engine_args` is of all of them."""
+    for engine, arguments in given.items():
+        for key, value in arguments.items():
+            knob = AS_KNOBS.get(key, key)
+            if knob in KNOBS[engine]:
+                spaces[engine].setdefault(knob, value)
+            else:
+                text = f"dropped ({value}): with several engines only knobs have a value for each"
+                source.note(f"serve[0].engine_args.{key}", f"{engine}: {text}", _AT)
+
+
+def _add(
+    source: Source,
+    engine: str,
+    key: str,
+    value: Any,
+    where: str,
+    mapping: dict[str, str] | None,
+    made: dict[str, Any],
+    told: set[str],
+) -> None:
+    """Add one argument by its name at the engine. Without a `mapping` it has that name."""
+    at, name = f"serve[0].{where}.{key}", key.lstrip("-").replace("-", "_")
+    if name in OURS:
+        if at not in told:
+            source.note(at, f"dropped: {OURS[name]}", _AT)
+            told.add(at)
+        return
+    if isinstance(value, (dict, list)):
+        source.note(at, f"dropped ({value}): flagcore passes on single values", _AT)
+        return
+    if mapping is None or name in mapping or engine == "vllm":
+        called = (mapping or {}).get(name, name)
+    elif engine == "sglang" and name in ("dtype", "trust_remote_code", "quantization", "kv_cache_dtype"):
+        called = name
+    else:
+        source.note(at, f"dropped ({value}): FlagScale does not say what {engine} calls it", _AT)
+        return
+    if called == "ctx_size" and name != called:
+        text = "is the context of all slots together, as FlagScale passes it to llama.cpp; vLLM's is of each sequence"
+        source.note(at, f"{called}: {text}", f"{_AT}.{called}")
+    elif called != name:
+        source.note(at, f"{engine} calls it {called}", f"{_AT}.{called}")
+    if called == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
+        source.note(at, f"{value} is q8_0 there, of keys and values", f"{_AT}.{called}")
+        value = "q8_0"
+    made[called] = _length(value) if name in ("max_model_len", "context_length", "ctx_size") else value
+
+
+def _length(value: Any) -> Any:
+    """Return `4k` as 4000 and `4K` as 4096."""
+    found = re.fullmatch(r"(\d{1,9})([kK])", value) if isinstance(value, str) else None
+    return int(found[1]) * _THOUSANDS[found[2]] if found else value

@@ -1,0 +1,147 @@
+"""What trees that train and trees that serve have in common: machines, environment, budgets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from flagcore.spec.flagscale.source import Source
+from flagcore.spec.plain import spec_error
+
+_RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
+_STARTS = "flagcore starts trials itself"
+_DROPPED = {
+    "experiment.exp_dir": "a run is kept in --run-dir",
+    "experiment.exp_name": "a run is named by --run-dir",
+    "experiment.task.backend": "it has one value",
+    "experiment.task.entrypoint": f"{_STARTS}; give your own program to train.command",
+    "experiment.seed": "trials have seeds of their own",
+    "experiment.save_steps": "trials save nothing",
+    "experiment.load": "trials load nothing",
+    "experiment.ckpt_format": "trials save nothing",
+    "experiment.cmds": "run it before you start flag",
+    f"{_RUNNER}.cli_args": "they are FlagScale's own",
+    f"{_TUNER}.control.interval": "flagcore does not poll",
+    f"{_TUNER}.nnodes": "FlagScale overwrites it from the runner",
+    f"{_TUNER}.nproc_per_node": "FlagScale overwrites it from the runner",
+    f"{_TUNER}.cards": "FlagScale overwrites it from the runner; all devices of the cluster may be used",
+    f"{_TUNER}.platform": "what a platform is, its plugin knows",
+    f"{_TUNER}.flagcx_tune": "flagcore does not tune a library of collectives",
+    f"{_TUNER}.args_mapping": "the knobs have one name each",
+    "hydra": "hydra does not start flagcore",
+}
+_RUNNERS: tuple[str, ...] = (
+    "type",
+    "backend",
+    "ssh_port",
+    "rdzv_backend",
+    "rdzv_id",
+    "tee",
+    "redirects",
+    "log_dir",
+    "per_node_task",
+    "no_shared_fs",
+    "docker",
+    "enable_monitoring",
+    "master_addr",
+    "master_port",
+)
+
+
+def checked_experiment(source: Source) -> None:
+    """Raise SpecError for a tree without the section that says what is tuned; move what older trees have elsewhere."""
+    experiment = source.left.get("experiment")
+    if not isinstance(experiment, dict) or not isinstance(experiment.get("auto_tuner"), dict):
+        fix = "give its space and control, as FlagScale's auto_tuner wants"
+        raise spec_error(_TUNER, "is missing", fix=fix, file=source.file)
+    deploy = source.take("experiment.deploy")
+    if deploy is not None:
+        runner = experiment.setdefault("runner", {})
+        runner["deploy"] = {**deploy, **(runner.get("deploy") or {})} if isinstance(deploy, dict) else deploy
+        source.note("experiment.deploy", "taken as experiment.runner.deploy, where it is in newer trees")
+    action = source.take("action")
+    if action not in (None, "auto_tune"):
+        source.note("action", f"{action} in the file counts as auto_tune", "action")
+
+
+def drop_the_rest(source: Source) -> None:
+    """Tell why the keys that only FlagScale's own launcher needs are gone."""
+    for key, why in _DROPPED.items():
+        source.drop(key, why)
+    for key in _RUNNERS:
+        source.drop(f"{_RUNNER}.{key}", _STARTS)
+
+
+def cluster(source: Source) -> tuple[dict[str, Any], int]:
+    """Return the section `cluster` but for memory, and the number of nodes. Raises SpecError."""
+    nodes = _first_number(source, f"{_RUNNER}.nnodes", 1)
+    devices = _first_number(source, f"{_RUNNER}.nproc_per_node", 8)
+    hostfile = source.take(f"{_RUNNER}.hostfile")
+    found: dict[str, Any] = {"chip": "auto"}
+    if hostfile:
+        kept = _hosts(source, Path(str(hostfile)), nodes)
+        if kept:
+            return {**found, "hostfile": kept}, nodes
+    return {**found, "nodes": nodes, "devices_per_node": devices}, nodes
+
+
+def environment(source: Source) -> dict[str, str | int]:
+    """Return the section `envs`."""
+    given, kept = source.section("experiment.envs"), dict[str, Any]()
+    for key, value in given.items():
+        where = f"experiment.envs.{key}"
+        if isinstance(value, (dict, list)):
+            source.note(where, "dropped: all nodes and devices of a trial have the same variables", "envs")
+        elif key.endswith("_VISIBLE_DEVICES"):
+            source.note(where, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
+        elif value is not None:
+            kept[key] = value if isinstance(value, str) or type(value) is int else str(value).lower()
+    return kept
+
+
+def control(source: Source, *, seconds: float) -> dict[str, Any]:
+    """Return the section `auto_tuner.control`; `seconds` is FlagScale's own limit of one trial."""
+    at = f"{_TUNER}.control"
+    found: dict[str, Any] = {"max_time_per_task": source.take(f"{at}.max_time_per_task", seconds)}
+    if (most := source.take(f"{at}.max_time")) is not None:
+        found["max_time"] = most
+    run_best = source.take(f"{at}.run_best")
+    found["run_best"] = bool(run_best)
+    if run_best is None:
+        text = "FlagScale starts the best by itself unless this is false; here `flag run` does, or true"
+        source.note(f"{at}.run_best", text, "auto_tuner.control.run_best")
+    text = "FlagScale tries all that it has not pruned; flagcore at most auto_tuner.control.max_trials, 20 by default"
+    source.note(f"{at}", text, "auto_tuner.control")
+    return found
+
+
+def _first_number(source: Source, key: str, default: int) -> int:
+    """Return a number, or the first of a text such as `1:2`."""
+    given = source.take(key, default)
+    first = str(given).partition(":")[0]
+    if isinstance(given, bool) or not first.isdigit():
+        raise spec_error(key, "must be a whole number", value=given, fix=f"use {default}", file=source.file)
+    if first != str(given):
+        source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")
+    return int(first)
+
+
+def _hosts(source: Source, path: Path, nodes: int) -> str | None:
+    """Return the absolute path of the host file if it has `nodes` hosts; None, and why, if the numbers count."""
+    from flagcore.spec.hostfile import read_hosts
+
+    key, at = f"{_RUNNER}.hostfile", "cluster"
+    if not path.is_file():
+        text = (
+            f"dropped: {path} is not in {os.getcwd()}: nnodes and nproc_per_node count; FlagScale takes one node then"
+        )
+        source.note(key, text, at)
+        return None
+    hosts = read_hosts(path, file=source.file)[0]
+    if len(hosts) != nodes:
+        text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
+        source.note(key, text, at)
+        return None
+    source.note(key, "its hosts and slots count, before nnodes and nproc_per_node; of a type give cluster.chip", at)
+    return str(path.resolve())

@@ -1,0 +1,148 @@
+"""A tree that trains: FlagScale's sections `train.system` and `train.model` hold Megatron's flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flagcore.spec.flagscale.experiment import checked_experiment, cluster, control, drop_the_rest, environment
+from flagcore.spec.flagscale.flat import Flat
+from flagcore.spec.flagscale.options import options
+from flagcore.spec.flagscale.shape import shape
+from flagcore.spec.flagscale.source import Source, leaves
+from flagcore.spec.plain import spec_error
+
+_TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
+_SIZES: tuple[str, ...] = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+)
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_MIB = 1 << 20
+
+
+def training(source: Source) -> dict[str, Any]:
+    """Return the data of a spec that trains. Raises SpecError where something that it needs is missing."""
+    from flagcore.spec.knobs import SPACE_KNOBS
+
+    checked_experiment(source)
+    vocabulary = source.take("train.data.tokenizer.vocab_size")
+    source.drop(
+        "train.data", "trials train on generated tokens; flagcore pads the vocabulary as Megatron does", "train"
+    )
+    source.drop("train.system.logging", "trials log each step", "train")
+    source.drop("train.system.checkpoint", "trials save nothing", "train")
+    source.drop("train.model.optimizer", "trials are too short to learn: no influence on memory or time", "train")
+    if source.take("train.system.hetero.enable_hetero"):
+        text = "dropped: all stages have the same sizes; see `cluster.groups` for nodes of several chips"
+        source.note("train.system.hetero", text, "cluster")
+    source.drop("train.system.hetero", "it is off, or beyond what cluster.groups can tell", "cluster")
+    flat = Flat(source, ("train.system", "train.model"))
+    machines, nodes = cluster(source)
+    model = shape(flat, flat.take("vocab_size", vocabulary))
+    baseline = _baseline(flat, bool(model.get("num_moe_experts")))
+    sizes = {key: flat.take(key) for key in ("seq_length", "global_batch_size")}
+    for key, value in sizes.items():
+        if value is None:
+            raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=source.file)
+    train = {"engine": "megatron", **sizes, **options(flat, nodes=nodes)}
+    tuner: dict[str, Any] = {}
+    if space := _space(source, SPACE_KNOBS.keys()):
+        tuner["space"] = space
+    tuner |= {"baseline": baseline, "control": _control(source), "objective": _objective(source)}
+    source.drop(
+        f"{_TUNER}.algo", "strategy is learned, and ends when little is to be gained; grid tries all", "auto_tuner"
+    )
+    _memory(source, machines)
+    envs = environment(source)
+    drop_the_rest(source)
+    made = {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
+    return {**made, "envs": envs} if envs else made
+
+
+def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
+    """Return the tree's own configuration; what it leaves out is off or 1, as in a baseline."""
+    found = {key: value for key in _SIZES if (value := flat.take(key)) not in (None, 0)}
+    if not has_experts:
+        found.pop("expert_model_parallel_size", None)
+    found["micro_batch_size"] = flat.take("micro_batch_size", 1)
+    found["use_distributed_optimizer"] = bool(flat.take("use_distributed_optimizer"))
+    tensor = found.get("tensor_model_parallel_size", 1)
+    if flat.take("sequence_parallel"):
+        if tensor == 1:
+            text = "is off in the baseline, for it needs tensor parallelism"
+            flat.note("sequence_parallel", text, "auto_tuner.baseline")
+        else:
+            found["sequence_parallel"] = True
+    if (granularity := flat.take(_RECOMPUTE[0])) is not None:
+        found |= {"use_recompute": True, _RECOMPUTE[0]: granularity}
+        found |= {key: value for key in _RECOMPUTE[1:] if (value := flat.take(key)) is not None}
+    else:
+        found["use_recompute"] = False
+    flat.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
+    return found
+
+
+def _space(source: Source, known: Any) -> dict[str, Any]:
+    given, found = source.section(f"{_TUNER}.space"), dict[str, Any]()
+    for key, value in given.items():
+        where = f"{_TUNER}.space.{key}"
+        if key in known and value not in (None, []):
+            found[key] = value
+        elif key.startswith("hetero_"):
+            text = "dropped: stages of different sizes are not planned; cluster.groups has nodes of several chips"
+            source.note(where, text, "auto_tuner.space")
+        elif key not in known:
+            source.note(where, "dropped: not known to flagcore, nor to FlagScale", "auto_tuner.space")
+    absent = [key for key in known if key not in found]
+    if absent:
+        text = f"not there are {', '.join(absent)}: auto, as for FlagScale"
+        source.note(f"{_TUNER}.space", text, "auto_tuner.space")
+    if any(value == "auto" for value in found.values()) or absent:
+        text = "auto is every legal value; FlagScale's has illegal ones, too"
+        source.note(f"{_TUNER}.space", text, "auto_tuner.space")
+    return found
+
+
+def _control(source: Source) -> dict[str, Any]:
+    steps = source.take(f"{_TUNER}.control.train_iters", 5)
+    found = {"train_iters": steps, **control(source, seconds=300)}
+    text = "holds for all trials; FlagScale gives the first one twice the time"
+    source.note(f"{_TUNER}.control.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
+    return found
+
+
+def _objective(source: Source) -> str:
+    """Return the objective: all candidates have the same batch and devices, so that time and rates rank alike."""
+    name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
+    at = "auto_tuner.objective"
+    if name is not None:
+        text = f"{name!r} is read nowhere: steps are timed by the trial program, and the median counts"
+        source.note(f"{_PERFORMANCE}.name", text, at)
+    if order is not None:
+        source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", at)
+    return "step_time_s"
+
+
+def _memory(source: Source, machines: dict[str, Any]) -> None:
+    """Give the cluster the memory that FlagScale's own model compares with."""
+    at = f"{_TUNER}.memory_model"
+    given = source.section(at)
+    size, share = given.pop("gpu_memory", None), given.pop("gpu_utilization", None)
+    name = given.pop("model_name", None)
+    low, high = share if isinstance(share, list) and len(share) == 2 else (0.2, 0.8)
+    numbers = [each for each in (size, low, high) if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    if size is not None and len(numbers) == 3:
+        machines["memory_per_device"] = int(size * high) * _MIB
+        text = (
+            f"{size} MB x {high}: what a trial may use; FlagScale's lower bound {low}, which prunes small ones, is gone"
+        )
+        source.note(f"{at}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
+    elif size is not None or share is not None:
+        source.note(f"{at}.gpu_memory, gpu_utilization", "dropped: all that the device has may be used", "cluster")
+    if name is not None:
+        source.note(f"{at}.model_name", f"dropped ({name}): flagcore has its own model of memory", "cluster")
+    for key, _ in leaves(given):
+        source.note(f"{at}{key}", "dropped: not known to flagcore", "cluster")
