@@ -15,7 +15,10 @@ class Flat:
         self._given: dict[str, tuple[str, Any]] = {}
         for name in sections:
             for key, value in leaves(source.section(name)):
-                self._given[key.rpartition(".")[2]] = (f"{name}{key}", value)
+                flag, before = key.rpartition(".")[2], self._given.get(key.rpartition(".")[2])
+                if before and before[1] != value:
+                    source.note(before[0], f"dropped ({before[1]}): {name}{key} comes later and counts")
+                self._given[flag] = (f"{name}{key}", value)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return the value of a flag and forget it; `default` where it is not given."""

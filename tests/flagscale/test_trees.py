@@ -1,0 +1,262 @@
+"""Trees of FlagScale's shape, with its traps, become specs; what happens to each key is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flagcore.errors import SpecError
+from flagcore.spec import parse_spec
+from flagcore.spec.flagscale import Imported, read_tree
+from flagcore.spec.flagscale.engines import KNOBS
+from flagcore.workloads.megatron import launching
+from flagcore.workloads.serving.engines import llama_knobs, sglang_knobs, vllm_knobs
+
+ROOT = Path(__file__).parents[2]
+TREES = Path(__file__).parent / "trees"
+TRAIN = ("train_dense", "train_moe")
+ALL = (*TRAIN, "serve_vllm", "serve_llama_cpp")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The trees in the working directory, and a small model of Hugging Face's beside them."""
+    shutil.copytree(TREES, tmp_path, dirs_exist_ok=True)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = {"model_type": "qwen3", "vocab_size": 1000, "num_key_value_heads": 4, **sizes}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tree(name: str, *overrides: str) -> Imported:
+    return read_tree(Path(name), "tune", overrides)
+
+
+def notes(found: Imported) -> dict[str, str]:
+    return {note.key: note.text for note in found.notes}
+
+
+def flag(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    code = "from flagcore.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_dense_tree_says_what_it_trains_and_where() -> None:
+    data = tree("train_dense", "action=auto_tune").data
+    spec = parse_spec(data, file="x", base=Path())
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (1, 8)
+    assert spec.model.num_query_groups == 4
+    assert spec.model.vocab_size == 151851
+    assert spec.model.untie_embeddings_and_output_weights
+    assert (spec.train.seq_length, spec.train.global_batch_size, spec.train.precision) == (4096, 128, "bf16")
+    assert spec.space["tensor_model_parallel_size"] == (1, 2, 4)
+    assert spec.space["data_parallel_size"] == spec.space["sequence_parallel"] == "auto"
+    assert spec.baseline is not None
+    assert spec.baseline["tensor_model_parallel_size"] == 2
+    assert spec.baseline["sequence_parallel"] is True
+    assert (spec.control.train_iters, spec.control.max_time, spec.control.run_best) == (6, 7200, False)
+    assert data["envs"] == {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
+
+
+def test_what_a_tree_leaves_out_is_megatrons_own_and_not_flagcores() -> None:
+    gone = ("swiglu", "group_query_attention", "untie_embeddings_and_output_weights", "ffn_hidden_size")
+    model = tree("train_dense", *(f"~train.model.{key}" for key in gone)).data["model"]
+    assert model["gated_linear_unit"] is model["untie_embeddings_and_output_weights"] is False
+    assert "num_query_groups" not in model
+    assert model["ffn_hidden_size"] == 4 * 3584
+
+
+def test_on_one_node_the_spec_is_what_the_trial_program_can_run() -> None:
+    found = tree("train_dense")
+    launching.ready(parse_spec(found.data, file="x", base=Path()), {})
+    assert "trial program cannot" in notes(found)["train.model.overlap_grad_reduce"]
+
+
+def test_a_tree_of_experts_over_nodes_keeps_all_settings_for_the_prediction() -> None:
+    spec = parse_spec(tree("train_moe").data, file="x", base=Path())
+    assert (spec.cluster.nodes, spec.cluster.hosts) == (2, ("node-a", "node-b"))
+    assert spec.cluster.memory_bytes_per_device == 32768 << 20
+    model = spec.model
+    assert (model.num_moe_experts, model.moe_first_dense_layers, model.mtp_num_layers) == (64, 1, 1)
+    assert (model.qk_head_dim, model.v_head_dim) == (128, 128)
+    assert spec.train.implementation == "transformer_engine"
+    assert spec.train.settings["overlap_grad_reduce"] is True
+    assert spec.train.settings["num_layers_in_first_pipeline_stage"] == 13
+    assert spec.train.settings["attention_dropout"] == 0.1
+
+
+def test_a_hostfile_that_is_not_there_leaves_the_numbers() -> None:
+    Path("hosts.txt").unlink()
+    found = tree("train_moe")
+    assert found.data["cluster"]["nodes"] == 2
+    assert "dropped" in notes(found)["experiment.runner.hostfile"]
+
+
+@pytest.mark.parametrize(("pattern", "dense"), [("[0]*3+[1]*24", 3), ("1", 0), ("[1]*27", 0)])
+def test_dense_layers_come_first(pattern: str, dense: int) -> None:
+    model = tree("train_moe", f"train.model.moe_layer_freq='{pattern}'").data["model"]
+    assert model.get("moe_first_dense_layers", 0) == dense
+
+
+@pytest.mark.parametrize("pattern", ["2", "[1]*13+[0]*14", "[1]*5", "[0]*27", "[1]**27", "([0]+[1]*99999)*99999", "x"])
+def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
+    with pytest.raises(SpecError, match="moe_layer_freq"):
+        tree("train_moe", f"train.model.moe_layer_freq='{pattern}'")
+
+
+def test_a_vllm_tree_loses_what_vllm_refuses_and_says_so() -> None:
+    found = tree("serve_vllm")
+    space, told = found.data["auto_tuner"]["space"], notes(found)
+    assert space["block_size"] == [16, 32]
+    assert "swap_space" not in space
+    assert space["instances"] == "auto"
+    assert space["max_num_seqs"] == [64, 128]
+    assert space["enforce_eager"] == [True, False]
+    at = "experiment.auto_tuner.space"
+    assert "8 is dropped" in told[f"{at}.vllm.block_size"]
+    assert "0.18" in told[f"{at}.vllm.swap_space"]
+    assert "ignored by FlagScale" in told[f"{at}.max_num_seqs"]
+    assert "tried by vllm" in told[f"{at}.enforce_eager"]
+    assert "no knob" in told[f"{at}.no_such_knob"]
+    spec = parse_spec(found.data, file="x", base=Path())
+    assert spec.objective == "output_tokens_per_s"
+    assert spec.serve.engine_args["max_model_len"] == 4096
+    assert not {"host", "port", "served_model_name"} & spec.serve.engine_args.keys()
+    (load,) = spec.serve.loads
+    assert (load.range_ratio, load.prefix_len, load.request_rate) == (0.5, 0, float("inf"))
+
+
+def test_a_llama_cpp_tree_finds_its_weights_and_shares_one_context(folder: Path) -> None:
+    (folder / "b.gguf").touch()
+    (folder / "a.gguf").touch()
+    found = tree("serve_llama_cpp")
+    assert found.data["model"] == str(folder / "a.gguf")
+    assert found.data["serve"]["engine"] == "llamacpp"
+    assert found.data["auto_tuner"]["objective"] == "tpot_s"
+    wanted = {"ctx_size": 1000, "parallel": 2, "kv_cache_type": "q8_0", "threads": 1}
+    assert found.data["serve"]["engine_args"] == wanted
+
+
+def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they_have_none() -> None:
+    more = ("experiment.auto_tuner.engines=[vllm,sglang]", "+experiment.auto_tuner.space.sglang.instace=[1]")
+    data = tree("serve_vllm", *more).data
+    assert data["serve"]["engine"] == ["vllm", "sglang"]
+    space = data["auto_tuner"]["space"]
+    assert space["sglang"] == {"instances": [1], "enforce_eager": [True, False], "context_len": 4096}
+    assert space["vllm"]["gpu_memory_utilization"] == 0.9
+    bare = tree("serve_vllm", "~experiment.auto_tuner.space", "experiment.auto_tuner.engines=sglang").data
+    assert bare["auto_tuner"]["space"]["page_size"] == [32, 64, 128]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_key_of_a_tree_is_used_or_told(name: str) -> None:
+    """A key that nobody has heard of is told wherever it is put."""
+    before = tree(name)
+    sections = {"experiment", "experiment.auto_tuner", "experiment.auto_tuner.control", "experiment.runner"}
+    if name in TRAIN:
+        sections |= {"train.model", "train.system", "train.data", "experiment.auto_tuner.space"}
+    after = tree(name, *(f"+{section}.zzz={place}" for place, section in enumerate(sections)))
+    assert after.data == before.data
+    told = " ".join(note.key for note in after.notes)
+    assert told.count("zzz") == len(sections)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_written_spec_reads_back_with_a_comment_for_every_note(name: str) -> None:
+    found = tree(name)
+    text = found.as_yaml()
+    assert yaml.safe_load(text) == found.data
+    comments = " ".join(line.strip().removeprefix("#").strip() for line in text.splitlines() if "#" in line)
+    assert [note for note in found.notes if " ".join(str(note).split()) not in comments] == []
+
+
+def test_a_value_that_cannot_be_resolved_is_told() -> None:
+    assert "cannot be resolved" in notes(tree("train_dense"))["train.data.data_path"]
+
+
+def test_interpolations_and_overrides_are_hydras() -> None:
+    data = tree("train_dense", "train.model.seq_length=512", "experiment.auto_tuner.space.micro_batch_size=[8]").data
+    assert data["train"]["seq_length"] == 512
+    assert data["auto_tuner"]["space"]["micro_batch_size"] == [8]
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "says"),
+    [
+        ("train_dense", "action=stop", "action"),
+        ("train_dense", "no.such.key=1", "composed by hydra"),
+        ("train_dense", "train=nothing", "composed by hydra"),
+        ("train_dense", "~experiment.auto_tuner", "experiment.auto_tuner"),
+        ("train_dense", "~train.data.tokenizer.vocab_size", "vocab_size"),
+        ("train_dense", "~train.model.global_batch_size", "global_batch_size"),
+        ("train_dense", "experiment.runner.nnodes=many", "nnodes"),
+        ("train_dense", "experiment.task.type=rl", "task.type"),
+        ("serve_vllm", "experiment.auto_tuner.engines=[tgi]", "tgi"),
+        ("serve_vllm", "experiment.auto_tuner.performance.metric=speed", "metric"),
+        ("serve_vllm", "serve=[]", "serve"),
+    ],
+)
+def test_a_tree_that_cannot_be_tuned_is_refused_in_one_line(name: str, override: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as caught:
+        tree(name, override)
+    assert "\n" not in str(caught.value)
+
+
+def test_knobs_are_those_of_the_engines() -> None:
+    engines = {"vllm": vllm_knobs, "sglang": sglang_knobs, "llamacpp": llama_knobs}
+    assert {name: set(knobs) for name, knobs in KNOBS.items()} == {
+        name: {knob.name for knob in module.KNOBS} for name, module in engines.items()
+    }
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_training_tree_is_estimated_for_a_chip_that_is_not_here(name: str, folder: Path) -> None:
+    pytest.importorskip("flagcore_nvidia")
+    given = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")
+    done = flag("estimate", *given, "action=auto_tune", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "FlagScale's experiment.exp_dir" in done.stderr
+    assert json.loads(done.stdout)[0]["step_time_s"]["value"] > 0
+
+
+def test_a_vllm_tree_is_estimated_on_cpu_with_a_model_of_ones_own(folder: Path) -> None:
+    given = ("--config-path", "serve_vllm", "--config-name", "tune", "--chip", "cpu", "--json")
+    done = flag("estimate", *given, "serve.0.engine_args.model=./model", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+
+
+def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path) -> None:
+    given = ("import", "flagscale", "train_dense", "--config-name", "tune", "-o", "spec.yaml")
+    done = flag(*given, cwd=folder)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert parse_spec(yaml.safe_load((folder / "spec.yaml").read_text()), file="x", base=folder)
+    assert flag(*given, cwd=folder).returncode == 2
+
+
+def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    sizes = ("--layers", "2", "--hidden", "128", "--heads", "4", "--kv-heads", "2", "--ffn", "256", "--context", "1024")
+    tiny = [sys.executable, str(ROOT / "examples" / "tiny_gguf.py"), str(folder / "tiny.gguf"), *sizes]
+    subprocess.run(tiny, check=True, timeout=60)
+    given = ("--config-path", "serve_llama_cpp", "--config-name", "tune", "--no-plugin", "nvidia")
+    control = ("+experiment.auto_tuner.control.max_time=120",)
+    done = flag("tune", *given, "--run-dir", "run", *control, "action=auto_tune", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    result: Any = json.loads((folder / "run" / "result.json").read_text())
+    threads = {each["candidate"]["threads"] for each in result["trials"] if each["state"] == "measured"}
+    assert threads == {1, 2}
+    assert "llama_cpp is called llamacpp" in done.stderr
