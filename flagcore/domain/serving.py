@@ -68,7 +68,7 @@ class ServeSpec:
     what the engine loads: a Hugging Face directory or a GGUF file; None can be predicted, not run. `command` starts
     one server in `directory`, None means the engine's own program. `cards` bounds the devices that a candidate may
     use, None is all of them. `engine_version` None is the installed one. Each load point is sent `repeats` times in one
-    launch.
+    launch, by flagcore's own client or, with one load point, by the command `client`, which leaves a `report`.
     """
 
     engine: str
@@ -82,3 +82,5 @@ class ServeSpec:
     cards: int | None = None
     engine_version: str | None = None
     repeats: int = 1
+    client: tuple[str, ...] | None = None
+    report: str = "report.json"

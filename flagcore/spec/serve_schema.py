@@ -90,6 +90,15 @@ class SloSection(Section):
     """Time of a whole answer."""
 
 
+class ClientSection(Section):
+    """Another client in place of flagcore's own, whose report is read: guidellm, aiperf, vLLM's or SGLang's."""
+
+    command: Annotated[list[Text], Field(min_length=1)]
+    """Its command, one word an item, run without a shell; {url}, {model} and {report} are filled in."""
+    report: Word = "report.json"
+    """Name of the file that it writes, in the folder in which it runs."""
+
+
 class ServeSection(Section):
     """The serving job."""
 
@@ -105,6 +114,8 @@ class ServeSection(Section):
     """What must be kept."""
     repeats: Devices = 1
     """How often each load point is sent in one launch, with fresh prompts."""
+    client: ClientSection | None = None
+    """Another client that loads the servers, as its own command says; null: flagcore's, as profile says."""
     weights: Text | None = None
     """Path of the weights (Hugging Face directory or GGUF file); null: the model's own path."""
     command: Annotated[list[Text], Field(min_length=1)] | None = None

@@ -29,12 +29,26 @@ def serve_of(
         engine_args=dict(section.engine_args),
         slo=slo_of(section.slo),
         repeats=section.repeats,
+        **_client(section, file),
         weights=str((base / weights).resolve()) if weights else None,
         command=tuple(section.command) if section.command else None,
         directory=str(directory) if section.command else None,
         cards=cards,
         engine_version=section.engine_version,
     )
+
+
+def _client(section: ServeSection, file: str) -> dict[str, Any]:
+    if section.client is None:
+        return {}
+    several = section.profile.concurrency, section.profile.request_rate
+    if any(isinstance(each, list) and len(each) > 1 for each in several):
+        problem, fix = "is one load point, but serve.profile has several", "give one number there, for the prediction"
+        raise spec_error("serve.client", problem, fix=fix, file=file)
+    if "/" in section.client.report:
+        problem, fix = "is a path", "give the name of a file: the client runs in a folder of its own"
+        raise spec_error("serve.client.report", problem, value=section.client.report, fix=fix, file=file)
+    return {"client": tuple(section.client.command), "report": section.client.report}
 
 
 def slo_of(section: SloSection) -> dict[str, float]:

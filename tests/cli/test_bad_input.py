@@ -216,7 +216,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
     "an id that is no number": ('{"id": NaN}', "invalid"),
     "an id of half a character": ({**JOB, "id": "\ud800"}, "invalid"),
     "an unknown kind": ({**JOB, "kind": "bake"}, "invalid"),
-    "a kind that comes later": ({**JOB, "kind": "serve"}, "unknown"),
+    "a server without a load": ({**JOB, "kind": "serve"}, "invalid"),
     "an unknown chip": ({**JOB, "cluster": {**JOB["cluster"], "chip": "x"}}, "unknown"),  # type: ignore[dict-item]
     "uneven nodes": ({**JOB, "cluster": {"chip": "cpu", "devices": 3, "devices_per_node": 2}}, "invalid"),
     "an unknown schedule": ({**JOB, "candidate": {"pipeline_schedule": "zigzag"}}, "unknown"),

@@ -32,7 +32,11 @@ BASE["model"]["v_head_dim"] = 128
 
 SERVE_BASE: dict[str, Any] = {
     "model": BASE["model"],
-    "serve": {"engine": "vllm", "profile": {}, "slo": {"ttft_s": {}, "tpot_s": {}, "itl_s": {}, "e2e_s": {}}},
+    "serve": {
+        "engine": "vllm",
+        "profile": {},
+        "slo": {"ttft_s": {}, "tpot_s": {}, "itl_s": {}, "e2e_s": {}},
+    },
     "auto_tuner": {"control": {}},
 }
 
@@ -93,6 +97,8 @@ def check_row(
     data: dict[str, Any] = yaml.safe_load(yaml.safe_dump(base))
     if path[:-1] == ("cluster", "groups"):
         data["cluster"] = {"groups": {"chip": "C550"}}
+    if path[:2] == ("serve", "client"):
+        data["serve"]["client"] = {"command": ["x"]}
     place = data
     for key in path[:-1]:
         place = place[key]

@@ -61,6 +61,8 @@ def launch(
             vocab_size=platform.task.spec.model.vocab_size,
             timeout_s=platform.task.spec.control.max_time_per_task,
             repeats=serve.repeats,
+            client=serve.client,
+            report=serve.report,
             asked=_told(platform, engine, candidate),
             slo=serve.slo,
             patterns=platform.failure_patterns,

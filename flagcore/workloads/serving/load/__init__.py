@@ -1,7 +1,18 @@
 """Requests as clients send them: prompts, arrivals, the client, and what is measured of the answers."""
 
 from flagcore.workloads.serving.load.figures import Repeats, goodput, over_repeats
+from flagcore.workloads.serving.load.reports import read_report
 from flagcore.workloads.serving.load.result import Answer, LoadResult, ProblemKind, Target
 from flagcore.workloads.serving.load.sending import measure
 
-__all__ = ["Answer", "LoadResult", "ProblemKind", "Repeats", "Target", "goodput", "measure", "over_repeats"]
+__all__ = [
+    "Answer",
+    "LoadResult",
+    "ProblemKind",
+    "Repeats",
+    "Target",
+    "goodput",
+    "measure",
+    "over_repeats",
+    "read_report",
+]

@@ -34,7 +34,8 @@ class Job:
 
     `engine` is where its adapter is, as module:attribute. All `loads` are run `repeats` times in one launch. `asked` is
     what must be read back by knob; a knob whose value is None was left to the engine. `slo` bounds the figures of a
-    request that counts as good, by figure. All is over `timeout_s` seconds after the start.
+    request that counts as good, by figure. `client` is another client's command, which writes `report`. All is over
+    `timeout_s` seconds after the start.
     """
 
     engine: str
@@ -48,6 +49,8 @@ class Job:
     patterns: tuple[FailurePattern, ...] = ()
     directory: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    client: tuple[str, ...] | None = None
+    report: str = ""
 
 
 def as_text(job: Job) -> str:
@@ -71,6 +74,7 @@ def read_job(folder: Path) -> Job:
                     for each in data["instances"]
                 ),
                 "loads": tuple(load_of(load) for load in data["loads"]),
+                "client": data.get("client") and tuple(data["client"]),
                 "patterns": tuple(
                     FailurePattern(**{**each, "state": TrialState(each["state"])}) for each in data["patterns"]
                 ),

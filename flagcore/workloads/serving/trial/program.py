@@ -17,6 +17,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.workloads.serving.engines.contract import Engine
 from flagcore.workloads.serving.load import LoadResult, ProblemKind, Target, goodput, measure
+from flagcore.workloads.serving.trial.client import ask_client
 from flagcore.workloads.serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore.workloads.serving.trial.job import METRICS, Job, plain_load
 from flagcore.workloads.serving.trial.servers import PORT_TRIES, PortTaken, Server
@@ -41,7 +42,7 @@ def run(job: Job, folder: Path) -> None:
     engine: Engine = resolve_name(job.engine)
     with _running(job, engine, folder, deadline) as servers:
         effective = _read_back(engine, servers, job.asked)
-        points = _loaded(job, servers, deadline)
+        points = _loaded(job, servers, folder, deadline)
         counters = [_counters(engine, server) for server in servers]
         _must_live(servers, "after the load")
         metrics = {
@@ -108,7 +109,7 @@ def _read_back(engine: Engine, servers: Sequence[Server], asked: Mapping[str, Kn
     return effective
 
 
-def _loaded(job: Job, servers: Sequence[Server], deadline: float) -> list[dict[str, Any]]:
+def _loaded(job: Job, servers: Sequence[Server], folder: Path, deadline: float) -> list[dict[str, Any]]:
     """Return what each load point gave in each repeat. A round of all load points is one repeat.
 
     Prompts differ between points and repeats, so that no cache knows them, and are the same for each candidate.
@@ -122,6 +123,12 @@ def _loaded(job: Job, servers: Sequence[Server], deadline: float) -> list[dict[s
             name = f"load {place + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
             say(name)
             before = sum(server.cpu_seconds() for server in servers)
+            if job.client is not None:
+                where = folder / f"client-{repeat}"
+                told, took = ask_client(job.client, job.report, servers, model, where, deadline, name)
+                _must_live(servers, f"during {name}")
+                points[place]["repeats"].append({"figures": told, "duration_s": took})
+                continue
             found = _measured(job, servers, targets, load, model, deadline, name, seed=1 + place * job.repeats + repeat)
             spent = sum(server.cpu_seconds() for server in servers) - before
             figures = {**found.figures, "engine_cpu_s": spent}
