@@ -76,7 +76,7 @@ def csv_rows(text: str, fields: Sequence[str], known: Sequence[str]) -> list[dic
 
 
 def csv_row(given: Mapping[str, str], place: int) -> Row | None:
-    """Return the device of one line of a CSV query in nvidia-smi's names of fields; None without index and name.
+    """Return the device of one line of a CSV query in the usual names of fields; None without index and name.
 
     Units after the numbers do not matter. `place` stands for an index that was not asked for.
     """
@@ -115,7 +115,7 @@ CSV_FIELDS = (
 
 
 def listed(text: str) -> tuple[Row, ...]:
-    """Return the devices of `-L` in nvidia-smi's form, which tells no memory: `GPU 0: NAME (UUID: GPU-...)`."""
+    """Return the devices of `-L` in its usual form, which tells no memory: `GPU 0: NAME (UUID: GPU-...)`."""
     lines = re.finditer(r"^GPU (\d+): (\S.*?) \(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
     return tuple(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[3])) for line in lines)
 
