@@ -84,6 +84,21 @@ def test_on_one_node_the_spec_is_what_the_trial_program_can_run() -> None:
     assert "trial program cannot" in notes(found)["train.model.overlap_grad_reduce"]
 
 
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("train.system.tensor_model_parallel_size=3", "does not divide 8 devices"),
+        ("train.model.micro_batch_size=3", "12 samples at once"),
+        ("+train.system.pipeline_model_parallel_size=8", "does not divide 8"),
+        ("train.model.num_layers=27", ""),
+    ],
+)
+def test_sizes_that_cannot_run_are_no_baseline(override: str, why: str) -> None:
+    found = tree("train_dense", override)
+    assert ("baseline" in found.data["auto_tuner"]) == (not why)
+    assert why in notes(found).get("train.system", "")
+
+
 def test_a_tree_of_experts_over_nodes_keeps_all_settings_for_the_prediction() -> None:
     spec = parse_spec(tree("train_moe").data, file="x", base=Path())
     assert (spec.cluster.nodes, spec.cluster.hosts) == (2, ("node-a", "node-b"))

@@ -57,8 +57,8 @@ def checked_experiment(source: Source) -> None:
         raise spec_error(_TUNER, "is missing", fix=fix, file=source.file)
     deploy = source.take("experiment.deploy")
     if deploy is not None:
-        runner = experiment.setdefault("runner", {})
-        runner["deploy"] = {**deploy, **(runner.get("deploy") or {})} if isinstance(deploy, dict) else deploy
+        runner = experiment["runner"] = dict(experiment.get("runner") or {})
+        runner.setdefault("deploy", deploy)
         source.note("experiment.deploy", "taken as experiment.runner.deploy, where it is in newer trees")
     action = source.take("action")
     if action not in (None, "auto_tune"):
@@ -73,8 +73,8 @@ def drop_the_rest(source: Source) -> None:
         source.drop(f"{_RUNNER}.{key}", _STARTS)
 
 
-def cluster(source: Source) -> tuple[dict[str, Any], int]:
-    """Return the section `cluster` but for memory, and the number of nodes. Raises SpecError."""
+def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
+    """Return the section `cluster` but for memory, the number of nodes, and devices of each. Raises SpecError."""
     nodes = _first_number(source, f"{_RUNNER}.nnodes", 1)
     devices = _first_number(source, f"{_RUNNER}.nproc_per_node", 8)
     hostfile = source.take(f"{_RUNNER}.hostfile")
@@ -82,8 +82,13 @@ def cluster(source: Source) -> tuple[dict[str, Any], int]:
     if hostfile:
         kept = _hosts(source, Path(str(hostfile)), nodes)
         if kept:
-            return {**found, "hostfile": kept}, nodes
-    return {**found, "nodes": nodes, "devices_per_node": devices}, nodes
+            path, slots = kept
+            return (
+                {**found, "hostfile": path, **({} if slots else {"devices_per_node": devices})},
+                nodes,
+                slots or devices,
+            )
+    return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices
 
 
 def environment(source: Source) -> dict[str, str | int]:
@@ -127,8 +132,8 @@ def _first_number(source: Source, key: str, default: int) -> int:
     return int(first)
 
 
-def _hosts(source: Source, path: Path, nodes: int) -> str | None:
-    """Return the absolute path of the host file if it has `nodes` hosts; None, and why, if the numbers count."""
+def _hosts(source: Source, path: Path, nodes: int) -> tuple[str, int | None] | None:
+    """Return the absolute path of the host file and its slots, or None where it does not have `nodes` hosts."""
     from flagcore.spec.hostfile import read_hosts
 
     key, at = f"{_RUNNER}.hostfile", "cluster"
@@ -138,10 +143,10 @@ def _hosts(source: Source, path: Path, nodes: int) -> str | None:
         )
         source.note(key, text, at)
         return None
-    hosts = read_hosts(path, file=source.file)[0]
+    hosts, slots = read_hosts(path, file=source.file)
     if len(hosts) != nodes:
         text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
         source.note(key, text, at)
         return None
     source.note(key, "its hosts and slots count, before nnodes and nproc_per_node; of a type give cluster.chip", at)
-    return str(path.resolve())
+    return str(path.resolve()), slots

@@ -45,7 +45,7 @@ def serving(source: Source) -> dict[str, Any]:
         arguments.into_spaces(source, given, spaces)
     serve["profile"] = _profile(source, item)
     _drop_resources(source, item)
-    machines, nodes = cluster(source)
+    machines, nodes, _ = cluster(source)
     if engines == ["llamacpp"] and nodes == 1 and machines.pop("devices_per_node", None):
         text = "dropped: devices are those that are found, cores where there is no accelerator; threads are cores"
         source.note("experiment.runner.nproc_per_node", text, "cluster")

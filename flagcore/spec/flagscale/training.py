@@ -40,7 +40,7 @@ def training(source: Source) -> dict[str, Any]:
         source.note("train.system.hetero", text, "cluster")
     source.drop("train.system.hetero", "it is off, or beyond what cluster.groups can tell", "cluster")
     flat = Flat(source, ("train.system", "train.model"))
-    machines, nodes = cluster(source)
+    machines, nodes, devices = cluster(source)
     model = shape(flat, flat.take("vocab_size", vocabulary))
     baseline = _baseline(flat, bool(model.get("num_moe_experts")))
     sizes = {key: flat.take(key) for key in ("seq_length", "global_batch_size")}
@@ -51,7 +51,12 @@ def training(source: Source) -> dict[str, Any]:
     tuner: dict[str, Any] = {}
     if space := _space(source, SPACE_KNOBS.keys()):
         tuner["space"] = space
-    tuner |= {"baseline": baseline, "control": _control(source), "objective": _objective(source)}
+    if why := _cannot_run(baseline, train, model, nodes * devices):
+        text = f"is no baseline here, for it cannot run: {why}; an expert's rule of thumb takes its place"
+        source.note("train.system", text, "auto_tuner")
+    else:
+        tuner["baseline"] = baseline
+    tuner |= {"control": _control(source), "objective": _objective(source)}
     source.drop(
         f"{_TUNER}.algo", "strategy is learned, and ends when little is to be gained; grid tries all", "auto_tuner"
     )
@@ -83,6 +88,23 @@ def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
         found["use_recompute"] = False
     flat.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
     return found
+
+
+def _cannot_run(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
+    """Return why a tree's own sizes do not go with its devices, batch and layers; nothing if they may."""
+    tensor, stages, context = (baseline.get(key, 1) for key in _SIZES[:3])
+    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], model["num_layers"])
+    if not all(type(each) is int and each > 0 for each in numbers):
+        return ""  # the spec's own rules say so better
+    if devices % (tensor * stages * context):
+        return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
+    at_once = devices // (tensor * stages * context) * baseline["micro_batch_size"]
+    if train["global_batch_size"] % at_once:
+        return f"{at_once} samples at once do not divide a global batch of {train['global_batch_size']}"
+    split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
+    if model["num_layers"] % stages and not split:
+        return f"{model['num_layers']} layers do not divide over {stages} stages"
+    return ""
 
 
 def _space(source: Source, known: Any) -> dict[str, Any]:
