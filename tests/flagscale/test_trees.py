@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,11 @@ import yaml
 from flagcore.errors import SpecError
 from flagcore.spec import parse_spec
 from flagcore.spec.flagscale import Imported, read_tree
+from flagcore.spec.flagscale.compose import compose
 from flagcore.spec.flagscale.engines import KNOBS
+from flagcore.spec.flagscale.serving import serving
+from flagcore.spec.flagscale.source import Source
+from flagcore.spec.flagscale.training import training
 from flagcore.workloads.megatron import launching
 from flagcore.workloads.serving.engines import llama_knobs, sglang_knobs, vllm_knobs
 
@@ -227,6 +234,28 @@ def test_a_tree_that_cannot_be_tuned_is_refused_in_one_line(name: str, override:
     with pytest.raises(SpecError, match=says) as caught:
         tree(name, override)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_odd_value_anywhere_ends_in_a_spec_or_in_a_spec_error(name: str) -> None:
+    whole, _ = compose(Path(name), "tune", (), file="x")
+    translate = training if name in TRAIN else serving
+    for path in _paths(whole):
+        for odd in ("x", [1], 0):
+            changed = copy.deepcopy(whole)
+            section: Any = changed
+            for part in path[:-1]:
+                section = section[part]
+            section[path[-1]] = odd
+            with contextlib.suppress(SpecError):
+                parse_spec(translate(Source(changed, file="x")), file="x", base=Path())
+
+
+def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from _paths(value, (*at, key))
 
 
 def test_knobs_are_those_of_the_engines() -> None:

@@ -57,8 +57,7 @@ def checked_experiment(source: Source) -> None:
         raise spec_error(_TUNER, "is missing", fix=fix, file=source.file)
     deploy = source.take("experiment.deploy")
     if deploy is not None:
-        runner = experiment["runner"] = dict(experiment.get("runner") or {})
-        runner.setdefault("deploy", deploy)
+        experiment["runner"] = {"deploy": deploy, **source.section("experiment.runner")}
         source.note("experiment.deploy", "taken as experiment.runner.deploy, where it is in newer trees")
     action = source.take("action")
     if action not in (None, "auto_tune"):
@@ -125,7 +124,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
     """Return a number, or the first of a text such as `1:2`."""
     given = source.take(key, default)
     first = str(given).partition(":")[0]
-    if isinstance(given, bool) or not first.isdigit():
+    if isinstance(given, bool) or not first.isdecimal() or int(first) < 1:
         raise spec_error(key, "must be a whole number", value=given, fix=f"use {default}", file=source.file)
     if first != str(given):
         source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")

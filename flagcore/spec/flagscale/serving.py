@@ -90,13 +90,13 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
         source.note(key, text, at)
     found = []
     for name in asked if isinstance(asked, list) else [asked]:
-        if name not in ENGINES:
+        if not isinstance(name, str) or name not in ENGINES:
             fix = f"use {', '.join(list(ENGINES)[:3])}"
             raise spec_error(key, "is no engine that flagcore knows", value=name, fix=fix, file=source.file)
         if name != ENGINES[name]:
             source.note(key, f"{name} is called {ENGINES[name]}", at)
         found.append(ENGINES[name])
-    if own is not None and ENGINES.get(own, own) not in found:
+    if own is not None and ENGINES.get(str(own)) not in found:
         source.note("serve[0].engine", f"dropped ({own}): auto_tuner.engines counts", at)
     return list(dict.fromkeys(found))
 
@@ -217,7 +217,7 @@ def _drop_resources(source: Source, item: dict[str, Any]) -> None:
 def _objective(source: Source) -> str:
     metric, order = source.take(f"{_PERFORMANCE}.metric", "itl"), source.take(f"{_PERFORMANCE}.order")
     key, at = f"{_PERFORMANCE}.metric", "auto_tuner.objective"
-    if metric not in _OBJECTIVES:
+    if not isinstance(metric, str) or metric not in _OBJECTIVES:
         fix = f"use {', '.join(list(_OBJECTIVES)[:6])}"
         raise spec_error(key, "is no metric of FlagScale's", value=metric, fix=fix, file=source.file)
     found = _OBJECTIVES[metric]

@@ -25,6 +25,8 @@ def shape(flat: Flat, vocabulary: object) -> dict[str, Any]:
     for key in ("num_layers", "hidden_size", "num_attention_heads"):
         if key not in found:
             raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=flat.source.file)
+        if not isinstance(found[key], int):
+            raise spec_error(f"train.model.{key}", "must be a number", value=found[key], file=flat.source.file)
     found["vocab_size"] = vocabulary
     gated = bool(flat.take("swiglu"))
     found["gated_linear_unit"] = gated
