@@ -374,6 +374,7 @@ class Event:
     """Something that the user may want to see. The command line draws it, tests count it.
 
     `kind` is trial_started or trial_finished; `seconds_left` estimates the rest of the run, repeats included.
+    `objective` is that of the run.
     """
 
     kind: str
@@ -382,6 +383,7 @@ class Event:
     trials_planned: int
     seconds_left: float | None
     best: Trial | None
+    objective: str = ""
 
 
 class OnEvent(Protocol):

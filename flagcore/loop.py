@@ -238,5 +238,6 @@ class _Session:
             trials_planned=min(self.control.max_trials, len(self.problem.space)),
             seconds_left=seconds_left(self.control, self.lessons, len(self.problem.space), self.elapsed),
             best=self.lessons.best,
+            objective=self.problem.platform.task.spec.objective,
         )
         self.parts.on_event(event)

@@ -127,6 +127,8 @@ def _why_nothing_fits(problem: Problem) -> str:
     """Return one line: what each rule took, how close the closest candidate came, and who chose the hardware."""
     space, predictions, pruned = problem.space, problem.predictions, problem.pruned
     counts = ", ".join(f"{name} {int((pruned.rule == place + 1).sum()):,}" for place, name in enumerate(pruned.rules))
+    if limits := _limits_broken(problem):
+        return f"none of {len(space):,} candidates is left: {counts}; {limits}"
     capacity = 1.0 if predictions.capacity_bytes is None else predictions.capacity_bytes
     row = int(np.argmin(np.nan_to_num(predictions.device_used_bytes / capacity, nan=np.inf)))
     need, have = predictions.device_used_bytes[row] / 2**30, (predictions.row(row).capacity_bytes or 0) / 2**30
@@ -135,6 +137,20 @@ def _why_nothing_fits(problem: Problem) -> str:
         f"none of {len(space):,} candidates is left: {counts}; the smallest needs ~{need:.2f} GiB a device "
         f"of {have:.2f} GiB{_budget_from(problem.platform.task)}: {given}{_found_here(problem.platform.task)}"
     )
+
+
+def _limits_broken(problem: Problem) -> str:
+    """Return which limits nothing that fits is predicted to keep, and what comes nearest; nothing if some does."""
+    space, predictions = problem.space, problem.predictions
+    limits = {name: most for name, most in problem.platform.task.spec.limits.items() if name in predictions.figures}
+    rows = np.flatnonzero(predictions.fits)
+    if not limits or not rows.size or predictions.keeps(limits)[rows].any():
+        return ""
+    missed = np.max([predictions.figures[name][rows] / most for name, most in limits.items()], axis=0)
+    row = int(rows[np.argmin(np.nan_to_num(missed, nan=np.inf))])
+    given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
+    told = ", ".join(f"{name} ~{predictions.figures[name][row]:.4g} s of {most:g} s" for name, most in limits.items())
+    return f"nothing is predicted to keep the limits; the nearest would have {told}: {given}"
 
 
 def _budget_from(task: Task) -> str:

@@ -151,7 +151,7 @@ def _pose(
         raise UsageError(f"--chip {chip} goes with a spec of one chip, but {spec_file} gives cluster.groups")
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
-    workload = plugins.workload(spec.work.engine)
+    workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = pose(spec, loaded, workload)
     tell_of_problem(problem, workload)

@@ -112,7 +112,6 @@ class _Jobs:
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model = loaded, with_model
         self._platform = lru_cache(maxsize=None)(self._ask)
-        self._workload = lru_cache(maxsize=None)(plugins.workload)
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
         """Return status and figures of each line."""
@@ -145,7 +144,7 @@ class _Jobs:
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
         cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine
-        platform, workload = self._platform(*cluster), self._workload(job.work.engine)
+        platform, workload = self._platform(*cluster), plugins.workload_of(job.work)
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")

@@ -62,7 +62,7 @@ def probe(
         raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
-    workload, launcher = plugins.workload(spec.work.engine), plugins.launcher("local")
+    workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
     workload.ready(spec, probe=True)
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:

@@ -86,7 +86,7 @@ def _tune(
     if fidelity is not None:
         spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
         data = _with_fidelity(data, fidelity)
-    workload = plugins.workload(spec.work.engine)
+    workload = plugins.workload_of(spec.work)
     launcher, strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
     _ready(workload, spec)
     directory = RunDirectory(run_dir)

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.trial import PROBE, Measurement, Role
-from flagcore.report.served import short_line
+from flagcore.report.served import objective_text, short_line
 from flagcore.report.text import candidate_text, state_text
 
 
@@ -39,10 +39,11 @@ def line(event: Event) -> str:
     if event.kind == "trial_started":
         step, figure = trial.predicted.get("step_time_s"), trial.predicted.get("objective")
         guess = f", predicted ~{step['value']:.3g} s" if isinstance(step, dict) else ""
-        guess = f", predicted ~{figure['value']:.4g}" if isinstance(figure, dict) else guess
+        if isinstance(figure, dict):
+            guess = f", predicted ~{objective_text(event.objective, figure['value'])}"
         return f"{what} starts: {candidate_text(trial.candidate)}{guess}"
     timed = trial.measurement if not trial.state.failed else None
-    said = _step(timed, " a step") if timed else trial.reason or ""
+    said = _step(timed, event.objective, " a step") if timed else trial.reason or ""
     return f"{what} {state_text(trial)}: {said}  [{_state(event)}]"
 
 
@@ -51,14 +52,14 @@ def _state(event: Event) -> str:
     if event.seconds_left is not None:
         parts.append(f"at most ~{event.seconds_left / 60:.1f} min left")
     if event.best and event.best.measurement:
-        parts.append(f"best {_step(event.best.measurement)} (trial {event.best.number})")
+        parts.append(f"best {_step(event.best.measurement, event.objective)} (trial {event.best.number})")
     return ", ".join(parts)
 
 
-def _step(measured: Measurement, what: str = "") -> str:
+def _step(measured: Measurement, objective: str, what: str = "") -> str:
     """Return a measurement in a few words; `~` marks what is modelled in part."""
     if measured.figures:
-        return short_line(measured)
+        return short_line(measured, objective)
     return f"{'~' if measured.modelled_s is not None else ''}{measured.step_time_s:.3g} s{what}"
 
 

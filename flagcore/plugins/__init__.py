@@ -7,7 +7,7 @@ Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
 from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, load_plugins
 from flagcore.plugins.loading import Plugin
-from flagcore.plugins.named import LAUNCHERS, STRATEGIES, WORKLOADS, launcher, names, strategy, workload
+from flagcore.plugins.named import LAUNCHERS, STRATEGIES, WORKLOADS, launcher, names, strategy, workload, workload_of
 
 __all__ = [
     "DISABLE_VARIABLE",
@@ -23,4 +23,5 @@ __all__ = [
     "names",
     "strategy",
     "workload",
+    "workload_of",
 ]

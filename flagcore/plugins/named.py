@@ -7,6 +7,8 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from flagcore.contracts import Launcher, Strategy, Workload
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins.answers import behaviour
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
@@ -24,6 +26,19 @@ def names(group: str) -> tuple[str, ...]:
 def workload(name: str) -> Workload:
     """Return the engine called `name`. Raises SpecError if nobody has it, NoDevice if it is broken."""
     found: Workload = _named(WORKLOADS, "engine", name, Workload)
+    return found
+
+
+def workload_of(work: TrainSpec | ServeSpec) -> Workload:
+    """Return the engine that does `work`. Raises like `workload`, and SpecError for one that does other work.
+
+    An engine that does not tell its `kind` trains.
+    """
+    found, kind = workload(work.engine), "serve" if isinstance(work, ServeSpec) else "train"
+    if getattr(found, "kind", "train") != kind:
+        does = {"serve": "trains", "train": "serves"}[kind]
+        problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
+        raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
     return found
 
 

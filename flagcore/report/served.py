@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.domain.objective import SERVING, figure_name, is_rate, told
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.objective import SERVING, figure_name, is_rate, seconds, told
 from flagcore.domain.plan import Plan
 from flagcore.domain.serving import LATENCIES, RATES
 from flagcore.domain.trial import Measurement, Trial
-from flagcore.report.formats import lookup
+from flagcore.report.formats import lookup, table
 
 SHORT_RATES = {
     "output_tokens_per_s": "output tok/s",
@@ -18,6 +19,7 @@ SHORT_RATES = {
     "goodput_requests_per_s": "good req/s",
     "output_tokens_per_s_per_device": "output tok/s/dev",
 }
+FRONT = ("output_tokens_per_s", "tpot_s.p50", "ttft_s.p50", "ttft_s.p99")
 SHORT_LATENCIES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL", "e2e"), strict=True))
 
 
@@ -42,7 +44,8 @@ def objective_text(objective: str, figure: float) -> str:
 def figures_line(measured: Measurement, objective: str) -> str:
     """Return the figures of a measurement in one line: the objective first."""
     own = figure_name(objective)
-    figures = [objective_text(objective, told(objective, measured.step_time_s))]
+    where = _load_of(measured, own)
+    figures = [objective_text(objective, told(objective, measured.step_time_s)) + (f" at {where}" if where else "")]
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != own]
     figures += [f"{_number(measured.figures[name])} {SHORT_RATES[name]}" for name in rates if name in measured.figures]
     for name, short in SHORT_LATENCIES.items():
@@ -53,10 +56,11 @@ def figures_line(measured: Measurement, objective: str) -> str:
     return "; ".join(figures)
 
 
-def short_line(measured: Measurement) -> str:
-    """Return the figures of a measurement that fit beside others in a line of progress."""
+def short_line(measured: Measurement, objective: str) -> str:
+    """Return the figures of a measurement that fit beside others in a line of progress, the objective first."""
+    said = [objective_text(objective, told(objective, measured.step_time_s))]
     rate = measured.figures.get("output_tokens_per_s")
-    said = [f"{_number(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate else []
+    said += [f"{_number(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
     for name in ("ttft_s", "tpot_s"):
         middle = measured.figures.get(f"{name}.p50")
         said += [f"{SHORT_LATENCIES[name]} {_number(middle)} s"] if middle is not None else []
@@ -75,18 +79,57 @@ def name_of(figure: str) -> str:
 
 
 def limit_lines(plan: Plan) -> list[str]:
-    """Return what the limits are and what they cost: how much faster the fastest that breaks them is."""
+    """Return what the limits are and what they cost: how much better the best load point that breaks them is."""
     if not plan.limits:
         return []
     lines = [f"  it keeps {limits_text(plan.limits)}"]
-    best, fastest = plan.best, plan.fastest
-    if best is None or fastest is None or best.measurement is None or fastest.measurement is None:
+    best, name = plan.best, figure_name(plan.objective)
+    if best is None or best.measurement is None:
         return lines
-    if fastest.candidate == best.candidate:
-        return [*lines, "  the limits cost nothing: it is the fastest of all that ran"]
-    cost = best.measurement.step_time_s / fastest.measurement.step_time_s - 1.0
-    why = "; ".join(fastest.measurement.broken) or "it broke them when it ran again"
-    return [*lines, f"  the limits cost {cost:.1%}: trial {fastest.number} is that much better, but {why}"]
+    free = [
+        (seconds(plan.objective, point[name]), trial, point)
+        for trial in plan.trials
+        if trial.measurement
+        for point in trial.measurement.points
+        if name in point
+    ]
+    step, trial, point = min(free, key=lambda each: each[0], default=(best.measurement.step_time_s, best, {}))
+    cost = best.measurement.step_time_s / step - 1.0
+    if cost <= 0.0:
+        return [*lines, "  the limits cost nothing: nothing that ran is better"]
+    where = load_text(point) if len(best.measurement.points) > 1 else ""
+    broken = [
+        f"{each} is {_number(point[each])} s" for each, most in plan.limits.items() if point.get(each, 0.0) > most
+    ]
+    reached = objective_text(plan.objective, told(plan.objective, step)) + (f" at {where}" if where else "")
+    why = ", ".join(broken) or "it broke them when it ran again"
+    return [*lines, f"  the limits have a price: trial {trial.number} gave {reached}, but {why}"]
+
+
+def load_text(point: Mapping[str, Any]) -> str:
+    """Return which load a point is of."""
+    if "concurrency" in point:
+        return f"{point['concurrency']:g} clients"
+    return f"{point['request_rate']} requests/s" if "request_rate" in point else ""
+
+
+def front_table(plan: Plan) -> str:
+    """Return throughput against latency, a line a load point that no other beats; nothing for one load point."""
+    if not any(trial.measurement and len(trial.measurement.points) > 1 for trial in plan.trials):
+        return ""
+    rows = [
+        [str(point["trial"]), load_text(point), *(_number(point[name]) if name in point else "-" for name in FRONT)]
+        for point in front(plan)
+    ]
+    named = ["output tok/s", "TPOT p50 s", "TTFT p50 s", "TTFT p99 s"]
+    return f"Throughput against latency, what no other load point beats:\n{table(['trial', 'load', *named], rows)}"
+
+
+def gain_text(objective: str, gain: float) -> str:
+    """Return a gain in words: more of a rate, or less of a latency."""
+    if is_rate(objective):
+        return f"{gain:+.1%} {heading(objective)}"
+    return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"
 
 
 def nearest(plan: Plan) -> tuple[Trial, float] | None:
@@ -106,7 +149,8 @@ def impossible(plan: Plan) -> str:
     if near is None or near[0].measurement is None:
         return line
     trial, _ = near
-    return f"{line}; the nearest is trial {trial.number} ({trial.candidate}): {'; '.join(near[0].measurement.broken)}"
+    given = Candidate(tuple(each for each in trial.candidate.items if each[1] is not None))
+    return f"{line}; the nearest is trial {trial.number} ({given}): {'; '.join(near[0].measurement.broken)}"
 
 
 def cells(trial: Trial, objective: str, base: float | None) -> list[str]:
@@ -116,14 +160,14 @@ def cells(trial: Trial, objective: str, base: float | None) -> list[str]:
     measured = trial.measurement
     if measured is None:
         return ["-", "-", guess, "-", "-", "-", "-"]
-    spread = measured.spread_s / measured.step_time_s
-    gain = (base / measured.step_time_s - 1.0) if base else None
+    spread = f"{measured.spread_s / measured.step_time_s:.1%}" if len(measured.step_times_s) > 1 else "-"
+    change = gain_text(objective, base / measured.step_time_s - 1.0).split()[0] if base else "-"
     latencies = [measured.figures.get(name) for name in ("ttft_s.p50", "ttft_s.p99", "tpot_s.p50")]
     return [
         _number(told(objective, measured.step_time_s)) + (" !" if measured.broken else ""),
-        f"{spread:.1%}",
+        spread,
         guess,
-        f"{gain:+.1%}" if gain is not None else "-",
+        change,
         *(_number(value) if value is not None else "-" for value in latencies),
     ]
 
@@ -151,9 +195,11 @@ def front(plan: Plan) -> list[Mapping[str, Any]]:
     return kept
 
 
-def better(objective: str) -> str:
-    """Return what a gain is of."""
-    return heading(objective) if is_rate(objective) else f"speed of {heading(objective).removesuffix(' s')}"
+def _load_of(measured: Measurement, name: str) -> str:
+    """Return of which load point the figures of a measurement are; nothing where it has one only."""
+    if len(measured.points) < 2:
+        return ""
+    return next((load_text(point) for point in measured.points if point.get(name) == measured.figures[name]), "")
 
 
 def _number(figure: float) -> str:

@@ -46,7 +46,13 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 
 def plan_text(plan: Plan) -> str:
     """Return the answer first, then every trial, then where the combinations went."""
-    parts = [_answer(plan), trials_table(plan), learned_table(plan), funnel(plan.counts, plan.fidelity)]
+    parts = [
+        _answer(plan),
+        trials_table(plan),
+        served.front_table(plan),
+        learned_table(plan),
+        funnel(plan.counts, plan.fidelity),
+    ]
     return "\n\n".join([*(part for part in parts if part), f"It ended because {plan.stopped_because}."])
 
 
@@ -56,17 +62,23 @@ def learned_table(plan: Plan) -> str:
         return ""
     over = f"{plan.off.trials} trial{'s' if plan.off.trials > 1 else ''}"
     line = f"Over {over} predictions were off by {_far(plan.off.before)}, after learning by {_far(plan.off.after)}"
-    headings = ["trial", "~step s", "believed s", "step s", "off", "after learning"]
+    what = served.heading(plan.objective) if served.serves(plan) else "step s"
+    headings = ["trial", f"~{what}", "believed", what, "off", "after learning"]
     rows = []
     for trial in plan.trials:
         ratios = [off(trial, told) for told in ("predicted", "believed")]
         if None in ratios or trial.measurement is None:
             continue
         step = trial.measurement.step_time_s
-        seconds = [f"{step / ratio:.4g}" for ratio in ratios if ratio]
+        seconds = [_told(plan, step / ratio) for ratio in ratios if ratio]
         shares = [f"{ratio - 1:+.1%}" for ratio in ratios if ratio]
-        rows.append([str(trial.number), *seconds, f"{step:.4g}", *shares])
+        rows.append([str(trial.number), *seconds, _told(plan, step), *shares])
     return f"{line} (medians).\n{table(headings, rows)}"
+
+
+def _told(plan: Plan, seconds: float) -> str:
+    """Return the seconds of a step, or what they mean for the objective of servers."""
+    return f"{figure_of(plan.objective, seconds) if served.serves(plan) else seconds:.4g}"
 
 
 def _far(share: float) -> str:
@@ -174,7 +186,6 @@ def _answer(plan: Plan) -> str:
     heading = f"Best on {plan.devices} x {plan.chip}{how[plan.fidelity]}: {candidate_text(plan.best.candidate)}"
     speed = _served_speed(plan) if served.serves(plan) else _speed(plan.best)
     lines, mark = [heading, f"  {speed}", *served.limit_lines(plan)], "" if plan.fidelity == RUN else "~"
-    what = served.better(plan.objective) if served.serves(plan) else "tokens/s"
     if plan.baseline is None:
         return "\n".join([*lines, *_noise(plan)])
     baseline = candidate_text(plan.baseline.candidate)
@@ -188,9 +199,11 @@ def _answer(plan: Plan) -> str:
         )
         lines.append(f"  it is the baseline: {others}")
     else:
-        lines.append(f"  {mark}{plan.gain:+.1%} {what} against the baseline: {baseline}")
+        gain = served.gain_text(plan.objective, plan.gain) if served.serves(plan) else f"{plan.gain:+.1%} tokens/s"
+        lines.append(f"  {mark}{gain} against the baseline: {baseline}")
     if len(plan.gains) > 1:
-        rounds = ", ".join(f"{each:+.1%}" for each in plan.gains)
+        told = [served.gain_text(plan.objective, each).split()[0] for each in plan.gains]
+        rounds = ", ".join(told if served.serves(plan) else [f"{each:+.1%}" for each in plan.gains])
         proof = "" if min(plan.gains) > 0 else "; the machine was not quiet, and no gain is proved"
         lines.append(f"  (both ran {len(plan.gains)} times: {rounds}; the least is told{proof})")
     return "\n".join([*lines, *_noise(plan)])

@@ -13,11 +13,11 @@ from flagcore.domain.job import Job
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import AUTO, TrainSpec
 from flagcore.spec.knobs import JobKnobs, candidate_of
-from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, NoSize, Precision, Rate, Size, Text, Word
+from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import plain, spec_error
 from flagcore.spec.schema import Shape
-from flagcore.spec.serve_schema import Knob, PerSecond, Requests, Scalar
+from flagcore.spec.serve_schema import Clients, Knob, NoTokens, PerSecond, Requests, Scalar, Tokens
 from flagcore.spec.settings import Settings, settings_of
 from flagcore.spec.validate import Section, checked
 
@@ -49,11 +49,11 @@ class _Serve(Section):
     engine: Word
     engine_version: Text | Literal[""] | None = None
     precision: Precision
-    input_len: Size
-    output_len: Size
-    prefix_len: NoSize = 0
+    input_len: Tokens
+    output_len: Tokens
+    prefix_len: NoTokens = 0
     range_ratio: Fraction = 1.0
-    concurrency: Requests | None = None
+    concurrency: Clients | None = None
     request_rate: PerSecond | None = None
     num_prompts: Requests | None = None
     engine_args: dict[str, Scalar] = Field(default={})

@@ -17,7 +17,6 @@ from flagcore.spec.limits import (
     NoSize,
     Precision,
     Seconds,
-    Size,
     Text,
     Value,
     Word,
@@ -25,6 +24,9 @@ from flagcore.spec.limits import (
 from flagcore.spec.schema import BudgetSection, ClusterSection, Document, SearchSection, Shape
 from flagcore.spec.validate import Section
 
+Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+NoTokens = Annotated[int, Field(ge=0, le=10_000_000)]
+Clients = Annotated[int, Field(ge=1, le=100_000)]
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
@@ -38,11 +40,11 @@ _LOAD = Load()
 class ProfileSection(Section):
     """The requests of one load point, or of several where concurrency or request_rate is a list. Lengths are tokens."""
 
-    input_len: Size = _LOAD.input_len
+    input_len: Tokens = _LOAD.input_len
     """Length of a prompt, its shared prefix aside."""
-    output_len: Size = _LOAD.output_len
+    output_len: Tokens = _LOAD.output_len
     """Length of an answer; the engine is told to ignore the end-of-text token."""
-    prefix_len: NoSize = _LOAD.prefix_len
+    prefix_len: NoTokens = _LOAD.prefix_len
     """Tokens before the prompt that are the same in all requests."""
     range_ratio: Fraction = _LOAD.range_ratio
     """Lengths are drawn evenly from range_ratio x length to length, as FlagScale and SGLang mean it; 1: all equal."""
@@ -50,7 +52,7 @@ class ProfileSection(Section):
     """Lengths are drawn evenly from (1 - range_spread) to (1 + range_spread) x length, as vLLM means its ratio."""
     num_prompts: Requests = 128
     """Number of requests."""
-    concurrency: Requests | Annotated[list[Requests], Field(min_length=1)] | None = None
+    concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | None = None
     """Requests in flight (closed loop); a list is several load points in one launch."""
     request_rate: PerSecond | Annotated[list[PerSecond], Field(min_length=1)] | None = None
     """Requests a second (open loop), inf: all at once; a list is several load points in one launch."""

@@ -1,9 +1,13 @@
 """Engines, launchers and strategies come through the same door as a stranger's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from flagcore import plugins
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins import STRATEGIES, names, strategy
 
@@ -59,3 +63,13 @@ def test_two_distributions_with_one_name_are_both_refused(install: Install) -> N
     install_strategies(install, {"first_come": "flagcore_other:STRATEGY"}, "flagcore-other")
     with pytest.raises(NoDevice, match="flagcore-extra, flagcore-other"):
         strategy("first_come")
+
+
+def test_an_engine_does_the_work_that_a_spec_asks_for_or_is_refused() -> None:
+    serve = ServeSpec(engine="megatron", loads=())
+    train = TrainSpec(engine="vllm", seq_length=8, global_batch_size=1, precision="bf16")
+    with pytest.raises(SpecError, match=r"serve\.engine = 'megatron' is an engine that trains"):
+        plugins.workload_of(serve)
+    with pytest.raises(SpecError, match=r"train\.engine = 'vllm' is an engine that serves"):
+        plugins.workload_of(train)
+    assert plugins.workload_of(replace(serve, engine="vllm")).name == "vllm"

@@ -52,13 +52,25 @@ def test_the_best_is_told_with_what_the_limits_cost() -> None:
     assert "160 output tok/s" in text
     assert "+60.0% output tok/s against the baseline" in text
     assert "it keeps p99 TTFT <= 1 s" in text
-    assert "the limits cost 25.0%: trial 1 is that much better, but ttft_s.p99 is 1.5 s, over 1 s" in text
+    assert "the limits have a price: trial 1 gave 200 output tok/s, but ttft_s.p99 is 1.5 s" in text
 
 
 def test_limits_that_cost_nothing_are_told_as_such() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0)))
     assert "the limits cost nothing" in text
     assert "it keeps" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
+
+
+def test_a_load_point_that_breaks_the_limits_is_their_price_though_its_candidate_keeps_them_at_another() -> None:
+    best = trial(1, 200.0)
+    assert best.measurement is not None
+    few, many = {"concurrency": 4, **best.measurement.figures}, {"concurrency": 16, "output_tokens_per_s": 350.0}
+    points = (few, {**many, "ttft_s.p99": 1.7, "tpot_s.p50": 0.02})
+    found = plan(BASELINE, dataclasses.replace(best, measurement=dataclasses.replace(best.measurement, points=points)))
+    text = plan_text(found)
+    assert "200 output tok/s at 4 clients" in text
+    assert "trial 1 gave 350 output tok/s at 16 clients, but ttft_s.p99 is 1.7 s" in text
+    assert "Throughput against latency" in text
 
 
 def test_limits_that_nothing_keeps_name_the_nearest() -> None:
@@ -74,7 +86,7 @@ def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
     found = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})
     text = plan_text(found)
     assert "0.4 TTFT p99 s" in text
-    assert "+100.0% speed of TTFT p99 against the baseline" in text
+    assert "-50.0% TTFT p99 against the baseline" in text
     assert result(found, "x")["objective"] == {"name": objective, "direction": "min"}
 
 

@@ -25,6 +25,8 @@ from flagcore.workloads.serving.trial.failures import PATTERNS
 class Serving:
     """Servers of one engine, loaded as clients do. `where` leads the trial program to it, as module:attribute."""
 
+    kind = "serve"
+
     def __init__(self, engine: Engine, where: str) -> None:
         self.engine, self._where = engine, where
         self.name = engine.name

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.domain.objective import figure_name, seconds
+from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.serving.iteration import IterationCosts
@@ -62,7 +62,7 @@ def expected_figures(scene: Scene) -> dict[str, FloatArray]:
     table = {name: np.full(scene.split.tensor.size, np.nan) for name in NAMES}
     firsts = np.array([rows[0] for rows in alike.values()], dtype=np.int64)
     few = firsts.size <= MOST_SIMULATED
-    bases = {} if few else _in_closed_form(scene, loads[0])
+    bases = {} if few else _in_closed_form(scene, _telling(scene, loads))
     chosen = firsts if few else _promising(scene, bases, firsts)
     wanted = set(chosen.tolist())
     for (lanes, each, _), rows in alike.items():
@@ -81,6 +81,12 @@ def expected_figures(scene: Scene) -> dict[str, FloatArray]:
             rest[np.isnan(bases[name])] = False
             table[name] = np.where(rest, bases[name] * ratio, table[name])
     return table
+
+
+def _telling(scene: Scene, loads: Sequence[Expected]) -> Expected:
+    """Return the load point that ranks candidates: most requests in flight for a rate, fewest for a latency."""
+    pick = max if is_rate(scene.objective) else min
+    return pick(loads, key=lambda load: load.flight(1))
 
 
 def _key(scene: Scene, loads: Sequence[Expected], row: int) -> Key:

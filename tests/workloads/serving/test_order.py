@@ -69,9 +69,9 @@ def test_a_schedulers_knobs_have_no_order_in_time() -> None:
 def test_what_surely_breaks_the_slo_is_pruned_and_what_may_keep_it_is_not() -> None:
     rule = SloImpossible({"ttft_s.p99": 1.0})
     asked = columns(parallel=[1, 2, 3, 4])
-    sure = rule.prunes(asked, predictions([0.5, 1.1, 1.9, float("nan")], low=0.9))
+    sure = rule.prunes(asked, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))
     assert sure.tolist() == [False, False, True, False]
-    assert not rule.prunes(asked, predictions([0.5, 1.1, 1.9, 3.9], low=0.5)).any()
+    assert not rule.prunes(asked, predictions([0.5, 2.4, 2.6, 3.9], low=0.5)).any()
 
 
 def test_a_limit_on_a_figure_that_is_not_predicted_rules_nothing_out() -> None:

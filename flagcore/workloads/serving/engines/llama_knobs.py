@@ -71,7 +71,7 @@ def _threads(task: Task) -> tuple[KnobValue, ...]:
 
 def _layers(task: Task) -> tuple[int, ...]:
     layers = task.spec.model.num_layers
-    return (-1,) if Place.of(task).on_cores else (layers // 2, layers + 1)
+    return (-1,) if Place.of(task).on_cores else (layers + 1,)
 
 
 KNOBS = (

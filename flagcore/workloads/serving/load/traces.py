@@ -18,6 +18,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
+from flagcore.files import read_regular
 
 BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
@@ -63,7 +64,7 @@ def read_trace(path: str) -> Trace:
     """Return the requests of a trace file. Raises SpecError that names the file, the row and what is wrong."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        text = read_regular(file, most=1 << 30).decode("utf-8-sig")
         trace = _burstgpt(text) if file.suffix.lower() == ".csv" else _json(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="trace", value=path, problem=f"cannot be read: {error}") from None
