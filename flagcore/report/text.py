@@ -202,8 +202,7 @@ def _answer(plan: Plan) -> str:
         gain = served.gain_text(plan.objective, plan.gain) if served.serves(plan) else f"{plan.gain:+.1%} tokens/s"
         lines.append(f"  {mark}{gain} against the baseline: {baseline}")
     if len(plan.gains) > 1:
-        told = [served.gain_text(plan.objective, each).split()[0] for each in plan.gains]
-        rounds = ", ".join(told if served.serves(plan) else [f"{each:+.1%}" for each in plan.gains])
+        rounds = ", ".join(_share(plan, each) for each in plan.gains)
         proof = "" if min(plan.gains) > 0 else "; the machine was not quiet, and no gain is proved"
         lines.append(f"  (both ran {len(plan.gains)} times: {rounds}; the least is told{proof})")
     return "\n".join([*lines, *_noise(plan)])
@@ -224,6 +223,10 @@ def _speed(best: Trial) -> str:
     within = f" (80%: {measured.low_s:.4g} to {measured.high_s:.4g} s)" if measured.low_s and measured.high_s else ""
     parts = f"{step - measured.modelled_s:.4g} s of it measured, ~{measured.modelled_s:.4g} s modelled communication"
     return f"~{speed:,.0f} tokens/s/device, step ~{step:.4g} s{within}: {parts} and waiting"
+
+
+def _share(plan: Plan, gain: float) -> str:
+    return served.gain_text(plan.objective, gain).split()[0] if served.serves(plan) else f"{gain:+.1%}"
 
 
 def _served_speed(plan: Plan) -> str:
