@@ -5,7 +5,7 @@ from __future__ import annotations
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS
 from flagcore.domain.trial import Measurement
 
-TOKENS_PER_SECOND_PER_DEVICE, STEP_TIME = TRAINING = ("tokens_per_second_per_device", "step_time_s")
+TOKENS_PER_SECOND_PER_DEVICE = "tokens_per_second_per_device"
 SERVING = (*RATES, *LATENCIES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS))
 """A latency without a statistic is its mean."""
 

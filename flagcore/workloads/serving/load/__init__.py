@@ -1,6 +1,6 @@
 """Requests as clients send them: prompts, arrivals, the client, and what is measured of the answers."""
 
-from flagcore.workloads.serving.load.figures import Repeats, goodput, over_repeats
+from flagcore.workloads.serving.load.figures import goodput
 from flagcore.workloads.serving.load.reports import read_report
 from flagcore.workloads.serving.load.result import Answer, LoadResult, ProblemKind, Target
 from flagcore.workloads.serving.load.sending import measure
@@ -9,10 +9,8 @@ __all__ = [
     "Answer",
     "LoadResult",
     "ProblemKind",
-    "Repeats",
     "Target",
     "goodput",
     "measure",
-    "over_repeats",
     "read_report",
 ]

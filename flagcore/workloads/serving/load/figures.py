@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -77,25 +75,6 @@ def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
     if not result.requests:
         return 0.0
     return sum(_is_good(answer, widest, gaps) for answer in result.requests) / result.duration_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repeats:
-    """Several loads of the same kind: by figure the median, and the half range as a share of it."""
-
-    figures: Mapping[str, float]
-    spread: Mapping[str, float]
-
-
-def over_repeats(results: Sequence[LoadResult]) -> Repeats:
-    """Return median and spread of every figure that all of `results` have."""
-    common = [name for name in results[0].figures if all(name in result.figures for result in results)]
-    values = {name: [result.figures[name] for result in results] for name in common}
-    middle = {name: median(found) for name, found in values.items()}
-    spread = {
-        name: (max(found) - min(found)) / 2 / middle[name] if middle[name] else 0.0 for name, found in values.items()
-    }
-    return Repeats(figures=middle, spread=spread)
 
 
 def _values(answers: Sequence[Answer], latency: str) -> FloatArray:

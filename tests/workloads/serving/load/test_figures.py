@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.workloads.serving.load import Answer, LoadResult, goodput, over_repeats
+from flagcore.workloads.serving.load import Answer, LoadResult, goodput
 from flagcore.workloads.serving.load.figures import duration_s, figures_of, steady_rate
 from flagcore.workloads.serving.load.machine import Meter
 
@@ -113,15 +113,6 @@ def test_rate_in_the_limits_bounds_no_request() -> None:
 
 def test_load_with_a_problem_has_no_goodput() -> None:
     assert goodput(LoadResult(figures={}, duration_s=1.0, completed=1, failed=1, problems=("x",)), {}) == 0.0
-
-
-def test_repeats_give_the_median_and_half_the_range_as_a_share_of_it() -> None:
-    def load(**figures: float) -> LoadResult:
-        return LoadResult(figures=figures, duration_s=1.0, completed=1, failed=0)
-
-    repeats = over_repeats([load(a=10.0, b=0.0), load(a=12.0, b=0.0), load(a=9.0, b=0.0, c=1.0)])
-    assert repeats.figures == {"a": 10.0, "b": 0.0}
-    assert repeats.spread == {"a": pytest.approx(0.15), "b": 0.0}
 
 
 def test_client_pays_for_what_it_computes() -> None:
