@@ -12,6 +12,7 @@ from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.experience import Features, Past
 from flagcore.domain.launch import Exit, FailurePattern, Launch
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule, Space
@@ -151,7 +152,8 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """All that plugins said about one task, asked once in discover."""
+    """All that plugins said about one task, asked once in discover. `knobs` are all that plugins bring, whether the
+    task has them or not."""
 
     task: Task
     costs: Costs
@@ -161,6 +163,8 @@ class Platform:
     failure_patterns: tuple[FailurePattern, ...]
     telemetry: tuple[Telemetry, ...]
     prepare_launch: Callable[[Launch], Launch]
+    knobs: tuple[PluginKnob, ...] = ()
+    engine_version: str | None = None
 
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the plugins' environment, then the spec's, and whatever plugins change in it."""
@@ -184,11 +188,16 @@ class Plugins(Protocol):
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None: ...
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None: ...
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None: ...
-    def environment(self, chip: Chip, engine: str) -> Mapping[str, str]: ...
-    def engine_support(self, chip: Chip, engine: str) -> EngineSupport: ...
+    def environment(
+        self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
+    ) -> Mapping[str, str]: ...
+    def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport: ...
+    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]: ...
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]: ...
     def prepare_launch(self, launch: Launch, task: Task) -> Launch: ...
-    def failure_patterns(self, chip: Chip, engine: str) -> tuple[FailurePattern, ...]: ...
+    def failure_patterns(
+        self, chip: Chip, engine: str, engine_version: str | None = None
+    ) -> tuple[FailurePattern, ...]: ...
     def telemetry(self, device: Device) -> Telemetry | None: ...
 
 

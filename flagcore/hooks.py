@@ -20,8 +20,15 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.physics.collectives.curves import CollectiveTable
+
+HOOKS_API = 1
+"""The hooks of this page, as a number: a plugin may say `HOOKS_API = 1` for the one that it was written for."""
+
+DEPRECATED: Mapping[str, str] = {}
+"""Hooks that work until the next minor release, each with what to write in its place."""
 
 hookspec = pluggy.HookspecMarker("flagcore")
 hookimpl = pluggy.HookimplMarker("flagcore")
@@ -85,15 +92,28 @@ class EngineHooks:
     """How to run an engine."""
 
     @hookspec(firstresult=True)
-    def flagcore_engine_support(self, chip: Chip, engine: str) -> EngineSupport | None:
+    def flagcore_engine_support(self, chip: Chip, engine: str, engine_version: str | None) -> EngineSupport | None:
         """Return whether and how `engine` runs on `chip`: torch device, backend, quirks; None if the chip is not yours.
 
-        Asked once a task. None from everybody means unknown, which is not no: it can be predicted, but not run.
+        `engine_version` is what the spec says, else what is installed; None where nobody knows. Asked once a task. None
+        from everybody means unknown, which is not no: it can be predicted, but not run.
         """
 
     @hookspec
-    def flagcore_environment(self, chip: Chip, engine: str) -> Mapping[str, str] | None:
+    def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[PluginKnob] | None:
+        """Return knobs that `engine` has on `chip` beside those that it has everywhere, or None.
+
+        A spec's space may name them. All answers are joined; of two knobs of one name the first is kept, and one that
+        has the name of a knob of the engine is refused. Asked once a task.
+        """
+
+    @hookspec
+    def flagcore_environment(
+        self, chip: Chip, engine: str, engine_version: str | None, task: Task | None
+    ) -> Mapping[str, str] | None:
         """Return environment variables that trials on `chip` need, or None if the chip is not yours.
+
+        `task` tells how many nodes there are; it is None where the question is of the chip alone.
 
         All answers are joined. Of two values for one variable that of the plugin asked first wins, so an add-on
         overrides the chip's own plugin; the spec's `envs` override both. Asked once a task.
@@ -120,7 +140,9 @@ class TrialHooks:
     """What happens while a trial runs and after it."""
 
     @hookspec
-    def flagcore_failure_patterns(self, chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+    def flagcore_failure_patterns(
+        self, chip: Chip, engine: str, engine_version: str | None
+    ) -> Sequence[FailurePattern] | None:
         """Return log patterns that say why a trial failed, or None if the chip is not yours. Asked once a task.
 
         Patterns of memory that ran out are tried first, then the others in order, the engine's own last; the

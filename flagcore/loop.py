@@ -19,7 +19,7 @@ from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
 from flagcore.foretold import foretold, must_have_a_time
-from flagcore.problem import Problem, must_fit, pose
+from flagcore.problem import Problem, must_fit, must_launch, pose
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.judge import judge
@@ -74,6 +74,7 @@ def tune(spec: Spec, parts: Parts) -> Ending:
     if fidelity == ESTIMATE:
         parts.open_store(problem)
         return Ending(plan=foretold(problem), problem=problem, error=None)
+    must_launch(problem)
     here = parts.plugins.devices()
     present(problem.platform, here, needed=1 if fidelity == PROBE else None)
     session = _Session(problem, parts, devices=side_by_side(problem.platform, here))

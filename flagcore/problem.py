@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
+from packaging.requirements import Requirement
 
 from flagcore.contracts import Platform, Plugins, PruningRule, Workload
-from flagcore.domain.candidate import Candidate
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knowledge import Pruned
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import IntArray, Space
-from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
 from flagcore.errors import NothingFits, SpecError
 from flagcore.stages.build import build, check, refusals
 from flagcore.stages.discover import discover
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import prune
+from flagcore.workloads.with_knobs import own_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,7 @@ class Problem:
 
 def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     """Discover, build, predict, prune. Raises NothingFits when no combination is legal, with what each rule took."""
-    platform = discover(spec, plugins)
+    platform = with_named_knobs(discover(spec, plugins, engine_version(spec, workload)), workload)
     baseline = _baseline(platform, workload)
     space = _space(platform, workload, platform.task, baseline)
     if not len(space):
@@ -45,6 +50,84 @@ def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     return Problem(
         platform=platform, space=space, predictions=predictions, pruned=pruned, baseline=baseline, rules=rules
     )
+
+
+def engine_version(spec: Spec, workload: Workload) -> str | None:
+    """Return the release of the engine that trials of `spec` run: what it says, or what is installed here.
+
+    None for a command of the user's own of which it does not say, and where nothing is installed.
+    """
+    work = spec.work
+    if work.engine_version or work.command is not None:
+        return work.engine_version
+    own = [each for each in map(Requirement, workload.modules.values()) if workload.name in each.name.replace("-", "")]
+    for requirement in own:
+        with suppress(PackageNotFoundError):
+            return version(requirement.name)
+    return None
+
+
+def with_named_knobs(platform: Platform, workload: Workload) -> Platform:
+    """Return `platform` with those knobs of plugins in its task that the spec names. Raises SpecError for wrong ones.
+
+    A plugin's knob that has the name of one of the engine's own is left out.
+    """
+    task, spec = platform.task, platform.task.spec
+    own = {axis.knob for axis in workload.axes(replace(task, spec=replace(spec, space={}, baseline=None)))}
+    known = tuple(knob for knob in platform.knobs if knob.name not in own)
+    named = {**(spec.baseline or {}), **spec.space}
+    chosen = tuple(knob for knob in known if knob.name in named)
+    if isinstance(spec.work, TrainSpec):
+        for name in named.keys() - own - {knob.name for knob in chosen}:
+            where = "space" if name in spec.space else "baseline"
+            problem = f"is no knob of {spec.work.engine} on {task.cluster.chips}"
+            fix = f"plugins bring {', '.join(knob.name for knob in known) or 'none'} there"
+            raise SpecError(key=f"auto_tuner.{where}.{name}", value=named[name], problem=problem, fix=fix)
+    for knob in chosen:
+        _check_knob(spec, knob)
+    ours = {name for knob in chosen for choice in knob.choices for name in choice.environment}
+    environment = {name: value for name, value in platform.environment.items() if name not in ours}
+    return replace(platform, task=replace(task, knobs=chosen), knobs=known, environment=environment)
+
+
+def must_launch(problem: Problem) -> None:
+    """Raise SpecError if the space has a value of a plugin's knob that no trial can have."""
+    task = problem.platform.task
+    for knob in task.knobs:
+        asked, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.off)
+        for value in (*(() if isinstance(asked, str) else asked), baseline):
+            if why := why_not_launched(task, knob, value):
+                key, told = f"auto_tuner.space.{knob.name}", f"can be predicted, but no trial can run it: {why}"
+                raise SpecError(key=key, value=value, problem=told, fix="leave it out; `flag estimate` plans with it")
+
+
+def why_not_launched(task: Task, knob: PluginKnob, value: KnobValue) -> str:
+    """Return why trials of `task` cannot have a value of a plugin's knob; nothing if they can."""
+    choice = knob.choice(value)
+    return knob.why_not(choice, own_command=own_command(task.spec)) if choice else ""
+
+
+def _check_knob(spec: Spec, knob: PluginKnob) -> None:
+    """Raise SpecError for a value that a knob does not have, and for what the spec says of the same thing elsewhere."""
+    asked, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
+    values = [] if isinstance(asked, str) else [(f"auto_tuner.space.{knob.name}", value) for value in asked]
+    values += [(f"auto_tuner.baseline.{knob.name}", baseline[knob.name])] if knob.name in baseline else []
+    for key, value in values:
+        if not knob.knows(value):
+            legal = ", ".join("null" if each is None else str(each).lower() for each in knob.values)
+            raise SpecError(key=key, value=value, problem="is no value of this knob", fix=f"use {legal}")
+    settings = spec.work.settings if isinstance(spec.work, TrainSpec) else {}
+    for choice in knob.choices:
+        for kind, given, names in (
+            ("train.settings", settings, choice.settings),
+            ("envs", spec.envs, choice.environment),
+        ):
+            if twice := [name for name in names if name in given]:
+                key, problem = f"{kind}.{twice[0]}", f"is given beside auto_tuner.space.{knob.name}, which sets it"
+                raise SpecError(key=key, value=given[twice[0]], problem=problem, fix="give one of the two")
+        if twice := [flag for flag in choice.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
+            key, problem = "train.command", f"has {twice[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
+            raise SpecError(key=key, problem=problem, fix="give one of the two")
 
 
 def shut_knobs(problem: Problem, workload: Workload) -> list[str]:

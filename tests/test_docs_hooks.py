@@ -77,6 +77,7 @@ def test_the_examples_of_all_hooks_work_as_one_plugin(monkeypatch: pytest.Monkey
         assert bool(loaded.collective_costs(group, "megatron")) == mine
         assert bool(loaded.environment(known, "megatron")) == mine
         assert bool(loaded.failure_patterns(known, "megatron")) == mine
+        assert bool(loaded.knobs(known, "megatron")) == mine
         assert bool(loaded.pruning_rules(task)) == mine
         assert bool(loaded.prepare_launch(Launch(argv=("train",), folder="/x"), task).environment) == mine
         assert loaded.engine_support(known, "megatron").device_type == ("acme" if mine else None)

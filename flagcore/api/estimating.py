@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins, tell_of_problem
+from flagcore.api.telling import loaded_plugins, parsed, tell_of_problem
 from flagcore.contracts import Workload
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
+from flagcore.domain.plugin_knob import PluginChoice, PluginKnob
 from flagcore.domain.prediction import of_row
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import NothingFits, RunError, UsageError
-from flagcore.problem import Problem, fastest, must_fit, pose
-from flagcore.spec import parse_spec, read_spec
+from flagcore.problem import Problem, fastest, must_fit, pose, why_not_launched
+from flagcore.spec import spec_as_data
 from flagcore.stages.build import refusals
 from flagcore.stages.missing import no_time
 from flagcore.stages.predict import model_table, record
@@ -33,7 +34,8 @@ class Estimate:
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates whose time nobody can tell, and `no_time` says why; `runs` says what would run them.
+    the candidates whose time nobody can tell, and `no_time` says why; `runs` says what would run them, `notes` what
+    plugins say of engine and chip.
     """
 
     chip: str
@@ -45,19 +47,23 @@ class Estimate:
     untimed: int = 0
     no_time: str = ""
     runs: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """Where all combinations went, what each rule that can remove one says, by its name, and why a run ended.
 
-    `nothing_fits` says, if no candidate is left before any trial, how close the closest came.
+    `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
+    plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
     """
 
     counts: Counts
     says: Mapping[str, str]
     ended_because: str | None = None
     nothing_fits: str | None = None
+    knobs: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def estimate(
@@ -92,6 +98,7 @@ def estimate(
         untimed=int(untimed.sum()),
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),
+        notes=problem.platform.support.notes,
     )
 
 
@@ -140,13 +147,50 @@ def explain(where: Path | str, *, chip: str | None = None, without: Collection[s
         must_fit(problem)
     except NothingFits as error:
         nothing_fits = str(error)
-    return Explanation(counts=counts, says=says | LEARNED, ended_because=because, nothing_fits=nothing_fits)
+    return Explanation(
+        counts=counts,
+        says=says | LEARNED,
+        ended_because=because,
+        nothing_fits=nothing_fits,
+        knobs=tuple(_knob(task, knob) for knob in platform.knobs),
+        notes=platform.support.notes,
+    )
+
+
+def _knob(task: Task, knob: PluginKnob) -> dict[str, Any]:
+    """Return a plugin's knob as plain data. `not_launched` says by value why no trial can have it."""
+    why = {choice.value: why_not_launched(task, knob, choice.value) for choice in knob.choices}
+    return {
+        "knob": knob.name,
+        "values": list(knob.values),
+        "in_space": knob in task.knobs,
+        "says": knob.says,
+        "claim": knob.claim,
+        "needs": [str(need) for need in knob.needs] + ["a mixture of experts"] * knob.of_experts,
+        "effects": [_effect(choice) for choice in knob.choices],
+        "not_launched": {str(value): reason for value, reason in why.items() if reason},
+        "source": f"{knob.source.kind}: {knob.source.detail}",
+    }
+
+
+def _effect(choice: PluginChoice) -> dict[str, Any]:
+    """Return what a value of a knob makes of predictions."""
+    return {
+        "value": choice.value,
+        "part": choice.part,
+        "time": asdict(choice.time),
+        "memory": asdict(choice.memory),
+        "settings": dict(choice.settings),
+        "flags": list(choice.flags),
+        "environment": dict(choice.environment),
+    }
 
 
 def _pose(
     spec_file: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> tuple[Problem, Workload]:
-    spec = read_spec(spec_file) if data is None else parse_spec(data, file=str(spec_file), base=spec_file.parent)
+    given = spec_as_data(spec_file) if data is None else data
+    spec = parsed(given, file=str(spec_file), base=spec_file.parent, without=without)
     if chip is not None and spec.cluster.groups:
         raise UsageError(f"--chip {chip} goes with a spec of one chip, but {spec_file} gives cluster.groups")
     if chip is not None:

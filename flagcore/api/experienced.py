@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -16,6 +16,7 @@ from flagcore.contracts import Plugins, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.experience import Observed, Past
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
 from flagcore.learning import features
@@ -32,10 +33,15 @@ FARTHEST = 3.0
 
 
 def past(
-    records: Iterable[Mapping[str, Any]], chip: Chip, plugins: Plugins, workload: Workload, objective: str
+    records: Iterable[Mapping[str, Any]],
+    chip: Chip,
+    plugins: Plugins,
+    workload: Workload,
+    objective: str,
+    knobs: Sequence[PluginKnob] = (),
 ) -> Past:
     """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over, and so is
-    one of a server that was to make another `objective` good."""
+    one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may have."""
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
     for record in islice(records, MOST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
@@ -44,13 +50,19 @@ def past(
             command = tuple(told.pop("command", None) or ()) or None  # a job record has no key for it
             if kind == "serve" and record["measured"]["objective"] != objective:
                 continue
-            job = read_job({**record, kind: told})
+            beside = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
+            if not all(knob.knows(value) for knob, value in beside.items()):
+                continue
+            names = {knob.name for knob in beside}
+            own = {name: value for name, value in record["candidate"].items() if name not in names}
+            job = read_job({**record, kind: told, "candidate": own})
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
             spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
-            task = Task(spec=spec, cluster=Cluster(groups=(group,)))
-            tasks[repr((job.model, work, group))].append((task, job.candidate, record["measured"]))
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(beside))
+            candidate = {**job.candidate, **{knob.name: value for knob, value in beside.items()}}
+            tasks[repr((job.model, work, group, sorted(names)))].append((task, candidate, record["measured"]))
     found = []
     for number, members in enumerate(tasks.values(), start=1):
         with suppress(FlagError, TypeError, ValueError, ArithmeticError):

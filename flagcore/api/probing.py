@@ -13,13 +13,13 @@ from typing import Any
 import yaml
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins, tell_of_problem
+from flagcore.api.telling import loaded_plugins, parsed, tell_of_problem
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
-from flagcore.problem import Problem, fastest, must_fit, pose
-from flagcore.spec import parse_spec, spec_as_data
+from flagcore.problem import Problem, fastest, must_fit, must_launch, pose
+from flagcore.spec import spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
 from flagcore.stages.predict import GIB, rank_record, record
@@ -57,7 +57,7 @@ def probe(
     candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
-    spec, given = _spec(Path(spec_file), candidate)
+    spec, given = _spec(Path(spec_file), candidate, without)
     if spec.cluster.groups:
         raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
     if chip is not None:
@@ -67,6 +67,7 @@ def probe(
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = pose(spec, loaded, workload)
+        must_launch(problem)
         tell_of_problem(problem, workload)
         here = loaded.devices()
         present(problem.platform, here, needed=1)
@@ -92,12 +93,12 @@ def probe(
         return [_told(problem, *pair) for pair in found]
 
 
-def _spec(file: Path, candidate: str | None) -> tuple[Spec, bool]:
+def _spec(file: Path, candidate: str | None, without: Collection[str]) -> tuple[Spec, bool]:
     """Return the spec, and whether its baseline is a candidate that was given by its knobs."""
     data, given = spec_as_data(file), _knobs(candidate)
     if given is not None:
         data = {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "baseline": given}}
-    return parse_spec(data, file=str(file), base=file.parent), given is not None
+    return parsed(data, file=str(file), base=file.parent, without=without), given is not None
 
 
 def _knobs(candidate: str | None) -> dict[str, KnobValue] | None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from flagcore.api.calibrated import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import Workload
 from flagcore.domain.chip import Support
-from flagcore.domain.spec import TrainSpec
+from flagcore.domain.spec import Spec, TrainSpec
 from flagcore.plugins import LoadedPlugins, load_plugins
 from flagcore.problem import Problem, shut_knobs
+from flagcore.spec import parse_spec
+from flagcore.spec.knobs import SPACE_KNOBS
 from flagcore.spec.unused import unused_in_space
 
 LOG = logging.getLogger("flagcore")
@@ -27,6 +31,20 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
         yield loaded
     finally:
         tell(loaded.failures)
+
+
+def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
+    """Turn plain data into a spec. Plugins are asked for their knobs only if it names some that the core does not have.
+
+    Raises SpecError.
+    """
+    names: Collection[str] = ()
+    train, tuner = data.get("train"), data.get("auto_tuner")
+    given = [tuner.get(where) for where in ("space", "baseline")] if isinstance(tuner, Mapping) else []
+    named = {name for each in given if isinstance(each, Mapping) for name in each}
+    if isinstance(train, Mapping) and isinstance(train.get("engine"), str) and named - SPACE_KNOBS.keys():
+        names = load_plugins(without).knob_names(train["engine"])
+    return parse_spec(data, file=file, base=base, plugin_knobs=names)
 
 
 def tell_of_problem(problem: Problem, workload: Workload) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.engines import each_engine
 from flagcore.api.experienced import past as past_of
-from flagcore.api.telling import loaded_plugins, tell, tell_of_problem
+from flagcore.api.telling import loaded_plugins, parsed, tell, tell_of_problem
 from flagcore.api.winner import Outcome, keep
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload
@@ -25,7 +25,7 @@ from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
 from flagcore.report.served import impossible
 from flagcore.report.text import drift_text
-from flagcore.spec import parse_spec, spec_as_data
+from flagcore.spec import spec_as_data
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
@@ -65,7 +65,7 @@ def tune(
     if len(engines) < 2:
         return one(data, directory)
     for engine in engines:
-        parse_spec(only(data, engine), file=str(file), base=file.parent)
+        parsed(only(data, engine), file=str(file), base=file.parent, without=without)
     outcome: Outcome = each_engine(_anywhere(data, file.parent), engines, directory, one)
     return outcome
 
@@ -82,7 +82,7 @@ def _tune(
     on_event: OnEvent | None,
 ) -> Outcome:
     """Tune with one engine."""
-    spec = parse_spec(data, file=str(file), base=file.parent)
+    spec = parsed(data, file=str(file), base=file.parent, without=without)
     if fidelity is not None:
         spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
         data = _with_fidelity(data, fidelity)
@@ -98,7 +98,7 @@ def _tune(
             return Past.nothing()
         chip = problem.platform.task.cluster.groups[0].chip
         known = experience.records(chip, spec.work.engine, but=name)
-        return past_of(known, chip, loaded, workload, spec.objective)
+        return past_of(known, chip, loaded, workload, spec.objective, problem.platform.knobs)
 
     def open_store(problem: Problem) -> TrialStore:
         directory.open(new=new)

@@ -18,7 +18,7 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import Ending
-from flagcore.problem import Problem
+from flagcore.problem import Problem, why_not_launched
 from flagcore.report.formats import as_yaml
 from flagcore.report.result import result
 from flagcore.report.text import candidate_text, plan_text
@@ -51,7 +51,7 @@ class Outcome:
 def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
-    cannot = _cannot_start(problem, workload) if plan.best else "there is no best"
+    cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
     data = result(plan, str(run_dir))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -95,9 +95,12 @@ def run_best(run_dir: Path | str, *, stdout: int | None = None) -> NoReturn:
         raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
 
 
-def _cannot_start(problem: Problem, workload: Workload) -> str | None:
+def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str | None:
     """Return why the best of a plan cannot be started as it stands on any machine, None if it can."""
-    platform = problem.platform
+    platform, values = problem.platform, best.as_dict()
+    for knob in platform.task.knobs:
+        if why := why_not_launched(platform.task, knob, values.get(knob.name, knob.off)):
+            return f"{knob.name} = {values[knob.name]}: {why}"
     try:
         workload.ready(platform.task.spec)
     except SpecError as error:

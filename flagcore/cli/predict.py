@@ -128,6 +128,7 @@ def _estimate_spec(
             raise click.UsageError(f"--explain {explain}: there are {len(found.candidates)} candidates")
         record = found.candidates[number - 1] if number else found.baseline
         told = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
+        told |= {"notes": list(found.notes)} if found.notes else {}
         _show(told, f"Candidate {number}" if number else "The baseline", form)
         return
     if form == "table":
@@ -157,7 +158,7 @@ def _number(explain: str | None) -> int:
 
 def _show(record: dict[str, Any], title: str, form: str) -> None:
     """Print one prediction in full: text for people, or the record."""
-    from flagcore.report.explained import explained
+    from flagcore.report.explained import explained, notes_text
     from flagcore.report.formats import render
     from flagcore.report.text import values_text
 
@@ -167,7 +168,7 @@ def _show(record: dict[str, Any], title: str, form: str) -> None:
     if "candidate" in record:
         told = ", ".join(filter(None, [values_text(record["candidate"]), _settings_text(record.get("settings", {}))]))
         click.echo(f"{title} on {record['devices']} x {record['chip']}: {told}\n")
-    click.echo(explained(record))
+    click.echo("\n\n".join(filter(None, [explained(record), notes_text(record.get("notes", ()))])))
 
 
 def _settings_text(settings: dict[str, Any]) -> str:
@@ -197,6 +198,7 @@ def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, 
 
     from flagcore import api
     from flagcore.errors import NothingFits
+    from flagcore.report.explained import knobs_text, notes_text
     from flagcore.report.formats import render
     from flagcore.report.text import funnel
 
@@ -206,6 +208,8 @@ def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, 
         says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
         click.echo(funnel(found.counts))
         click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
+        for text in (knobs_text(found.knobs), notes_text(found.notes)):
+            click.echo(f"\n{text}" if text else "", nl=bool(text))
         if found.ended_because:
             click.echo(f"\nThe run ended because {found.ended_because}.")
     elif form == "json":

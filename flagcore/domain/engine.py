@@ -27,6 +27,7 @@ class EngineSupport:
     says that processes may outnumber devices and live in the machine's own memory, as on a plain CPU.
     Without a device type and a backend nothing can be run, only predicted. `visible_devices` is the environment
     variable that tells a process which devices it may use, by their numbers with commas; None where there is none.
+    `notes` are sentences that a user should read: what no rule can say.
     """
 
     support: Support
@@ -37,3 +38,4 @@ class EngineSupport:
     shared_devices: bool = False
     visible_devices: str | None = None
     refused: tuple[Refused, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -25,7 +25,8 @@ class Axis:
     `words` spells the codes of a knob whose values are words: `words[code]`, with None for code 0.
     `is_flag` says that codes 0 and 1 mean False and True. `neutral` is the value of a knob that does not
     apply, `also` are further values that a row may have; both may be missing from `values`, and are then not
-    crossed with the other knobs.
+    crossed with the other knobs. `apart` says that no value is known to take more than another: what a trial proves
+    holds for its own value alone.
     """
 
     knob: str
@@ -34,6 +35,7 @@ class Axis:
     words: tuple[str | None, ...] = ()
     is_flag: bool = False
     also: tuple[KnobValue, ...] = ()
+    apart: bool = False
 
     def encode(self, value: KnobValue) -> int:
         """Return the code of `value`. Raises ValueError for a word that the knob does not know."""

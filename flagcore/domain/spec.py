@@ -9,6 +9,7 @@ from typing import TypeAlias
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.cluster import Cluster
 from flagcore.domain.model import Model
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.serving import ServeSpec
 
 AUTO = "auto"
@@ -36,7 +37,8 @@ class ClusterSpec:
 class TrainSpec:
     """The training job. `command` is the user's own launch command, run in `directory`, the spec's own folder.
 
-    None means flagcore's own trial program. `settings` are the engine's, the same for all candidates; those that
+    None means flagcore's own trial program. `engine_version` is the release of the engine that it starts, None if the
+    spec does not say. `settings` are the engine's, the same for all candidates; those that
     are absent have the engine's default, and a list is one text with commas.
     """
 
@@ -48,6 +50,7 @@ class TrainSpec:
     implementation: str | None = None
     command: tuple[str, ...] | None = None
     directory: str | None = None
+    engine_version: str | None = None
     settings: Mapping[str, SettingValue] = field(default_factory=dict)
 
 
@@ -107,7 +110,11 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A spec and the cluster that it will run on: everything a stage needs to know of the problem."""
+    """A spec and the cluster that it will run on: everything a stage needs to know of the problem.
+
+    `knobs` are those of plugins that the spec names beside the engine's own.
+    """
 
     spec: Spec
     cluster: Cluster
+    knobs: tuple[PluginKnob, ...] = ()

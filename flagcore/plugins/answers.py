@@ -21,6 +21,7 @@ from flagcore.domain.chip import Chip, Device, Fact
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.curves import CollectiveTable, problem
 from flagcore.physics.collectives.model import KINDS
@@ -58,6 +59,23 @@ def environment(answer: object) -> dict[str, str]:
         if not name or "=" in name or "\0" in name + value:
             raise BadPlugin(f"answered the variable {name!r}: a name is not empty and has no '=', neither has a NUL")
     return variables
+
+
+def knobs(answer: object) -> tuple[PluginKnob, ...]:
+    """Return `answer` as knobs: each has a name of its own, a source, and choices that differ from what is off."""
+    found = tuple(data(Sequence[PluginKnob], answer))
+    for knob in found:
+        values = [(type(value), value) for value in knob.values]
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", knob.name) or not knob.choices or not knob.source.detail.strip():
+            raise BadPlugin(f"answered the knob {knob.name!r}: it needs a name of small letters, choices and a source")
+        if len(set(values)) != len(values) or len({kind for kind, _ in values} - {type(None)}) > 1:
+            raise BadPlugin(f"answered the knob {knob.name}, whose values {knob.values} are equal, or of several kinds")
+        for choice in knob.choices:
+            factors = (choice.time, choice.memory)
+            if not all(0 < each.low <= each.value <= each.high < math.inf for each in factors):
+                raise BadPlugin(f"answered the knob {knob.name}, whose factors are not 0 < low <= value <= high")
+            environment(choice.environment)
+    return found
 
 
 def failure_patterns(answer: object) -> tuple[FailurePattern, ...]:

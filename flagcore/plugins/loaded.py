@@ -12,6 +12,7 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
 from flagcore.physics.collectives.costs import Collectives
@@ -114,16 +115,30 @@ class LoadedPlugins:
         found = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
         return None if found is None else FilledCollectiveCosts(found, Collectives(topology=levels))
 
-    def environment(self, chip: Chip, engine: str) -> Mapping[str, str]:
+    def environment(
+        self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
+    ) -> Mapping[str, str]:
         """Return all plugins' variables; where several set one, the plugin asked first wins."""
         joined: dict[str, str] = {}
-        for found in self._all([chip], "flagcore_environment", answers.environment, chip=chip, engine=engine):
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "task": task}
+        for found in self._all([chip], "flagcore_environment", answers.environment, **about):
             joined = {**found, **joined}
         return joined
 
-    def engine_support(self, chip: Chip, engine: str) -> EngineSupport:
+    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]:
+        """Return all plugins' knobs; where several have one of a name, that of the plugin asked first."""
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        found = [knob for knobs in self._all([chip], "flagcore_knobs", answers.knobs, **about) for knob in knobs]
+        return tuple({knob.name: knob for knob in reversed(found)}.values())[::-1]
+
+    def knob_names(self, engine: str) -> tuple[str, ...]:
+        """Return the names of the knobs that plugins bring to `engine` on any chip, sorted."""
+        return tuple(sorted({knob.name for chip in self.chips() for knob in self.knobs(chip, engine)}))
+
+    def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the first plugin's answer; UNKNOWN if there is none."""
-        found = self._first([chip], "flagcore_engine_support", answers.support, chip=chip, engine=engine)
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        found = self._first([chip], "flagcore_engine_support", answers.support, **about)
         return found or EngineSupport(
             support=Support.UNKNOWN, reason=f"no plugin says how {engine} runs on {chip.name}"
         )
@@ -147,9 +162,12 @@ class LoadedPlugins:
             launch = changed or launch
         return launch
 
-    def failure_patterns(self, chip: Chip, engine: str) -> tuple[FailurePattern, ...]:
+    def failure_patterns(
+        self, chip: Chip, engine: str, engine_version: str | None = None
+    ) -> tuple[FailurePattern, ...]:
         """Return all plugins' patterns, the chip's own plugin's last."""
-        found = self._all([chip], "flagcore_failure_patterns", answers.failure_patterns, chip=chip, engine=engine)
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        found = self._all([chip], "flagcore_failure_patterns", answers.failure_patterns, **about)
         return tuple(pattern for patterns in found for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:

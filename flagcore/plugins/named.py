@@ -12,6 +12,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
 from flagcore.plugins.answers import behaviour
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
+from flagcore.workloads.with_knobs import with_knobs
 
 WORKLOADS = "flagcore.workloads"
 LAUNCHERS = "flagcore.launchers"
@@ -30,7 +31,9 @@ def workload(name: str) -> Workload:
 
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
-    """Return the engine that does `work`. Raises like `workload`, and SpecError for one that does other work.
+    """Return the engine that does `work`, with the knobs that plugins bring to a task.
+
+    Raises like `workload`, and SpecError for one that does other work.
 
     An engine that does not tell its `kind` trains.
     """
@@ -39,7 +42,7 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
         does = {"serve": "trains", "train": "serves"}[kind]
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
-    return found
+    return with_knobs(found)
 
 
 def launcher(name: str) -> Launcher:

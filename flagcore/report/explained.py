@@ -140,6 +140,45 @@ def time_text(record: Mapping[str, Any]) -> str:
     )
 
 
+def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the knobs that plugins bring to an engine: values, effect, and why a trial cannot have one."""
+    if not knobs:
+        return ""
+    rows = []
+    for knob in knobs:
+        for effect in knob["effects"]:
+            value = str(effect["value"])
+            how = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
+            formulas = f"as {', '.join(f'{key}={to}' for key, to in effect['settings'].items())}; "
+            part = "" if effect["part"] == "step" else f" of {PARTS.get(effect['part'], effect['part'])}"
+            time = f"{formulas if effect['settings'] else ''}x{_range(effect['time'])}{part}"
+            why = knob["not_launched"].get(value)
+            launched = f"predicted only: {why}" if why else how
+            spec = "yes" if knob["in_space"] else "no"
+            rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launched])
+    heading = "Knobs that plugins bring here; a space names them, `auto` takes those that can be launched:"
+    told = [f"{knob['knob']}: {knob['says']}. {_sentence(knob)}" for knob in knobs]
+    headings = ["knob", "value", "in space", "time", "peak memory", "switched on by"]
+    return "\n".join([heading, table(headings, rows), "", *told])
+
+
+def _sentence(knob: Mapping[str, Any]) -> str:
+    needs = f"Needs {', '.join(knob['needs'])}. " if knob["needs"] else ""
+    claim = f"Its source: {knob['claim']}. " if knob["claim"] else ""
+    return f"{needs}{claim}({knob['source']})"
+
+
+def _range(factor: Mapping[str, float]) -> str:
+    if factor["low"] == factor["high"]:
+        return f"{factor['value']:g}"
+    return f"{factor['value']:g} ({factor['low']:g} to {factor['high']:g})"
+
+
+def notes_text(notes: Sequence[str]) -> str:
+    """Return what plugins say of engine and chip, a line each."""
+    return "\n".join(["To know of this engine on this chip:", *(f"- {note}" for note in notes)]) if notes else ""
+
+
 def _gib(size: float) -> str:
     return f"{size:.3f}".replace("-0.000", "0.000")
 

@@ -6,7 +6,7 @@ and yaml are imported by the first call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -25,15 +25,15 @@ def read_spec(path: Path) -> Spec:
     return parse_spec(spec_as_data(path), file=str(path), base=path.parent)
 
 
-def parse_spec(data: object, *, file: str, base: Path) -> Spec:
+def parse_spec(data: object, *, file: str, base: Path, plugin_knobs: Collection[str] = ()) -> Spec:
     """Turn plain data into a spec. `file` is named in errors, `base` is the folder of relative paths.
 
-    Raises SpecError.
+    `plugin_knobs` are names that a space and a baseline may have beside the engine's own. Raises SpecError.
     """
     from flagcore.spec.convert import document_as_spec
     from flagcore.spec.plain import plain
 
-    return document_as_spec(plain(data, file=file), file=file, base=base)
+    return document_as_spec(plain(data, file=file), file=file, base=base, plugin_knobs=plugin_knobs)
 
 
 def spec_as_data(path: Path) -> dict[str, Any]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
+from flagcore.errors import SpecError
 from flagcore.spec.hostfile import read_hosts
 from flagcore.spec.knobs import candidate_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain import KeyPath, spec_error
+from flagcore.spec.plugin_knobs import plugin_baseline, plugin_space, split_off, with_plugin_knobs
 from flagcore.spec.schema import ClusterSection, ControlSection, Document, GroupSection, Shape, TrainSection
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
@@ -22,13 +24,17 @@ from flagcore.spec.units import parse_bytes
 from flagcore.spec.validate import checked
 
 
-def document_as_spec(data: Any, *, file: str, base: Path) -> Spec:
-    """Return plain data as a spec. Raises SpecError."""
+def document_as_spec(data: Any, *, file: str, base: Path, plugin_knobs: Collection[str] = ()) -> Spec:
+    """Return plain data as a spec, whose space and baseline may name `plugin_knobs`, too. Raises SpecError."""
     if not isinstance(data, dict):
         raise spec_error((), "must be a mapping with the keys model, cluster and train", value=data, file=file)
     if "serve" in data:
         return _serving(data, file, base)
-    document = checked(Document, data, file=file)
+    data, beside = split_off(data, plugin_knobs)
+    try:
+        document = checked(Document, data, file=file)
+    except SpecError as error:
+        raise with_plugin_knobs(error, plugin_knobs) from None
     tuner = document.auto_tuner
     return Spec(
         cluster=_cluster(document.cluster, file, base),
@@ -36,8 +42,8 @@ def document_as_spec(data: Any, *, file: str, base: Path) -> Spec:
         envs=_environment(document.envs, file),
         model=_model(document.model, file, base),
         work=train_of(document.train, base),
-        space=space_of(tuner.space),
-        baseline=None if tuner.baseline is None else candidate_of(tuner.baseline),
+        space=space_of(tuner.space) | plugin_space(beside["space"], file),
+        baseline=None if tuner.baseline is None else candidate_of(tuner.baseline) | plugin_baseline(beside, file),
         objective=tuner.objective,
         strategy=tuner.strategy,
         launcher=tuner.launcher,

@@ -144,6 +144,8 @@ class TrainSection(Section):
     """Your own launch command, one word an item, run without a shell; null: flagcore's own trial program."""
     directory: Folder | None = None
     """The folder in which `command` runs; null: the folder of the spec file."""
+    engine_version: Word | None = None
+    """Release of the engine that `command` starts, e.g. 0.12.0; null: the installed one without a command."""
     settings: Settings = Field(Settings(), json_schema_extra={"default": {}})  # type: ignore[valid-type]
     """Settings of the engine that are the same for all candidates."""
 

@@ -26,33 +26,38 @@ UNMEASURED_IN_RUNS = 1.15
 measured over predicted without fitted curves (0.94 to 1.7)."""
 
 
-def discover(spec: Spec, plugins: Plugins) -> Platform:
+def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) -> Platform:
     """Return the platform of `spec`: the named chips, or the best one that is found on this machine.
 
-    Every hook about chip, costs and engine is asked here, once for each node group. Raises NoDevice when nothing is
-    found, when no plugin knows a chip, or when the engine cannot run on it.
+    Every hook about chip, costs and engine is asked here, once for each node group; `engine_version` is the release of
+    the engine that runs, None if nobody knows. Knobs of plugins are those that all chips have. Raises NoDevice when
+    nothing is found, when no plugin knows a chip, or when the engine cannot run on it.
     """
     engine, devices = spec.work.engine, plugins.devices()
     groups, supports = [], []
     for place, wanted in enumerate(spec.cluster.groups or (spec.cluster,)):
         key = f"cluster.groups[{place}].chip" if spec.cluster.groups else "cluster.chip"
         chip = _named(wanted.chip, key, plugins) if wanted.chip != AUTO else best_chip(devices, plugins, engine)
-        support = _supported(chip, plugins, engine)
+        support = _supported(chip, plugins, engine, engine_version)
         groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
         supports.append(support)
     task = Task(spec=spec, cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]
     here = [device for device in devices if any(chip.answers_to(device.chip) for chip in chips)]
-    environments = [plugins.environment(chip, engine) for chip in chips]
+    environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
+    told = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
+    first, *others = (plugins.knobs(chip, engine, engine_version) for chip in chips)
     return Platform(
         task=task,
         costs=costs(task.cluster, plugins, engine),
         support=_joined(supports),
         environment={name: value for given in reversed(environments) for name, value in given.items()},
         pruning_rules=plugins.pruning_rules(task),
-        failure_patterns=tuple(pattern for chip in chips for pattern in plugins.failure_patterns(chip, engine)),
+        failure_patterns=tuple(pattern for patterns in told for pattern in patterns),
         telemetry=tuple(reader for device in here if (reader := plugins.telemetry(device)) is not None),
         prepare_launch=lambda launch: plugins.prepare_launch(launch, task),
+        knobs=tuple(knob for knob in first if all(knob in each for each in others)),
+        engine_version=engine_version,
     )
 
 
@@ -129,9 +134,9 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
         )
 
 
-def _supported(chip: Chip, plugins: Plugins, engine: str) -> EngineSupport:
+def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
     """Return how the engine runs on a chip. Raises NoDevice if it does not."""
-    support = plugins.engine_support(chip, engine)
+    support = plugins.engine_support(chip, engine, engine_version)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
         raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
     return support
@@ -146,6 +151,7 @@ def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
         support=Support.UNKNOWN if unknown else Support.YES,
         reason="; ".join(unknown),
         refused=tuple(dict.fromkeys(refused for support in supports for refused in support.refused)),
+        notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
     )
 
 

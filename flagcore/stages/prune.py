@@ -12,7 +12,7 @@ from flagcore.contracts import PruningRule, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import DOES_NOT_FIT, Pruned
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Space
+from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError
 from flagcore.learning.memory import least_share
@@ -103,7 +103,7 @@ def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: 
         return _by_memory(pruned, space, predictions, workload, trial, itself=False)
     columns, row = space.columns(rows), space.find(trial.candidate)
     other = ~_is(columns, space, trial.candidate)
-    mask = workload.takes_at_least(columns, trial.candidate) & other
+    mask = workload.takes_at_least(columns, trial.candidate) & other & _not_apart(columns, space, trial.candidate)
     return _remove(pruned, AS_MUCH_WORK, rows, mask & _not_less(predictions.step_time_s, rows, row), trial.number)
 
 
@@ -116,6 +116,7 @@ def _by_memory(
         return pruned
     columns, row = space.columns(rows), space.find(trial.candidate)
     mask = workload.needs_at_least(columns, trial.candidate) & _not_less(predictions.device_used_bytes, rows, row)
+    mask &= _not_apart(columns, space, trial.candidate)
     if not itself:
         mask &= ~_is(columns, space, trial.candidate)
     return _remove(pruned, AS_MUCH_MEMORY, rows, mask, trial.number)
@@ -130,8 +131,18 @@ def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArr
 
 
 def _is(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
+    return _same(columns, space.axes, candidate)
+
+
+def _not_apart(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
+    """Return which rows have the values of `candidate` on each axis whose values nobody can order."""
+    apart = [axis for axis in space.axes if axis.apart]
+    return _same(columns, apart, candidate) if apart else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
+
+
+def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolArray:
     values = candidate.as_dict()
-    same = [columns[axis.knob] == axis.encode(values.get(axis.knob, axis.neutral)) for axis in space.axes]
+    same = [columns[axis.knob] == axis.encode(values.get(axis.knob, axis.neutral)) for axis in axes]
     equal: BoolArray = np.logical_and.reduce(same)
     return equal
 

@@ -3,7 +3,10 @@
 - `support`: what is known of an engine: `engine`, `reason`, `source`, and `chips` (all); the first that fits counts.
 - `refused`: knob values that do not work: `name`, `engine`, `knob`, `values`, `reason`, `source`, and `chips` (all).
 - `failures`: log lines: `pattern`, `state`, `example`, `source`, and `advice`; `engines` (all).
-- `notes`: what no hook can say yet: `engines`, `says`, `source`, and `chips` (all).
+- `notes`: what no rule can say: `engines`, `says`, `source`, and `chips` (all).
+
+Each may say for which releases of the engine it holds: `versions: ">=0.11,<0.13"`. Where nobody knows the release that
+runs, it holds, too.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from flagcore.domain.engine import Refused
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.vendorkit.parts import Part, read_parts
+from flagcore.vendorkit.versions import concerns, versions_of
 
 FILE = "quirks.yaml"
 
@@ -29,6 +33,7 @@ class Known:
     chips: tuple[str, ...]
     reason: str
     source: Source
+    versions: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +44,7 @@ class Refusal:
     chips: tuple[str, ...]
     refused: Refused
     source: Source
+    versions: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,7 @@ class Failure:
     pattern: FailurePattern
     example: str
     source: Source
+    versions: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,7 @@ class Note:
     chips: tuple[str, ...]
     says: str
     source: Source
+    versions: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,24 +99,39 @@ def quirks(package: str) -> Quirks:
     return made
 
 
-def reason(package: str, chip: Chip, engine: str) -> str:
+def reason(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> str:
     """Return what is known of how `engine` runs on `chip`; empty if nothing is."""
-    fitting = (each for each in quirks(package).support if each.engine == engine)
-    return next((each.reason for each in fitting if not each.chips or chip.name in each.chips), "")
+    found = quirks(package).support
+    return next((each.reason for each in found if _concerns((each.engine,), each, chip, engine, engine_version)), "")
 
 
-def refused(package: str, chip: Chip, engine: str) -> tuple[Refused, ...]:
-    """Return the knob values that `engine` does not take on `chip`."""
+def refused(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Refused, ...]:
+    """Return what `engine` does not take on `chip`."""
+    found = quirks(package).refusals
+    return tuple(each.refused for each in found if _concerns((each.engine,), each, chip, engine, engine_version))
+
+
+def notes(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[str, ...]:
+    """Return what a user of `engine` on `chip` should know, each with its source."""
+    found = (each for each in quirks(package).notes if _concerns(each.engines, each, chip, engine, engine_version))
+    return tuple(f"{each.says} ({each.source.kind}: {each.source.detail})" for each in found)
+
+
+def failure_patterns(package: str, engine: str, engine_version: str | None = None) -> tuple[FailurePattern, ...]:
+    """Return the patterns of what `engine` writes."""
     return tuple(
-        each.refused
-        for each in quirks(package).refusals
-        if each.engine == engine and (not each.chips or chip.name in each.chips)
+        each.pattern
+        for each in quirks(package).failures
+        if (not each.engines or engine in each.engines) and concerns(each.versions, engine_version)
     )
 
 
-def failure_patterns(package: str, engine: str) -> tuple[FailurePattern, ...]:
-    """Return the patterns of what `engine` writes."""
-    return tuple(each.pattern for each in quirks(package).failures if not each.engines or engine in each.engines)
+def _concerns(
+    engines: tuple[str, ...], each: Known | Refusal | Note, chip: Chip, engine: str, engine_version: str | None
+) -> bool:
+    """Return whether something is said of this engine, chip and release; of none named, it is said of all."""
+    named = (not engines or engine in engines) and (not each.chips or chip.name in each.chips)
+    return named and concerns(each.versions, engine_version)
 
 
 def _known(part: Part) -> Known:
@@ -117,6 +140,7 @@ def _known(part: Part) -> Known:
         chips=tuple(part.listed("chips", str)),
         reason=part.required("reason", str),
         source=part.source("source"),
+        versions=versions_of(part),
     )
     part.finish()
     return made
@@ -133,6 +157,7 @@ def _refusal(part: Part) -> Refusal:
             reason=part.required("reason", str),
         ),
         source=part.source("source"),
+        versions=versions_of(part),
     )
     part.finish()
     return made
@@ -149,6 +174,7 @@ def _failure(part: Part) -> Failure:
         ),
         example=part.required("example", str),
         source=part.source("source"),
+        versions=versions_of(part),
     )
     part.finish()
     return made
@@ -160,6 +186,7 @@ def _note(part: Part) -> Note:
         chips=tuple(part.listed("chips", str)),
         says=part.required("says", str),
         source=part.source("source"),
+        versions=versions_of(part),
     )
     part.finish()
     return made

@@ -13,7 +13,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
-from flagcore.vendorkit.quirks import failure_patterns, reason, refused
+from flagcore.vendorkit.quirks import failure_patterns, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_cambricon import discover
@@ -55,18 +55,20 @@ def flagcore_kernel_costs(chip: Chip) -> KernelCosts | None:
 
 
 @hookimpl
-def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
+def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None) -> EngineSupport | None:
     """Say how megatron-core would run: torch_mlu, imported first, adds the device mlu and the backend cncl."""
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
     return EngineSupport(
         support=Support.UNKNOWN,
-        reason=reason("flagcore_cambricon", chip, engine) or f"no run of {engine} has been reported on MLUs",
+        reason=reason("flagcore_cambricon", chip, engine, engine_version)
+        or f"no run of {engine} has been reported on MLUs",
         device_type="mlu",
         distributed_backend="cncl",
         preload=() if engine in SERVING else ("torch_mlu",),
         visible_devices="MLU_VISIBLE_DEVICES" if engine in SERVING else None,
-        refused=refused("flagcore_cambricon", chip, engine),
+        refused=refused("flagcore_cambricon", chip, engine, engine_version),
+        notes=notes("flagcore_cambricon", chip, engine, engine_version),
     )
 
 
@@ -77,9 +79,9 @@ def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
 
 
 @hookimpl
-def flagcore_failure_patterns(chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+def flagcore_failure_patterns(chip: Chip, engine: str, engine_version: str | None) -> Sequence[FailurePattern] | None:
     """Return the failures of `quirks.yaml`: what the vendor's stack writes when something breaks."""
-    return failure_patterns("flagcore_cambricon", engine) if _mine(chip) else None
+    return failure_patterns("flagcore_cambricon", engine, engine_version) if _mine(chip) else None
 
 
 @hookimpl

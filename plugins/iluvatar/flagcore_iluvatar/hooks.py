@@ -15,7 +15,7 @@ from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
-from flagcore.vendorkit.quirks import failure_patterns, reason, refused
+from flagcore.vendorkit.quirks import failure_patterns, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_iluvatar import discover
@@ -56,17 +56,19 @@ def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
 
 
 @hookimpl
-def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
+def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None) -> EngineSupport | None:
     """Say how megatron-core would run: CoreX's torch answers to cuda and serves nccl through IXCCL."""
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
     return EngineSupport(
         support=Support.UNKNOWN,
-        reason=reason("flagcore_iluvatar", chip, engine) or f"no run of {engine} has been reported on Iluvatar",
+        reason=reason("flagcore_iluvatar", chip, engine, engine_version)
+        or f"no run of {engine} has been reported on Iluvatar",
         device_type="cuda",
         distributed_backend="nccl",
         visible_devices="CUDA_VISIBLE_DEVICES" if engine in SERVING else None,
-        refused=refused("flagcore_iluvatar", chip, engine),
+        refused=refused("flagcore_iluvatar", chip, engine, engine_version),
+        notes=notes("flagcore_iluvatar", chip, engine, engine_version),
     )
 
 
@@ -77,9 +79,9 @@ def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
 
 
 @hookimpl
-def flagcore_failure_patterns(chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+def flagcore_failure_patterns(chip: Chip, engine: str, engine_version: str | None) -> Sequence[FailurePattern] | None:
     """Return the failures of `quirks.yaml`: what the vendor's stack writes when something breaks."""
-    return failure_patterns("flagcore_iluvatar", engine) if _mine(chip) else None
+    return failure_patterns("flagcore_iluvatar", engine, engine_version) if _mine(chip) else None
 
 
 @hookimpl

@@ -10,13 +10,15 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
-from flagcore.vendorkit.quirks import failure_patterns, reason, refused
+from flagcore.vendorkit.knobs import knobs
+from flagcore.vendorkit.quirks import failure_patterns, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_metax import discover
@@ -67,18 +69,26 @@ def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
 
 
 @hookimpl
-def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
+def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None) -> EngineSupport | None:
     """Say how megatron-core would run: MetaX's torch answers to cuda and serves nccl through MCCL."""
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
     return EngineSupport(
         support=Support.UNKNOWN,
-        reason=reason("flagcore_metax", chip, engine) or f"no run of {engine} has been reported on MetaX",
+        reason=reason("flagcore_metax", chip, engine, engine_version)
+        or f"no run of {engine} has been reported on MetaX",
         device_type="cuda",
         distributed_backend="nccl",
         visible_devices="MACA_VISIBLE_DEVICES" if engine in SERVING else None,
-        refused=refused("flagcore_metax", chip, engine),
+        refused=refused("flagcore_metax", chip, engine, engine_version),
+        notes=notes("flagcore_metax", chip, engine, engine_version),
     )
+
+
+@hookimpl
+def flagcore_knobs(chip: Chip, engine: str, engine_version: str | None) -> Sequence[PluginKnob] | None:
+    """Return the knobs of `knobs.yaml` for the chip and the release of the engine."""
+    return knobs("flagcore_metax", chip, engine, engine_version) if _mine(chip) else None
 
 
 @hookimpl
@@ -104,9 +114,9 @@ def flagcore_prepare_launch(task: Task) -> Launch | None:
 
 
 @hookimpl
-def flagcore_failure_patterns(chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+def flagcore_failure_patterns(chip: Chip, engine: str, engine_version: str | None) -> Sequence[FailurePattern] | None:
     """Return the failures of `quirks.yaml`: what the vendor's stack writes when something breaks."""
-    return failure_patterns("flagcore_metax", engine) if _mine(chip) else None
+    return failure_patterns("flagcore_metax", engine, engine_version) if _mine(chip) else None
 
 
 @hookimpl

@@ -10,12 +10,14 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
+from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs, serving_costs
-from flagcore.vendorkit.quirks import failure_patterns, refused
+from flagcore.vendorkit.knobs import knobs
+from flagcore.vendorkit.quirks import failure_patterns, notes, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_nvidia import discover
@@ -58,7 +60,7 @@ def flagcore_collective_costs(group: NodeGroup) -> CollectiveTable | None:
 
 
 @hookimpl
-def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
+def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None) -> EngineSupport | None:
     """Say how megatron-core and the engines that serve run; nothing of others."""
     if not _mine(chip) or engine not in ("megatron", *SERVING):
         return None
@@ -67,8 +69,15 @@ def flagcore_engine_support(chip: Chip, engine: str) -> EngineSupport | None:
         device_type="cuda",
         distributed_backend="nccl",
         visible_devices="CUDA_VISIBLE_DEVICES",
-        refused=refused("flagcore_nvidia", chip, engine),
+        refused=refused("flagcore_nvidia", chip, engine, engine_version),
+        notes=notes("flagcore_nvidia", chip, engine, engine_version),
     )
+
+
+@hookimpl
+def flagcore_knobs(chip: Chip, engine: str, engine_version: str | None) -> Sequence[PluginKnob] | None:
+    """Return the knobs of `knobs.yaml` for the chip and the release of the engine."""
+    return knobs("flagcore_nvidia", chip, engine, engine_version) if _mine(chip) else None
 
 
 @hookimpl
@@ -78,9 +87,9 @@ def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
 
 
 @hookimpl
-def flagcore_failure_patterns(chip: Chip, engine: str) -> Sequence[FailurePattern] | None:
+def flagcore_failure_patterns(chip: Chip, engine: str, engine_version: str | None) -> Sequence[FailurePattern] | None:
     """Return the failures of `quirks.yaml`: what the vendor's stack writes when something breaks."""
-    return failure_patterns("flagcore_nvidia", engine) if _mine(chip) else None
+    return failure_patterns("flagcore_nvidia", engine, engine_version) if _mine(chip) else None
 
 
 @hookimpl

@@ -1,0 +1,122 @@
+"""Reads `knobs.yaml`: the knobs that a vendor's stack adds to an engine, each with its values, effect and source.
+
+`knobs` is a list of `name` (the engine's own argument, or one that begins with the vendor's), `engine`, `says`,
+`source`, `choices`, and maybe `chips` (all), `versions` (all), `default` (what is off: null, or false for a flag),
+`claim` (what the source says it gains), `of_experts`, and `needs`, a list of `knob` with `at_least`, `at_most` or
+`one_of`. A choice has a `value` and maybe `settings` (of the core, which predict it), `time` and `memory` (`value`,
+`low`, `high`, the ends of an 80% interval; time with the `part` of a step), `flags` and `environment`; without the last
+two, nobody published how to switch it on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from flagcore.domain.chip import Chip
+from flagcore.domain.plugin_knob import WHOLE_STEP, Factor, Need, PluginChoice, PluginKnob
+from flagcore.vendorkit.parts import Part, read_parts
+from flagcore.vendorkit.versions import concerns, versions_of
+
+FILE = "knobs.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A knob with the engine, chips (none named: all) and releases that have it."""
+
+    engine: str
+    chips: tuple[str, ...]
+    versions: str
+    knob: PluginKnob
+
+
+def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]:
+    """Return the knobs of `engine` on `chip`. Raises SpecError for a bad file."""
+    return tuple(
+        each.knob
+        for each in all_knobs(package)
+        if each.engine == engine
+        and (not each.chips or chip.name in each.chips)
+        and concerns(each.versions, engine_version)
+    )
+
+
+@cache
+def all_knobs(package: str) -> tuple[Listed, ...]:
+    """Return the knobs of a plugin's file. Raises SpecError for a bad one."""
+    return read_knobs(files(package).joinpath(FILE).read_text("utf-8"), f"{package}/{FILE}")
+
+
+def read_knobs(text: str, file: str) -> tuple[Listed, ...]:
+    """Return the knobs of a file's text. Raises SpecError naming `file`."""
+    parts = read_parts(text, file, "a file of knobs")
+    made = tuple(_listed(part) for part in _each(parts, "knobs"))
+    parts.finish()
+    return made
+
+
+def _listed(part: Part) -> Listed:
+    off = part.content.pop("default", None)
+    made = Listed(
+        engine=part.required("engine", str),
+        chips=tuple(part.listed("chips", str)),
+        versions=versions_of(part),
+        knob=PluginKnob(
+            name=part.required("name", str),
+            off=off,
+            choices=tuple(_choice(each) for each in _each(part, "choices")),
+            says=part.required("says", str),
+            claim=part.optional("claim", str, ""),
+            needs=tuple(_need(each) for each in _each(part, "needs")),
+            of_experts=part.optional("of_experts", bool, False),
+            source=part.source("source"),
+        ),
+    )
+    part.finish()
+    return made
+
+
+def _choice(part: Part) -> PluginChoice:
+    if part.content.get("value") is None:
+        raise part.wrong("value", "is missing")
+    time, memory = part.part("time"), part.part("memory")
+    made = PluginChoice(
+        value=part.content.pop("value"),
+        settings=part.optional("settings", dict, {}),
+        part=WHOLE_STEP if time is None else time.optional("part", str, WHOLE_STEP),
+        time=_factor(time),
+        memory=_factor(memory),
+        flags=tuple(part.listed("flags", str)),
+        environment=part.optional("environment", dict, {}),
+    )
+    part.finish()
+    return made
+
+
+def _factor(part: Part | None) -> Factor:
+    if part is None:
+        return Factor()
+    value, low, high = (float(part.required(name, (int, float))) for name in ("value", "low", "high"))
+    if not 0 < low <= value <= high:
+        raise part.wrong("value", "must be between low and high, and all above 0", value=value)
+    part.finish()
+    return Factor(value=value, low=low, high=high)
+
+
+def _need(part: Part) -> Need:
+    made = Need(
+        knob=part.required("knob", str),
+        at_least=part.optional("at_least", int, None),
+        at_most=part.optional("at_most", int, None),
+        one_of=tuple(part.content.pop("one_of", ())),
+    )
+    part.finish()
+    return made
+
+
+def _each(part: Part, key: str) -> list[Part]:
+    listed: list[Any] = part.listed(key, dict)
+    return [Part(part.file, part.kind, f"{part.path}{key}[{place}].", entry) for place, entry in enumerate(listed)]

@@ -1,0 +1,275 @@
+"""A knob that only a plugin knows, from a plugin that the core has never heard of: predicted, launched and learned."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from flagcore import api
+from flagcore.domain.plugin_knob import Factor, Need, PluginChoice, PluginKnob
+from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
+from flagcore.plugins import workload_of
+from flagcore.problem import Problem, pose
+from flagcore.spec import parse_spec
+from tests import small
+from tests.plugins.conftest import Install
+
+FUSED = PluginChoice(value=True, part="tp_comm_s", time=Factor(value=0.5, low=0.4, high=0.8))
+KNOB = PluginKnob(
+    name="acme_fused",
+    off=False,
+    choices=(FUSED,),
+    says="fuses",
+    source=small.SOURCE,
+    needs=(Need(knob="tensor_model_parallel_size", at_least=2),),
+)
+SCHEDULE = PluginKnob(
+    name="acme_schedule",
+    off=None,
+    choices=(
+        PluginChoice(value="zb-h1", settings={"pipeline_schedule": "zb-h1"}),
+        PluginChoice(value="wait", environment={"ACME_WAIT": "1"}, memory=Factor(value=0.9, low=0.8, high=1.0)),
+    ),
+    says="orders",
+    source=small.SOURCE,
+)
+PLUGIN = """
+    from flagcore.domain.chip import Source
+    from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
+    from flagcore.hooks import hookimpl
+
+    SOURCE = Source(kind="published", detail="made up")
+
+    @hookimpl
+    def flagcore_knobs(chip, engine):
+        if chip.name != "cpu" or engine != "megatron":
+            return None
+        on = PluginChoice(value=True, flags=("--acme-fused",), time=Factor(value=0.9, low=0.8, high=1.0))
+        wait = PluginChoice(value=2, environment={"ACME_WAIT": "2"})
+        secret = PluginChoice(value=True)
+        return [
+            PluginKnob(name="acme_fused", off=False, choices=(on,), says="fuses", source=SOURCE),
+            PluginKnob(name="acme_wait", off=None, choices=(wait,), says="waits", source=SOURCE),
+            PluginKnob(name="acme_secret", off=False, choices=(secret,), says="hides", source=SOURCE),
+        ]
+"""
+SPEC: dict[str, Any] = {
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    },
+    "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
+    "train": {"engine": "megatron", "seq_length": 32, "global_batch_size": 8, "precision": "fp32"},
+    "auto_tuner": {
+        "strategy": "predicted",
+        "space": {
+            "data_parallel_size": 2,
+            "micro_batch_size": 4,
+            "use_distributed_optimizer": False,
+            "use_recompute": False,
+        },
+        "control": {"train_iters": 3, "max_trials": 4, "repeats": 0},
+    },
+}
+
+
+def with_space(base: Path, **changes: Any) -> Path:
+    """Write the spec with more in its space (`space`) or other training (`train`)."""
+    spec = json.loads(json.dumps(SPEC))
+    spec["auto_tuner"]["space"] |= changes.get("space", {})
+    spec["train"] |= changes.get("train", {})
+    file = base / "spec.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    return file
+
+
+def predicted(*knobs: PluginKnob, **values: Any) -> Any:
+    """Predict one candidate of TP 2 and PP 2 with values of knobs."""
+    task = small.task(space={"acme_fused": "auto", "acme_schedule": (None, "zb-h1", "wait")})
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=knobs)
+    engine = workload_of(task.spec.work)
+    own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+    return engine.predict(task, engine.columns(task, {**own, **values}), small.costs(task)).row(0)
+
+
+def test_an_effect_on_a_part_of_the_step_shifts_that_part_and_widens_the_interval() -> None:
+    off, on = predicted(KNOB), predicted(KNOB, acme_fused=True)
+    assert on.time_s["tp_comm_s"] == pytest.approx(0.5 * off.time_s["tp_comm_s"])
+    assert on.step_time_s == pytest.approx(sum(on.time_s.values()))
+    assert on.high_s / on.step_time_s > off.high_s / off.step_time_s
+    assert on.low_s / on.step_time_s < off.low_s / off.step_time_s
+
+
+def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
+    off, on = predicted(SCHEDULE), predicted(SCHEDULE, acme_schedule="zb-h1")
+    assert on.time_s["pp_bubble_s"] < off.time_s["pp_bubble_s"]
+    task = small.task(settings={"pipeline_schedule": "zb-h1"})
+    engine = workload_of(task.spec.work)
+    own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+    assert on.step_time_s == engine.predict(task, engine.columns(task, own), small.costs(task)).row(0).step_time_s
+
+
+def test_an_effect_on_memory_moves_what_is_in_use() -> None:
+    off, on = predicted(SCHEDULE), predicted(SCHEDULE, acme_schedule="wait")
+    assert on.peak_allocated_bytes == pytest.approx(0.9 * off.peak_allocated_bytes)
+    assert on.device_used_bytes < off.device_used_bytes
+
+
+def test_many_rows_are_predicted_in_their_own_order() -> None:
+    task = small.task(space={"acme_schedule": (None, "zb-h1", "wait")})
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(SCHEDULE,))
+    engine = workload_of(task.spec.work)
+    own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+    each = [engine.columns(task, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
+    columns = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
+    alone = [engine.predict(task, one, small.costs(task)).row(0).step_time_s for one in each]
+    assert engine.predict(task, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(alone)
+
+
+def test_what_a_knob_needs_is_a_rule(install: Install) -> None:
+    problem = posed(install, {"acme_fused": [False, True]})
+    assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
+    rules = {rule.name for rule in workload_of(problem.platform.task.spec.work).rules(_with(problem, KNOB))}
+    assert "acme_fused_needs_tensor_model_parallel_size" in rules
+
+
+def test_a_knob_of_experts_is_illegal_where_it_is_on_and_the_model_has_none() -> None:
+    task = small.task(space={"acme_fused": (False, True)})
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, of_experts=True),))
+    (rule,) = [each for each in workload_of(task.spec.work).rules(task) if each.name == "acme_fused_without_experts"]
+    assert rule.broken({"acme_fused": np.array([0, 1])}).tolist() == [False, True]
+
+
+def test_auto_takes_what_can_be_launched_and_an_absent_knob_is_off(install: Install) -> None:
+    problem = posed(install, {"acme_fused": "auto", "acme_wait": "auto"})
+    assert problem.space.choices["acme_wait"] == (None, 2)
+    columns = problem.space.columns()
+    assert set(columns["acme_wait"].tolist()) == {0, 2}
+    assert set(columns["acme_fused"].tolist()) == {0}, "without a train.command no flag reaches a trial"
+    assert "acme_secret" not in columns
+
+
+def test_an_unknown_name_is_told_with_the_plugins_knobs(install: Install, tmp_path: Path) -> None:
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
+    with pytest.raises(SpecError, match=r"acme_fusd = True is not a known key; did you mean acme_fused"):
+        api.estimate(with_space(tmp_path, space={"acme_fusd": True}))
+    with pytest.raises(SpecError, match=r"wholly_else = True is not a known key.*acme_fused, acme_secret, acme_wait"):
+        api.estimate(with_space(tmp_path, space={"wholly_else": True}))
+
+
+@pytest.mark.parametrize(
+    ("space", "says"),
+    [
+        ({"acme_fused": 1}, "use false, true"),
+        ({"acme_wait": "three"}, "use null, 2"),
+        ({"acme_wait": 0.5}, "must be a word, a whole number"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_right_ones(
+    install: Install, tmp_path: Path, space: dict[str, Any], says: str
+) -> None:
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
+    with pytest.raises(SpecError, match=says):
+        api.estimate(with_space(tmp_path, space=space))
+
+
+def test_what_nobody_can_switch_on_is_estimated_but_not_tuned(install: Install, tmp_path: Path) -> None:
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
+    file = with_space(tmp_path, space={"acme_secret": [False, True]})
+    assert {each["candidate"]["acme_secret"] for each in api.estimate(file).candidates} == {False, True}
+    with pytest.raises(SpecError, match="nobody has published how it is switched on"):
+        api.tune(file, run_dir=tmp_path / "run")
+
+
+def test_explain_tells_every_knob_of_the_chip(install: Install, tmp_path: Path) -> None:
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
+    found = {knob["knob"]: knob for knob in api.explain(with_space(tmp_path, space={"acme_wait": 2})).knobs}
+    assert found["acme_wait"]["in_space"]
+    assert not found["acme_fused"]["in_space"]
+    assert "train.command" in found["acme_fused"]["not_launched"]["True"]
+    assert found["acme_secret"]["source"] == "published: made up"
+
+
+LAUNCH = '''
+"""A launch command of a user's: takes Megatron's flags and the vendor's, and trains with megatron-core on CPU."""
+import argparse, json, os, pathlib, subprocess, sys
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder")
+parser.add_argument("--micro-batch-size", type=int)
+parser.add_argument("--train-iters", type=int)
+parser.add_argument("--acme-fused", action="store_true")
+given, _ = parser.parse_known_args()
+job = json.loads(pathlib.Path(os.environ["JOB"]).read_text())
+job["candidate"]["micro_batch_size"] = given.micro_batch_size
+job["train"]["train_iters"], job["output"] = given.train_iters, given.folder
+file = pathlib.Path(given.folder, "job.json")
+file.write_text(json.dumps(job))
+subprocess.run([sys.executable, "-m", "flagcore.workloads.megatron.trial", str(file)], check=True)
+pathlib.Path(given.folder, "argv.json").write_text(json.dumps([sys.argv, os.environ.get("ACME_WAIT")]))
+print(f"  acme_fused ................................ {given.acme_fused}")
+for number, step in enumerate(json.loads(pathlib.Path(given.folder, "metrics.json").read_text())["steps"], start=1):
+    print(f" iteration {number:8}/{given.train_iters:8} | consumed samples: {number:12} | "
+          f"elapsed time per iteration (ms): {1000 * step['step_time_s']:.1f} | "
+          f"learning rate: 1.000000E-04 | lm loss: {step['loss']:.6E} |")
+'''
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+def test_a_real_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Install, tmp_path: Path) -> None:
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
+    model = {**SPEC["model"], "num_query_groups": 4, "kv_channels": 16}
+    train = {key: SPEC["train"][key] for key in ("seq_length", "global_batch_size", "precision")}
+    job = {
+        "model": model,
+        "train": {**train, "train_iters": 3, "seed": 1234},
+        "candidate": {"data_parallel_size": 2, "micro_batch_size": 4},
+        "device": {"type": "cpu", "backend": "gloo", "preload": [], "threads_per_rank": 1},
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    (tmp_path / "launch.py").write_text(LAUNCH)
+    command = [sys.executable, str(tmp_path / "launch.py"), "{folder}", "{flags}"]
+    space = {"acme_fused": "auto", "acme_wait": [None, 2], "data_parallel_size": 2}
+    file = with_space(tmp_path, space=space, train={"command": command})
+    spec = yaml.safe_load(file.read_text()) | {"envs": {"JOB": str(tmp_path / "job.json")}}
+    file.write_text(yaml.safe_dump(spec))
+    outcome = api.tune(file, run_dir=tmp_path / "run")
+    trials = outcome.data["trials"]
+    assert [trial["state"] for trial in trials] == ["measured"] * 4, [trial["reason"] for trial in trials]
+    for trial in trials:
+        argv, wait = json.loads((tmp_path / "run" / "trials" / str(trial["number"]) / "argv.json").read_text())
+        assert ("--acme-fused" in argv) == trial["candidate"]["acme_fused"]
+        assert wait == (str(trial["candidate"]["acme_wait"]) if trial["candidate"]["acme_wait"] else None)
+        assert trial["measured"]["effective"]["acme_fused"] == trial["candidate"]["acme_fused"]
+    script = (tmp_path / "run" / "best.sh").read_text()
+    assert ("--acme-fused" in script.rpartition("exec")[2]) == outcome.data["best"]["candidate"]["acme_fused"]
+    assert api.estimate(tmp_path / "run" / "best.yaml").candidates[0]["candidate"] == outcome.data["best"]["candidate"]
+
+
+def posed(install: Install, space: dict[str, Any]) -> Problem:
+    """Pose the spec with the plugin installed."""
+    from flagcore.plugins import load_plugins
+
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
+    loaded = load_plugins()
+    data = json.loads(json.dumps(SPEC))
+    data["auto_tuner"]["space"] |= space
+    spec = parse_spec(data, file="spec.yaml", base=Path(), plugin_knobs=loaded.knob_names("megatron"))
+    return pose(spec, loaded, workload_of(spec.work))
+
+
+def _with(problem: Problem, knob: PluginKnob) -> Task:
+    task = problem.platform.task
+    return Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
