@@ -165,7 +165,7 @@ def fastest(problem: Problem) -> IntArray:
 
 def _space(platform: Platform, workload: Workload, task: Task, baseline: Candidate | None = None) -> Space:
     axes = workload.axes(task)
-    rules = (*workload.rules(task), *refusals(axes, platform.support))
+    rules = (*workload.rules(task), *refusals(axes, platform.support, task.spec))
     if baseline:
         values = baseline.as_dict()
         axes = tuple(replace(axis, also=(values[axis.knob],)) for axis in axes)
@@ -186,7 +186,9 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
         return space.candidate(workload.rule_of_thumb(space.columns(), predictions))
     axes = workload.axes(task)
     columns, broken = check(
-        workload.columns(task, given), (*workload.rules(task), *refusals(axes, platform.support)), workload.merges(task)
+        workload.columns(task, given),
+        (*workload.rules(task), *refusals(axes, platform.support, task.spec)),
+        workload.merges(task),
     )
     if broken:
         raise SpecError(
@@ -200,7 +202,10 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
 def _nothing_legal(space: Space, platform: Platform, workload: Workload) -> str:
     """Return one line: what each rule took, and what it says."""
     task = platform.task
-    says = {rule.name: rule.says for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support))}
+    says = {
+        rule.name: rule.says
+        for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support, task.spec))
+    }
     took = sorted(space.illegal.items(), key=lambda pair: -pair[1])
     counts = ", ".join(f"{name} {number:,} ({says[name]})" for name, number in took) or "the space is empty"
     return f"no legal candidate among {space.combinations:,} combinations: {counts}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.telling import loaded_plugins, parsed, tell_of_problem
-from flagcore.contracts import Workload
+from flagcore.contracts import Platform, Workload
 from flagcore.domain.knowledge import Lessons
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.plugin_knob import PluginChoice, PluginKnob
@@ -98,7 +98,7 @@ def estimate(
         untimed=int(untimed.sum()),
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),
-        notes=problem.platform.support.notes,
+        notes=_notes(problem.platform),
     )
 
 
@@ -139,7 +139,7 @@ def explain(where: Path | str, *, chip: str | None = None, without: Collection[s
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path / 'result.json'} cannot be read ({error}); `flag tune` writes it") from None
     platform, task = problem.platform, problem.platform.task
-    legality = (*workload.rules(task), *refusals(workload.axes(task), platform.support))
+    legality = (*workload.rules(task), *refusals(workload.axes(task), platform.support, task.spec))
     pruning = (*workload.pruning_rules(task), *platform.pruning_rules)
     says = {rule.name: rule.says for rule in legality} | {rule.name: rule.says for rule in pruning}
     nothing_fits = None
@@ -153,8 +153,14 @@ def explain(where: Path | str, *, chip: str | None = None, without: Collection[s
         ended_because=because,
         nothing_fits=nothing_fits,
         knobs=tuple(_knob(task, knob) for knob in platform.knobs),
-        notes=platform.support.notes,
+        notes=_notes(platform),
     )
+
+
+def _notes(platform: Platform) -> tuple[str, ...]:
+    """Return what plugins set for all candidates, and what they say of engine and chip."""
+    forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in platform.support.forced)
+    return (*forced, *platform.support.notes)
 
 
 def _knob(task: Task, knob: PluginKnob) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     task = rows[0].task
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]
-    for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support)):
+    for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support, task.spec)):
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
                 broken[number].append(rule)

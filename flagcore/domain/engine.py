@@ -10,11 +10,30 @@ from flagcore.domain.chip import Support
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Values of one knob that do not work on a chip, and why. They become a legality rule of that name."""
+    """Values that do not work on a chip, and why. They become a legality rule of that name.
+
+    `knob` is a knob, `precision`, `attention` or `implementation` of the job, or a setting that all candidates share:
+    `settings.NAME` of training, `engine_args.NAME` of a server. Of a knob that counts, what is `above` is refused, too.
+    """
 
     name: str
     knob: str
     values: tuple[KnobValue, ...]
+    reason: str
+    above: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forced:
+    """The one value of a shared setting that works on a chip, and why.
+
+    It is given to trials where the user says nothing of it; another value is refused by a rule of that name. `setting`
+    is `settings.NAME` of a training command, or `engine_args.NAME` of a server.
+    """
+
+    name: str
+    setting: str
+    value: KnobValue
     reason: str
 
 
@@ -38,4 +57,5 @@ class EngineSupport:
     shared_devices: bool = False
     visible_devices: str | None = None
     refused: tuple[Refused, ...] = ()
+    forced: tuple[Forced, ...] = ()
     notes: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from flagcore.domain.chip import Chip, Device, Support, unknown_chip, with_netwo
 from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task
+from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
@@ -41,7 +41,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         support = _supported(chip, plugins, engine, engine_version)
         groups.append(_group(wanted, with_network(chip, wanted.nic_bytes_per_second), devices, support))
         supports.append(support)
-    task = Task(spec=spec, cluster=Cluster(groups=tuple(groups)))
+    task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]
     here = [device for device in devices if any(chip.answers_to(device.chip) for chip in chips)]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
@@ -142,6 +142,21 @@ def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | 
     return support
 
 
+def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
+    """Return `spec` with the settings that plugins force, where it says nothing of them. flagcore's own trial program
+    takes no settings from them: it has no flags."""
+    for forced in support.forced:
+        where, _, name = forced.setting.partition(".")
+        work = spec.work
+        if where == "settings" and isinstance(work, TrainSpec) and work.command and forced.value is not None:
+            spec = replace(spec, work=replace(work, settings={name: forced.value, **work.settings}))
+        elif where == "engine_args" and isinstance(work, ServeSpec) and forced.value is not None:
+            known = {each.lstrip("-").replace("_", "-") for each in work.engine_args}
+            more = {} if name.replace("_", "-") in known else {name: forced.value}
+            spec = replace(spec, work=replace(work, engine_args={**work.engine_args, **more}))
+    return spec
+
+
 def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
     """Return how an engine runs on several chips at once: only as the user's own command starts it."""
     if len(supports) == 1:
@@ -151,6 +166,7 @@ def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
         support=Support.UNKNOWN if unknown else Support.YES,
         reason="; ".join(unknown),
         refused=tuple(dict.fromkeys(refused for support in supports for refused in support.refused)),
+        forced=tuple(dict.fromkeys(forced for support in supports for forced in support.forced)),
         notes=tuple(dict.fromkeys(note for support in supports for note in support.notes)),
     )
 

@@ -1,7 +1,9 @@
 """Reads `quirks.yaml`: what does not work on a vendor's chips, what its stack writes when it fails, and what to know.
 
 - `support`: what is known of an engine: `engine`, `reason`, `source`, and `chips` (all); the first that fits counts.
-- `refused`: knob values that do not work: `name`, `engine`, `knob`, `values`, `reason`, `source`, and `chips` (all).
+- `refused`: values that do not work, of a knob, of a key of the job (`precision`) or of a setting (`settings.NAME`,
+  `engine_args.NAME`): `name`, `engine`, `knob`, `values` or `above` (a number), `reason`, `source`, and `chips` (all).
+- `forced`: settings that must be so: `name`, `engine`, `setting`, `value`, `reason`, `source`, and `chips` (all).
 - `failures`: log lines: `pattern`, `state`, `example`, `source`, and `advice`; `engines` (all).
 - `notes`: what no rule can say: `engines`, `says`, `source`, and `chips` (all).
 
@@ -16,7 +18,7 @@ from functools import cache
 from importlib.resources import files
 
 from flagcore.domain.chip import Chip, Source
-from flagcore.domain.engine import Refused
+from flagcore.domain.engine import Forced, Refused
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.vendorkit.parts import Part, read_parts
@@ -43,6 +45,17 @@ class Refusal:
     engine: str
     chips: tuple[str, ...]
     refused: Refused
+    source: Source
+    versions: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Must:
+    """A setting that an engine needs on some chips (none named: all)."""
+
+    engine: str
+    chips: tuple[str, ...]
+    forced: Forced
     source: Source
     versions: str = ""
 
@@ -75,6 +88,7 @@ class Quirks:
 
     support: tuple[Known, ...]
     refusals: tuple[Refusal, ...]
+    forced: tuple[Must, ...]
     failures: tuple[Failure, ...]
     notes: tuple[Note, ...]
 
@@ -92,6 +106,7 @@ def quirks(package: str) -> Quirks:
     made = Quirks(
         support=tuple(_known(part) for part in each("support")),
         refusals=tuple(_refusal(part) for part in each("refused")),
+        forced=tuple(_must(part) for part in each("forced")),
         failures=tuple(_failure(part) for part in each("failures")),
         notes=tuple(_note(part) for part in each("notes")),
     )
@@ -111,6 +126,12 @@ def refused(package: str, chip: Chip, engine: str, engine_version: str | None = 
     return tuple(each.refused for each in found if _concerns((each.engine,), each, chip, engine, engine_version))
 
 
+def forced(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Forced, ...]:
+    """Return the settings that `engine` needs on `chip`."""
+    found = quirks(package).forced
+    return tuple(each.forced for each in found if _concerns((each.engine,), each, chip, engine, engine_version))
+
+
 def notes(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[str, ...]:
     """Return what a user of `engine` on `chip` should know, each with its source."""
     found = (each for each in quirks(package).notes if _concerns(each.engines, each, chip, engine, engine_version))
@@ -127,7 +148,7 @@ def failure_patterns(package: str, engine: str, engine_version: str | None = Non
 
 
 def _concerns(
-    engines: tuple[str, ...], each: Known | Refusal | Note, chip: Chip, engine: str, engine_version: str | None
+    engines: tuple[str, ...], each: Known | Refusal | Must | Note, chip: Chip, engine: str, engine_version: str | None
 ) -> bool:
     """Return whether something is said of this engine, chip and release; of none named, it is said of all."""
     named = (not engines or engine in engines) and (not each.chips or chip.name in each.chips)
@@ -146,14 +167,34 @@ def _known(part: Part) -> Known:
     return made
 
 
+def _must(part: Part) -> Must:
+    made = Must(
+        engine=part.required("engine", str),
+        chips=tuple(part.listed("chips", str)),
+        forced=Forced(
+            name=part.required("name", str),
+            setting=part.required("setting", str),
+            value=part.content.pop("value", None),
+            reason=part.required("reason", str),
+        ),
+        source=part.source("source"),
+        versions=versions_of(part),
+    )
+    part.finish()
+    return made
+
+
 def _refusal(part: Part) -> Refusal:
+    if not part.content.get("values") and part.content.get("above") is None:
+        raise part.wrong("values", "is missing", "say which values, or above which number")
     made = Refusal(
         engine=part.required("engine", str),
         chips=tuple(part.listed("chips", str)),
         refused=Refused(
             name=part.required("name", str),
             knob=part.required("knob", str),
-            values=tuple(part.required("values", list)),
+            values=tuple(part.listed("values", object)),
+            above=part.optional("above", int, None),
             reason=part.required("reason", str),
         ),
         source=part.source("source"),

@@ -7,13 +7,14 @@ import itertools
 import random
 import tracemalloc
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
-from flagcore.domain.engine import EngineSupport, Refused
+from flagcore.domain.engine import EngineSupport, Forced, Refused
 from flagcore.domain.space import Axis, Columns, Merge, Rule, Space
 from flagcore.domain.spec import Task
 from flagcore.errors import NoDevice, SpecError
@@ -266,3 +267,42 @@ def test_ten_million_combinations_need_little_memory() -> None:
     assert balanced(space)
     assert 1000 < len(space) < space.combinations / 20
     assert peak < 400 << 20
+
+
+@pytest.mark.parametrize(
+    ("knob", "train", "took"),
+    [
+        ("precision", {"precision": "fp8"}, True),
+        ("precision", {"precision": "bf16"}, False),
+        ("settings.cp_comm_type", {"settings": {"cp_comm_type": "fp8"}}, True),
+        ("settings.cp_comm_type", {"command": ("train", "--cp-comm-type", "fp8")}, True),
+        ("settings.cp_comm_type", {}, False),
+    ],
+)
+def test_a_plugin_may_refuse_what_all_candidates_share(knob: str, train: dict[str, Any], took: bool) -> None:
+    task = small.task(space={"micro_batch_size": (1,)}, **train)
+    support = EngineSupport(
+        support=Support.YES, refused=(Refused(name="no_fp8", knob=knob, values=("fp8",), reason="it has no units"),)
+    )
+    axes = WORKLOAD.axes(task)
+    (rule,) = refusals(axes, support, task.spec)
+    space = build(axes, [rule], ())
+    assert (len(space) == 0) == took
+    assert space.illegal == ({"no_fp8": space.combinations} if took else {})
+    assert "it has no units" in rule.says
+
+
+def test_a_plugin_may_refuse_all_above_a_number() -> None:
+    refused = Refused(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow")
+    (rule,) = refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
+    assert rule.broken({"tensor_model_parallel_size": np.array([1, 4, 8])}).tolist() == [False, False, True]
+    assert "more than 4" in rule.says
+
+
+def test_a_forced_setting_refuses_another_value_that_the_user_gives() -> None:
+    forced = Forced(name="one_way", setting="settings.cp_comm_type", value="p2p", reason="others hang")
+    for value, broken in ((None, False), ("p2p", False), ("a2a", True)):
+        task = small.task(settings={"cp_comm_type": value} if value else {})
+        (rule,) = refusals(WORKLOAD.axes(task), EngineSupport(support=Support.YES, forced=(forced,)), task.spec)
+        assert rule.broken({"data_parallel_size": np.array([1])}).tolist() == [broken]
+    assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.says

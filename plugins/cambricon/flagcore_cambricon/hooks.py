@@ -13,7 +13,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
-from flagcore.vendorkit.quirks import failure_patterns, notes, reason, refused
+from flagcore.vendorkit.quirks import failure_patterns, forced, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_cambricon import discover
@@ -68,6 +68,7 @@ def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None)
         preload=() if engine in SERVING else ("torch_mlu",),
         visible_devices="MLU_VISIBLE_DEVICES" if engine in SERVING else None,
         refused=refused("flagcore_cambricon", chip, engine, engine_version),
+        forced=forced("flagcore_cambricon", chip, engine, engine_version),
         notes=notes("flagcore_cambricon", chip, engine, engine_version),
     )
 

@@ -15,7 +15,7 @@ from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
-from flagcore.vendorkit.quirks import failure_patterns, notes, reason, refused
+from flagcore.vendorkit.quirks import failure_patterns, forced, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_iluvatar import discover
@@ -68,6 +68,7 @@ def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None)
         distributed_backend="nccl",
         visible_devices="CUDA_VISIBLE_DEVICES" if engine in SERVING else None,
         refused=refused("flagcore_iluvatar", chip, engine, engine_version),
+        forced=forced("flagcore_iluvatar", chip, engine, engine_version),
         notes=notes("flagcore_iluvatar", chip, engine, engine_version),
     )
 

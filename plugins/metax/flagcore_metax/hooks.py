@@ -18,7 +18,7 @@ from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore.vendorkit.knobs import knobs
-from flagcore.vendorkit.quirks import failure_patterns, notes, reason, refused
+from flagcore.vendorkit.quirks import failure_patterns, forced, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_metax import discover
@@ -81,6 +81,7 @@ def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None)
         distributed_backend="nccl",
         visible_devices="MACA_VISIBLE_DEVICES" if engine in SERVING else None,
         refused=refused("flagcore_metax", chip, engine, engine_version),
+        forced=forced("flagcore_metax", chip, engine, engine_version),
         notes=notes("flagcore_metax", chip, engine, engine_version),
     )
 

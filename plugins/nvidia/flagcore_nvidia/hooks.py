@@ -17,7 +17,7 @@ from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs, serving_costs
 from flagcore.vendorkit.knobs import knobs
-from flagcore.vendorkit.quirks import failure_patterns, notes, refused
+from flagcore.vendorkit.quirks import failure_patterns, forced, notes, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 from flagcore_nvidia import discover
@@ -70,6 +70,7 @@ def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None)
         distributed_backend="nccl",
         visible_devices="CUDA_VISIBLE_DEVICES",
         refused=refused("flagcore_nvidia", chip, engine, engine_version),
+        forced=forced("flagcore_nvidia", chip, engine, engine_version),
         notes=notes("flagcore_nvidia", chip, engine, engine_version),
     )
 
