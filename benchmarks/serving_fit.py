@@ -271,7 +271,7 @@ def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
         task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
         settings = plugins.workload(points.engine).engine.settings(task, columns)
-        found = predict(task, columns, settings, costs, over)
+        found = predict(task, settings, costs, over)
         answers.append({"id": name, "status": "ok", **record(task, found.row(0))})
     return answers
 

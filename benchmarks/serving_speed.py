@@ -88,7 +88,7 @@ def main() -> None:
     for name, load in LOADS.items():
         task = Task(spec=replace(spec, work=replace(spec.serve, loads=(load,))), cluster=Cluster(groups=(group,)))
         start = time.process_time()
-        found = predict(task, {}, settings(), costs)
+        found = predict(task, settings(), costs)
         spent = time.process_time() - start
         served = float(((load.num_prompts or 0) / found.figures["requests_per_s"]).sum())
         figures[name] = {"candidates_per_minute": ROWS / spent * 60, "times_faster": served / spent}

@@ -39,6 +39,7 @@ OWN_SPACE: dict[str, dict[str, Any]] = {
 _ALL = (
     "instances",
     "tensor_model_parallel_size",
+    "instance_sizes",
     "pipeline_model_parallel_size",
     "context_len",
     "kv_cache_type",

@@ -16,6 +16,7 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import SpecError
 from flagcore.workloads.serving import launching, order, reading
+from flagcore.workloads.serving.engines import unequal
 from flagcore.workloads.serving.engines.contract import Engine
 from flagcore.workloads.serving.predict import predict
 from flagcore.workloads.serving.published import published
@@ -46,7 +47,8 @@ class Serving:
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         """Return memory and time for whole columns."""
-        return predict(task, columns, self.engine.settings(task, columns), costs)
+        kinds = unequal.parts(task, columns)
+        return predict(task, self.engine.settings(task, kinds.columns), costs, kinds=kinds)
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return nothing: a server's memory is told by its kinds."""
@@ -57,15 +59,19 @@ class Serving:
         raise SpecError(key="rank", value=rank, problem="is of training: a server is told as a whole")
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return what an iteration computes, how many sequences are in it, and how they are split, as powers of 2."""
-        settings = self.engine.settings(task, columns)
+        """Return what an iteration computes, how many sequences are in it, and how they are split, as powers of 2.
+
+        Of unequal instances the largest tells.
+        """
+        kinds = unequal.parts(task, columns)
+        settings, largest = self.engine.settings(task, kinds.columns), kinds.firsts
         figures = {
             "instances": settings.instances,
             "tensor_model_parallel_size": settings.tensor,
             "max_running": settings.max_running,
             "max_batched_tokens": settings.max_batched_tokens,
         }
-        return {name: np.log2(np.maximum(values, 1).astype(np.float64)) for name, values in figures.items()}
+        return {name: np.log2(np.maximum(values[largest], 1).astype(np.float64)) for name, values in figures.items()}
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
         """Return no parts: the weights are the model's, whoever serves it."""
@@ -99,7 +105,7 @@ class Serving:
         self, task: Task, values: Mapping[str, KnobValue], notes: str
     ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
         """Return a job record with what published runs have that it does not say."""
-        return *published(task, values), frozenset()
+        return *published(task, self.engine.values(values)), frozenset()
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return what the engine does if nobody sets a knob."""
@@ -125,8 +131,8 @@ class Serving:
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return what a trial measured. Raises NoMetrics with what is missing."""
-        settings = self.engine.settings(task, self.columns(task, candidate.as_dict()))
-        devices = int(settings.instances[0] * settings.devices[0])
+        kinds = unequal.parts(task, self.columns(task, candidate.as_dict()))
+        devices = int(kinds.total(self.engine.settings(task, kinds.columns).devices)[0])
         return reading.read(task, candidate, folder, max(1, min(devices, task.cluster.devices)))
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,16 +57,56 @@ class Expected:
         most = self.load.concurrency or len(self.lengths)
         return -(-most // min(lanes, most))
 
-    def figures(self, price: Price, lanes: int, slo: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures of the load on `lanes` lanes like that of `price`, rates of all lanes together."""
+    def figures(self, kinds: Sequence[tuple[Price, int]], slo: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures of the load on lanes of one kind or several, so many of each; rates of all together."""
+        lanes = sum(count for _, count in kinds)
         flight, here = self.load.concurrency or len(self.lengths), self.flight(lanes)
+        steady = self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
+        if len(kinds) > 1:
+            outcome = self._together(kinds, here)
+            if flight < lanes:  # some are always idle, and a request goes to the one that has had the fewest
+                return figures_of(outcome, 1.0, slo, steady=True, flight=flight)
+            return figures_of(outcome, flight / here / lanes, slo, steady=steady, flight=here * lanes)
         lanes = min(lanes, flight)
         share = flight / here  # how many full lanes the load makes
         mine = self.lengths[::lanes] if lanes > 1 else self.lengths
         arrivals = self.arrivals[::lanes] if self.arrivals is not None and lanes > 1 else self.arrivals
-        outcome = simulate(price, mine, arrivals, here)
-        steady = self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
+        outcome = simulate(kinds[0][0], mine, arrivals, here)
         return figures_of(outcome, share, slo, steady=steady, flight=here)
+
+    def _together(self, kinds: Sequence[tuple[Price, int]], flight: int) -> Outcome:
+        """Return what happens on lanes that are not alike, each with the requests that come to it.
+
+        Where each request goes to the lane with the fewest in flight, all have about as many, so a lane is sent
+        requests in proportion to 1 over the time that one takes there (Little's law); equally many where the load
+        cannot know, since all are sent at once, or where lanes are idle. Two rounds: equal shares tell the times.
+        """
+        lanes = sum(count for _, count in kinds)
+        shares = [1.0 / lanes] * len(kinds)
+        blind = (self.load.concurrency or lanes) < lanes or (self.arrivals is not None and not any(self.arrivals))
+        for _ in range(1 if blind else 2):
+            found = [self._lane(price, share, flight) for (price, _), share in zip(kinds, shares, strict=True)]
+            speeds = [len(out.requests) / sum(each.end - each.arrival for each in out.requests) for out in found]
+            last, shares = (
+                found,
+                [
+                    speed / sum(other * count for other, (_, count) in zip(speeds, kinds, strict=True))
+                    for speed in speeds
+                ],
+            )
+        joined = Outcome([], duration=max(out.duration for out in last))
+        for out, (_, count) in zip(last, kinds, strict=True):
+            joined.requests += out.requests * count
+            joined.gaps += out.gaps * count
+            joined.preemptions += out.preemptions * count
+        return joined
+
+    def _lane(self, price: Price, share: float, flight: int) -> Outcome:
+        """Return what happens on a lane that is sent `share` of the requests."""
+        many = max(1, round(share * len(self.lengths)))
+        places = [min(int(place / share), len(self.lengths) - 1) for place in range(many)]
+        arrivals = None if self.arrivals is None else [self.arrivals[place] for place in places]
+        return simulate(price, [self.lengths[place] for place in places], arrivals, flight)
 
 
 def figures_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from flagcore.contracts import Platform
@@ -12,7 +13,9 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.spec import Spec
 from flagcore.errors import LaunchError, SpecError
 from flagcore.workloads.serving import winner
-from flagcore.workloads.serving.engines.contract import DP, INSTANCES, PP, TP, Engine, Server
+from flagcore.workloads.serving.engines.contract import Engine
+from flagcore.workloads.serving.engines.place import Place
+from flagcore.workloads.serving.engines.unequal import Seat, seats
 from flagcore.workloads.serving.load.traffic import traffic
 from flagcore.workloads.serving.trial.job import SERVE, Instance, Job, as_text
 
@@ -63,7 +66,6 @@ def launch(
             repeats=serve.repeats,
             client=serve.client,
             report=serve.report,
-            asked=_told(platform, engine, candidate),
             slo=serve.slo,
             patterns=platform.failure_patterns,
             directory=directory,
@@ -75,28 +77,27 @@ def launch(
     return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)
 
 
-def _told(platform: Platform, engine: Engine, candidate: Candidate) -> dict[str, KnobValue]:
+def _told(platform: Platform, engine: Engine, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
     """Return the knobs that the engine is told of: with a neutral value it chooses itself, and may do so by model."""
     neutral = {axis.knob: axis.neutral for axis in engine.axes(platform.task)}
-    return {knob: value for knob, value in candidate.items if value not in (None, neutral.get(knob))}
+    return {knob: value for knob, value in values.items() if value not in (None, neutral.get(knob))}
 
 
 def _instances(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:
-    """Return all servers of a candidate, each with devices of its own."""
-    task, values = platform.task, candidate.as_dict()
-    count = _size(values, INSTANCES)
-    width = _size(values, TP) * _size(values, PP) * _size(values, DP)
-    servers = [engine.server(task, values, index) for index in range(count)]
-    return tuple(_placed(platform, server, index * width, width) for index, server in enumerate(servers))
+    """Return all servers of a candidate, each with devices or cores of its own."""
+    return tuple(_placed(platform, engine, seat) for seat in seats(platform.task, candidate.as_dict()))
 
 
-def _placed(platform: Platform, server: Server, first: int, width: int) -> Instance:
-    """Return a server that sees `width` devices from `first` on. What the user sets goes before what an engine sets."""
-    envs, variable = platform.task.spec.envs, platform.support.visible_devices
-    environment = {name: value for name, value in server.environment.items() if name not in envs}
+def _placed(platform: Platform, engine: Engine, seat: Seat) -> Instance:
+    """Return a server that sees the devices of its seat. What the user sets goes before what an engine sets."""
+    task, variable = platform.task, platform.support.visible_devices
+    cores = Place.of(task).cores(seat.first, seat.width)
+    server = engine.server(task, seat.values, cores)
+    environment = {name: value for name, value in server.environment.items() if name not in task.spec.envs}
     if variable is not None:
-        environment[variable] = ",".join(_visible(platform, variable)[first : first + width])
-    return Instance(argv=server.argv, environment=environment, cores=server.cores)
+        environment[variable] = ",".join(_visible(platform, variable)[seat.first : seat.first + seat.width])
+    asked = _told(platform, engine, seat.values)
+    return Instance(argv=server.argv, environment=environment, cores=cores, asked=asked)
 
 
 def _visible(platform: Platform, variable: str) -> list[str]:
@@ -105,8 +106,3 @@ def _visible(platform: Platform, variable: str) -> list[str]:
     if given:
         return [word.strip() for word in given.split(",")]
     return [str(index) for index in range(platform.task.cluster.groups[0].devices_per_node)]
-
-
-def _size(values: dict[str, KnobValue], knob: str) -> int:
-    value = values.get(knob)
-    return value if isinstance(value, int) and value > 0 else 1

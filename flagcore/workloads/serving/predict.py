@@ -9,12 +9,13 @@ import numpy as np
 from flagcore.contracts import Costs, KernelCosts
 from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
-from flagcore.domain.space import Columns, FloatArray
+from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.physics.serving.iteration import iteration_costs
 from flagcore.physics.serving.memory import ServingMemory, serving_memory
 from flagcore.physics.serving.work import Overheads, Serving, Split
 from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.engines.unequal import Parts, alone
 from flagcore.workloads.serving.overheads import overheads_of, release
 from flagcore.workloads.serving.published import RECEIVE
 from flagcore.workloads.serving.scene import Scene, expected_figures
@@ -44,10 +45,12 @@ GUESSED = 2.0
 
 
 def predict(
-    task: Task, columns: Columns, settings: Settings, costs: Costs, overheads: Overheads | None = None
+    task: Task, settings: Settings, costs: Costs, overheads: Overheads | None = None, kinds: Parts | None = None
 ) -> Predictions:
     """Return memory and figures of each candidate; times are NaN where the chip's facts do not allow an answer.
 
+    `settings` are those of `kinds` of instances, or, without, of candidates whose instances are all alike. Memory is
+    that of the fullest device.
     Of several load points a candidate's figures are those of the one that is best for the objective among those that
     keep the SLO, or, where none does, of the one that is nearest to it. `overheads` are those of the engine's release
     unless they are given.
@@ -60,7 +63,9 @@ def predict(
     split = split_of(settings, graph_tokens(task))
     memory = memory_of(serving, split, settings, costs)
     times = iteration_costs(serving, split, costs)
+    kinds = kinds or alone(settings.instances)
     scene = Scene(
+        kinds=kinds,
         serve=serve,
         objective=task.spec.objective,
         settings=settings,
@@ -70,11 +75,9 @@ def predict(
         overheads=over,
     )
     figures = expected_figures(scene)
-    figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / (settings.instances * settings.devices)
-    cache = np.maximum(memory.cache, 0.0)
-    figures["kv_cache_gib"] = cache / 2**30
-    figures["kv_cache_tokens"] = np.maximum(memory.cache_tokens, 0.0) * split.instances
-    return _predictions(task.spec.objective, figures, memory, settings, costs)
+    figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
+    figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
+    return _predictions(task.spec.objective, figures, memory, settings, costs, kinds)
 
 
 def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
@@ -135,7 +138,12 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
 
 
 def _predictions(
-    objective: str, figures: dict[str, FloatArray], memory: ServingMemory, settings: Settings, costs: Costs
+    objective: str,
+    figures: dict[str, FloatArray],
+    memory: ServingMemory,
+    settings: Settings,
+    costs: Costs,
+    kinds: Parts,
 ) -> Predictions:
     name = figure_name(objective)
     told = figures.get(name, figures["output_tokens_per_s"])
@@ -152,16 +160,18 @@ def _predictions(
     if capacity is not None:  # an engine refuses to start without room for one request, whatever is left beside it
         beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
         used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
+    fullest, cache = kinds.worst(used), np.maximum(memory.cache, 0.0)
+    figures["kv_cache_gib"] = cache[fullest] / 2**30
     return Predictions(
         step_time_s=time,
         low_s=time * low / wider,
         high_s=time * high * wider,
         time_s={},
-        static_bytes=memory.weights + np.maximum(memory.cache, 0.0),
-        activation_bytes=memory.activations + memory.graphs,
-        peak_allocated_bytes=held,
-        reserved_bytes=reserved,
-        device_used_bytes=used,
+        static_bytes=(memory.weights + cache)[fullest],
+        activation_bytes=(memory.activations + memory.graphs)[fullest],
+        peak_allocated_bytes=held[fullest],
+        reserved_bytes=reserved[fullest],
+        device_used_bytes=used[fullest],
         worst_stage=np.zeros(time.shape, dtype=np.int64),
         capacity_bytes=capacity,
         model_flops=0.0,

@@ -17,6 +17,7 @@ from flagcore.physics.serving.price import Lane, Price
 from flagcore.physics.serving.steady import ClosedLoop, steady
 from flagcore.physics.serving.work import Overheads, Split
 from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.engines.unequal import Parts
 from flagcore.workloads.serving.expected import Expected
 
 MOST_SIMULATED = 4096
@@ -31,13 +32,14 @@ NAMES = (
 )
 
 Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
-"""What decides a simulation: lanes, what each load point may use of one, and the costs."""
+"""What decides a simulation of one kind: how many there are, what each load point may use of one, and the costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Candidates and what is known of them: settings, split, memory and the costs of iterations."""
+    """Candidates and what is known of the kinds of their instances: settings, split, memory and costs of iterations."""
 
+    kinds: Parts
     serve: ServeSpec
     objective: str
     settings: Settings
@@ -54,22 +56,24 @@ def expected_figures(scene: Scene) -> dict[str, FloatArray]:
     those that keep the SLO counts, or else the one that is nearest to it.
     """
     loads = [Expected.of(load) for load in scene.serve.loads]
-    times = scene.times
-    known = np.flatnonzero(np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair))
-    alike: dict[Key, list[int]] = {}
-    for row in known.tolist():
-        alike.setdefault(_key(scene, loads, row), []).append(row)
-    table = {name: np.full(scene.split.tensor.size, np.nan) for name in NAMES}
+    times, members = scene.times, scene.kinds.members
+    known = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
+    alike: dict[tuple[Key, ...], list[int]] = {}
+    for candidate, kinds in enumerate(members):
+        if known[kinds].all():
+            alike.setdefault(tuple(_key(scene, loads, row) for row in kinds), []).append(candidate)
+    table = {name: np.full(scene.kinds.size, np.nan) for name in NAMES}
     firsts = np.array([rows[0] for rows in alike.values()], dtype=np.int64)
     few = firsts.size <= MOST_SIMULATED
     bases = {} if few else _in_closed_form(scene, _telling(scene, loads))
     chosen = firsts if few else _promising(scene, bases, firsts)
     wanted = set(chosen.tolist())
-    for (lanes, each, _), rows in alike.items():
+    for keys, rows in alike.items():
         if rows[0] in wanted:
+            of = list(zip(members[rows[0]], keys, strict=True))
             points = [
-                load.figures(Price(times, rows[0], lane), lanes, scene.serve.slo)
-                for load, lane in zip(loads, each, strict=True)
+                load.figures([(Price(times, row, key[1][place]), key[0]) for row, key in of], scene.serve.slo)
+                for place, load in enumerate(loads)
             ]
             best = _best(points, scene.serve.slo, scene.objective)
             for name in NAMES:
@@ -93,7 +97,7 @@ def _key(scene: Scene, loads: Sequence[Expected], row: int) -> Key:
     times = scene.times
     costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
     rest = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
-    return int(scene.split.instances[row]), tuple(_lane(scene, load, row) for load in loads), costs + rest
+    return int(scene.kinds.count[row]), tuple(_lane(scene, load, row) for load in loads), costs + rest
 
 
 def _lane(scene: Scene, expected: Expected, row: int) -> Lane:
@@ -154,8 +158,15 @@ def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
             stages=split.pipeline,
         ),
     )
-    rate = found.rate * np.minimum(lanes, expected.flight(1))
-    whole = {"ttft_s": found.ttft, "tpot_s": found.tpot, "itl_s": found.tpot, "e2e_s": found.ttft + output * found.tpot}
+    kinds, share = scene.kinds, np.minimum(lanes, expected.flight(1)) / lanes
+    rate = kinds.total(found.rate * share)
+
+    def mean(values: FloatArray) -> FloatArray:
+        """Return latencies by candidate: a faster kind answers more requests."""
+        return kinds.total(found.rate * share * values) / rate
+
+    ttft, tpot = mean(found.ttft), mean(found.tpot)
+    whole = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + float(output[0]) * tpot}
     return {name: whole.get(name.partition(".")[0], rate) for name in NAMES}
 
 
@@ -164,5 +175,5 @@ def _promising(scene: Scene, bases: Mapping[str, FloatArray], firsts: IntArray) 
     name = figure_name(scene.objective)
     base = bases.get(name, bases["output_tokens_per_s"])[firsts]
     if name.endswith("per_device"):
-        base = base / (scene.settings.instances * scene.settings.devices)[firsts]
+        base = base / scene.kinds.total(scene.settings.devices)[firsts]
     return firsts[np.argsort(-base if name in RATES else base, kind="stable")[:MOST_SIMULATED]]

@@ -58,6 +58,13 @@ def test_each_instance_sees_devices_of_its_own(count: int, layers: int, seen: li
     assert [each.environment[VISIBLE] for each in made] == seen
 
 
+def test_unequal_instances_have_devices_and_parallelism_of_their_own(tmp_path: Path) -> None:
+    made = instances(on_cards(tmp_path), tmp_path, instance_sizes="4+2+1")
+    assert [each.environment[VISIBLE] for each in made] == ["0,1,2,3", "4,5", "6"]
+    assert [each.asked.get("tensor_model_parallel_size") for each in made] == [4, 2, None]
+    assert ["row" in each.argv for each in made] == [True, True, False]
+
+
 def test_devices_are_those_that_flagcore_itself_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "5, GPU-77 ,2,3")
     made = instances(on_cards(tmp_path, devices=4), tmp_path, instances=2, pipeline_model_parallel_size=2)
@@ -67,11 +74,17 @@ def test_devices_are_those_that_flagcore_itself_may_see(tmp_path: Path, monkeypa
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     job = Job(
         engine="a:B",
-        instances=(Instance(argv=("serve", "{port}"), environment={"A": "1"}, cores=(0, 1)),),
+        instances=(
+            Instance(
+                argv=("serve", "{port}"),
+                environment={"A": "1"},
+                cores=(0, 1),
+                asked={"parallel": 4, "flash_attention": "on", "enable_prefix_caching": True},
+            ),
+        ),
         loads=(Load(request_rate=float("inf")), Load(concurrency=3, trace="t")),
         vocab_size=9,
         timeout_s=1.5,
-        asked={"parallel": 4, "flash_attention": "on", "enable_prefix_caching": True},
         slo={"ttft_s.p99": 1.0},
         patterns=LLAMACPP.failure_patterns(),
         versions={"a": "1"},
@@ -82,9 +95,9 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_only_what_the_engine_is_told_must_be_read_back(tmp_path: Path) -> None:
     launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
-    assert read_job(tmp_path).asked == {"parallel": 4}
+    assert read_job(tmp_path).instances[0].asked == {"parallel": 4}
     launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
-    assert read_job(tmp_path).asked == {"n_gpu_layers": 0, "enable_prefix_caching": False}
+    assert read_job(tmp_path).instances[0].asked == {"n_gpu_layers": 0, "enable_prefix_caching": False}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"instances": 3}', '{"loads": [{"request_rate": []}]}'])
@@ -132,6 +145,14 @@ def test_several_winners_are_started_behind_a_balancer(tmp_path: Path) -> None:
         assert argv[0] == "echo"  # the image's own
         assert argv[argv.index("--port") + 1] == str(winner.FRONT_PORT + 1 + number)
         assert f":{winner.FRONT_PORT + 1 + number} " in conf
+
+
+def test_unequal_winners_are_started_each_as_wide_as_it_was_tried(tmp_path: Path) -> None:
+    launched(on_cards(tmp_path), tmp_path, for_real=True, instance_sizes="2+1+1")
+    services = yaml.safe_load((tmp_path / winner.COMPOSE).read_text())["services"]
+    seen = [services[f"instance-{number}"]["environment"][VISIBLE] for number in range(3)]
+    assert seen == ["0,1", "2", "3"]
+    assert (tmp_path / winner.NGINX).read_text().count("server 127.0.0.1:") == 3
 
 
 def test_the_start_script_ends_all_servers_when_one_ends(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.workloads.serving import scene
 from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.engines.unequal import Parts
 from flagcore.workloads.serving.overheads import overheads_of
 from flagcore.workloads.serving.predict import graph_tokens, predict
 from flagcore.workloads.serving.published import RECEIVE, published
@@ -56,7 +57,7 @@ def settings(**given: object) -> Settings:
 
 
 def predicted(on: Task | None = None, **given: object) -> Predictions:
-    return predict(on or task(), {}, settings(**given), costs())
+    return predict(on or task(), settings(**given), costs())
 
 
 def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]:
@@ -161,7 +162,7 @@ def test_goodput_counts_requests_that_keep_the_limits() -> None:
 def test_a_server_fits_if_its_cache_holds_one_request() -> None:
     found = predicted(context_len=[2048, 400_000])
     assert found.fits.tolist() == [True, False]
-    small = predict(task(), {}, settings(memory_fraction=[0.9, 0.15]), costs())
+    small = predict(task(), settings(memory_fraction=[0.9, 0.15]), costs())
     assert small.fits.tolist() == [True, False]
 
 
@@ -181,7 +182,7 @@ def test_attention_ranks_step_together() -> None:
 
 def test_a_chip_without_facts_is_given_no_times_but_memory() -> None:
     bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
-    found = predict(task(), {}, settings(), bare)
+    found = predict(task(), settings(), bare)
     assert np.isnan(found.step_time_s).all()
     assert found.static_bytes[0] > 16e9
 
@@ -202,7 +203,7 @@ def test_releases_have_overheads_of_their_own() -> None:
 def test_a_host_that_computes_itself_schedules_at_its_own_expense() -> None:
     own = replace(costs(), synchronous=True)
     beside = predicted(graphs=[1, 0])
-    found = predict(task(), {}, settings(graphs=[1, 0]), own)
+    found = predict(task(), settings(graphs=[1, 0]), own)
     assert figure(found, "tpot_s.p50")[0] > figure(beside, "tpot_s.p50")[0]
     assert figure(found)[1] < figure(found)[0]
 
@@ -290,3 +291,63 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     found = predicted(task(replace(LOAD, output_len=1)))
     assert figure(found, "tpot_s.p99") == figure(found, "itl_s.mean") == [0.0]
     assert figure(found, "e2e_s.p50") == figure(found, "ttft_s.p50")
+
+
+def together(on: Task, *kinds: tuple[int, int]) -> Predictions:
+    """One candidate: so many instances of so many tensor ranks, each kind beside the others."""
+    counts, tensor = np.array(kinds).T
+    several = settings(tensor=tensor, instances=np.full(tensor.size, counts.sum()))
+    return predict(on, several, costs(), kinds=Parts(np.zeros(tensor.size, np.int64), counts, {}))
+
+
+STEADY = task(replace(LOAD, concurrency=48, num_prompts=None))
+
+
+def test_kinds_of_instances_that_are_the_same_are_instances_side_by_side() -> None:
+    found, alike = together(STEADY, (1, 2), (2, 2)), predicted(STEADY, tensor=2, instances=3)
+    for name in ("output_tokens_per_s", "ttft_s.p50", "tpot_s.p99", "kv_cache_tokens", "kv_cache_gib"):
+        assert figure(found, name)[0] == pytest.approx(figure(alike, name)[0], rel=0.02), name
+
+
+def test_unequal_instances_give_the_sum_of_what_each_gives_with_its_share_in_flight() -> None:
+    few = task(replace(LOAD, concurrency=16, num_prompts=None))
+    wide, narrow = (figure(predicted(few, tensor=size))[0] for size in (4, 2))
+    found = together(STEADY, (1, 4), (2, 2))
+    assert figure(found)[0] == pytest.approx(wide + 2 * narrow, rel=0.03)
+    assert figure(found, "output_tokens_per_s_per_device")[0] == pytest.approx(figure(found)[0] / 8)
+    fast, slow = (figure(predicted(few, tensor=size), "tpot_s.p50")[0] for size in (4, 2))
+    assert fast < figure(found, "tpot_s.mean")[0] < slow
+
+
+def test_of_a_burst_each_instance_has_as_much_and_the_slowest_ends_it() -> None:
+    burst = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=96))
+    third = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=32))
+    slowest = 32 / figure(predicted(third, tensor=1), "requests_per_s")[0]
+    assert 96 / figure(together(burst, (1, 4), (2, 1)), "requests_per_s")[0] == pytest.approx(slowest, rel=0.02)
+
+
+def test_a_faster_instance_is_sent_more_of_a_load_that_ends() -> None:
+    ending = task(replace(LOAD, concurrency=48, num_prompts=480))
+    found, endless = together(ending, (1, 4), (2, 1)), together(STEADY, (1, 4), (2, 1))
+    assert figure(found)[0] == pytest.approx(figure(endless)[0], rel=0.15)
+
+
+def test_one_client_of_unequal_instances_meets_each_of_them_in_turn() -> None:
+    alone = task(replace(LOAD, concurrency=1, num_prompts=30))
+    times = [figure(predicted(alone, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
+    assert figure(together(alone, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
+
+
+def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None:
+    small = replace(STEADY, spec=replace(STEADY.spec, model=replace(DENSE, num_layers=240)))
+    assert together(small, (2, 4)).fits[0]
+    assert not together(small, (1, 4), (4, 1)).fits[0]
+
+
+def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = settings(tensor=[4, 2, 1], instances=[3, 3, 3])
+    kinds = Parts(np.array([0, 0, 1]), np.array([1, 2, 3]), {})
+    whole = predict(STEADY, several, costs(), kinds=kinds)
+    monkeypatch.setattr(scene, "MOST_SIMULATED", 1)
+    ranked = predict(STEADY, several, costs(), kinds=kinds)
+    assert ranked.step_time_s == pytest.approx(whole.step_time_s, rel=0.2)

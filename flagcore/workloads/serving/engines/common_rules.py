@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.workloads.serving.engines import unequal
 from flagcore.workloads.serving.engines.contract import DP, EP, INSTANCES, PP, TP
 from flagcore.workloads.serving.engines.place import Place, longest
 
@@ -52,6 +53,7 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
             broken=lambda c: c[PP] > model.num_layers,
         ),
     )
+    rules = (*rules, *unequal.rules(task, heads=data))
     return (*rules, *_heads(task), *_experts(task)) if data else rules
 
 

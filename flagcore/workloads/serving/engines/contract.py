@@ -15,6 +15,8 @@ PORT = "{port}"
 """Stands in an argument list for the port, which is found when a server starts."""
 
 INSTANCES = "instances"
+SIZES = "instance_sizes"
+"""Devices of each instance where they are not equal, as a word: 4+2+2. It stands in for the two knobs beside it."""
 TP, PP, DP, EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -59,11 +61,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """How one instance is started. `argv` has `PORT` where the port belongs; `cores` pin it where devices are cores."""
+    """How one instance is started. `argv` has `PORT` where the port belongs."""
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    cores: tuple[int, ...] = ()
 
 
 class Engine(Protocol):
@@ -102,8 +103,11 @@ class Engine(Protocol):
     def settings(self, task: Task, columns: Columns) -> Settings:
         """Return what the engine makes of candidates, its defaults filled in."""
 
-    def server(self, task: Task, values: Mapping[str, KnobValue], index: int) -> Server:
-        """Return how instance `index` of a candidate, from 0, is started, devices aside."""
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+        """Return how one instance of a candidate is started, devices aside: the values are its own.
+
+        It is pinned to `cores`, none where devices are not cores.
+        """
 
     def effective(self, fetch: Callable[[str], str], log: str) -> Mapping[str, KnobValue]:
         """Return, by knob, what a running server says it uses; a knob that it does not tell is left out.

@@ -11,17 +11,27 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.objective import is_rate
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.errors import SpecError
+from flagcore.workloads.serving.engines import unequal
+from flagcore.workloads.serving.engines.contract import DP, EP, INSTANCES, PP, SIZES, TP
+from flagcore.workloads.serving.engines.place import Place
 
-INT, FLAG, WORD, SHARE = "int", "flag", "word", "share"
-"""Kinds: a whole number, yes or no, one of some words, a number between 0 and 1."""
+INT, FLAG, WORD, SHARE, SPLIT = "int", "flag", "word", "share", "split"
+"""Kinds: a whole number, yes or no, one of some words, a number between 0 and 1, devices of unequal instances."""
 SHARES = tuple(f"{thousandths / 1000:g}" for thousandths in range(1, 1001))
 """The values of a SHARE as words, so that its code is the same in every task: thousandths."""
-SPELT_OTHERWISE = {"instance": "instances"}
+SPELT_OTHERWISE = {"instance": INSTANCES}
 """FlagScale's names of knobs."""
+WITHOUT_SAYING: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys((INSTANCES, TP, PP, DP, EP), (None, 1)),
+    **dict.fromkeys((SIZES, "max_num_seqs", "max_num_batched_tokens", "block_size"), (None,)),
+    "enforce_eager": (None, False),
+}
+"""The knobs of job records, and their values that an engine without such a knob has anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +40,8 @@ class Knob:
 
     `flags` are its spellings on the command line without dashes, the one to use first; none where flagcore or the
     environment carries it. Of a FLAG, they say True, and `off` says False. `auto` gives what is worth trying,
-    `codes` the numbers behind an INT's words.
+    `codes` the numbers behind an INT's words. `meant` are names of the same knob in other engines, which job records
+    and specs for several engines may use.
     """
 
     name: str
@@ -41,6 +52,7 @@ class Knob:
     neutral: KnobValue = None
     flags: tuple[str, ...] = ()
     off: tuple[str, ...] = ()
+    meant: tuple[str, ...] = ()
 
     def value(self, given: object, key: str) -> KnobValue:
         """Return `given`, as a spec has it under `key`, as a value of this knob. Raises SpecError."""
@@ -52,6 +64,8 @@ class Knob:
             return (self.codes or {})[given]
         if self.kind == INT and isinstance(given, int) and not isinstance(given, bool) and (given or self.neutral):
             return given  # 0 is the code of a knob that is not set
+        if self.kind == SPLIT:
+            return unequal.read(given, key)
         if self.kind == WORD:
             word = {True: "on", False: "off"}.get(given, str(given)) if isinstance(given, bool) else str(given)
             if word in self.words:
@@ -71,16 +85,16 @@ class Knob:
 
     def axis(self, task: Task, fixed: KnobValue) -> Axis:
         """Return the axis of a task: the values that its spec names, else the one that is `fixed` for all."""
-        asked, key = _named(task.spec.space, self.name), f"auto_tuner.space.{self.name}"
+        asked, key = self._named(task.spec.space), f"auto_tuner.space.{self.name}"
         if asked == AUTO:
             values = tuple(self.auto(task)) or (fixed,)
         elif asked is None:
             values = (fixed,)
         else:
             values = tuple(self.value(each, key) for each in asked)
-        baseline = _named(task.spec.baseline or {}, self.name)
+        baseline = self._named(task.spec.baseline or {})
         others = (fixed, self.neutral, *(() if baseline is None else (self.value(baseline, "auto_tuner.baseline"),)))
-        words = SHARES if self.kind == SHARE else self.words
+        words = {SHARE: SHARES, SPLIT: unequal.words(task)}.get(self.kind, self.words)
         return Axis(
             knob=self.name,
             values=tuple(dict.fromkeys(values)),
@@ -99,36 +113,48 @@ class Knob:
             return (f"--{spelt[0]}",) if spelt else ()
         return (f"--{self.flags[0]}", str(value))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its own name, then others for it."""
+        return (self.name, *self.meant, *(other for other, meant in SPELT_OTHERWISE.items() if meant == self.name))
 
-def _named(given: Mapping[str, Any], name: str) -> Any:
-    """Return what a mapping has under a knob's name, or under another name of it."""
-    names = (name, *(other for other, meant in SPELT_OTHERWISE.items() if meant == name))
-    return next((given[each] for each in names if each in given), None)
+    def _named(self, given: Mapping[str, Any]) -> Any:
+        """Return what a mapping has under one of its names."""
+        return next((given[each] for each in self.names if each in given), None)
 
 
 def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> tuple[Axis, ...]:
     """Return the axes of all knobs. Raises SpecError for a key of the space that is none of them."""
-    known = [knob.name for knob in knobs]
-    for name in (*task.spec.space, *(task.spec.baseline or {})):
-        if name not in known and name not in SPELT_OTHERWISE:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            where = "space" if name in task.spec.space else "baseline"
-            raise SpecError(
-                key=f"auto_tuner.{where}.{name}",
-                problem=f"is no knob of {task.spec.serve.engine}",
-                fix=f"did you mean {near[0]}?" if near else f"its knobs: {', '.join(known)}",
-            )
+    for given, where in ((task.spec.space, "space"), (task.spec.baseline or {}, "baseline")):
+        _known(given, knobs, task.spec.serve.engine, f"auto_tuner.{where}.")
     return tuple(knob.axis(task, fixed.get(knob.name, knob.neutral)) for knob in knobs)
 
 
-def values(given: Mapping[str, object], knobs: Sequence[Knob]) -> dict[str, KnobValue]:
+def values(given: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> dict[str, KnobValue]:
     """Return `flagcore.workloads.serving.engines.contract.Engine.values` for some knobs."""
-    known = {knob.name: knob for knob in knobs}
-    named = {SPELT_OTHERWISE.get(name, name): value for name, value in given.items()}
-    return {
-        name: known[name].value(value, name) if name in known else value  # type: ignore[misc]
-        for name, value in named.items()
-    }
+    named = _known(given, knobs, engine, "")
+    return {knob.name: knob.value(given[name], name) for name, knob in named.items()}
+
+
+def _known(given: Mapping[str, object], knobs: Sequence[Knob], engine: str, where: str) -> dict[str, Knob]:
+    """Return the knobs that a mapping names, by the names that it has. Raises SpecError for none, and for one twice."""
+    by_name = {name: knob for knob in knobs for name in knob.names}
+    found: dict[str, Knob] = {}
+    for name, value in given.items():
+        if name not in by_name:
+            if value in WITHOUT_SAYING.get(name, ()):
+                continue
+            own = [knob.name for knob in knobs]
+            near = get_close_matches(str(name), own, n=1, cutoff=0.5)
+            fix = f"did you mean {near[0]}?" if near else f"its knobs: {', '.join(own)}"
+            raise SpecError(key=f"{where}{name}", problem=f"is no knob of {engine}", fix=fix)
+        knob = by_name[name]
+        twice = next((other for other, known in found.items() if known is knob), None)
+        if twice is not None:
+            problem, fix = f"is the same knob of {engine} as {twice}", "give one of the two"
+            raise SpecError(key=f"{where}{name}", problem=problem, fix=fix)
+        found[name] = knob
+    return found
 
 
 def split_arguments(
@@ -177,9 +203,17 @@ def shares(codes: IntArray, otherwise: FloatArray | float) -> FloatArray:
     return np.where(codes > 0, codes / len(SHARES), otherwise)
 
 
+UNEQUAL = Knob(name=SIZES, kind=SPLIT, auto=unequal.worth_trying)
+
+
 def powers_of_two(first: int, last: int) -> tuple[int, ...]:
     """Return the powers of two from `first`, one of them, to `last`."""
     return tuple(first << step for step in range(max(0, last // first).bit_length()))
+
+
+def instances(task: Task) -> tuple[int, ...]:
+    """Return the divisors of the cards for a rate; for a latency one instance: more of them answer no sooner."""
+    return divisors(Place.of(task).cards) if is_rate(task.spec.objective) else (1,)
 
 
 def divisors(number: int) -> tuple[int, ...]:

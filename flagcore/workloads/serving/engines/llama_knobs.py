@@ -54,10 +54,6 @@ def _devices(task: Task) -> tuple[int, ...]:
     return (1,) if place.on_cores else knobs.divisors(place.cards)
 
 
-def _instances(task: Task) -> tuple[int, ...]:
-    return knobs.divisors(Place.of(task).cards)
-
-
 def _slots(task: Task) -> tuple[int, ...]:
     """Return powers of two up to the requests in flight, the last six."""
     most = max(1, most_in_flight(task.spec.serve.loads))
@@ -75,8 +71,9 @@ def _layers(task: Task) -> tuple[int, ...]:
 
 
 KNOBS = (
-    Knob(name=INSTANCES, neutral=1, auto=_instances),
+    Knob(name=INSTANCES, neutral=1, auto=knobs.instances),
     Knob(name=TP, neutral=1, auto=_devices),
+    knobs.UNEQUAL,
     Knob(name=PP, neutral=1, auto=_devices),
     Knob(
         name=SPLIT,
@@ -92,11 +89,21 @@ KNOBS = (
         flags=("n-gpu-layers", "gpu-layers", "ngl"),
         auto=_layers,
     ),
-    Knob(name=PARALLEL, flags=("parallel", "np", "max-num-seqs"), auto=_slots),
+    Knob(
+        name=PARALLEL,
+        flags=("parallel", "np", "max-num-seqs"),
+        meant=("max_num_seqs", "max_running_requests"),
+        auto=_slots,
+    ),
     Knob(name=CONTEXT, auto=lambda task: (None,), flags=("max-model-len",)),
     Knob(name=THREADS, flags=("threads", "t"), auto=_threads),
     Knob(name=BATCH_THREADS, flags=("threads-batch", "tb"), auto=lambda task: (None, *_threads(task))),
-    Knob(name=N_BATCH, flags=("batch-size", "b"), auto=lambda task: (512, 2048)),
+    Knob(
+        name=N_BATCH,
+        flags=("batch-size", "b"),
+        meant=("max_num_batched_tokens", "chunked_prefill_size"),
+        auto=lambda task: (512, 2048),
+    ),
     Knob(name=N_UBATCH, flags=("ubatch-size", "ub"), auto=lambda task: (128, 512, 2048)),
     Knob(name=FLASH, kind=WORD, words=("on", "off", "auto"), flags=("flash-attn", "fa"), auto=lambda _: ("on", "off")),
     Knob(name=KV, kind=WORD, words=KV_TYPES, auto=lambda task: ("f16", "q8_0")),
@@ -179,7 +186,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     element = np.array([KV_BYTES["f16"], *(KV_BYTES[name] for name in KV_TYPES)])[get[KV]]
     devices = get[TP] * get[PP]
     if place.on_cores:
-        share = np.maximum(place.cards // np.maximum(get[INSTANCES], 1), 1)
+        share = place.share(get[INSTANCES], columns)
         devices = np.where(get[THREADS] > 0, np.minimum(get[THREADS], share), share)
     ones = np.ones_like(devices)
     return Settings(

@@ -9,8 +9,9 @@ import numpy as np
 
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.workloads.serving.engines import unequal
 from flagcore.workloads.serving.engines.common_rules import at_least_one, context_rule, split_rules
-from flagcore.workloads.serving.engines.contract import INSTANCES, PP, TP
+from flagcore.workloads.serving.engines.contract import INSTANCES, PP, SIZES, TP
 from flagcore.workloads.serving.engines.llama_flags import KV_TYPES, SPLIT_MODES
 from flagcore.workloads.serving.engines.llama_knobs import (
     AUTO_SLOTS,
@@ -69,6 +70,12 @@ def rules(task: Task) -> tuple[Rule, ...]:
                 | ((c[SPLIT] == modes["layer"]) & (c[TP] > 1))
                 | (np.isin(c[SPLIT], [modes["row"], modes["tensor"]]) & (c[PP] > 1))
             ),
+        ),
+        Rule(
+            name="sizes_by_rows",
+            knobs=(SPLIT, SIZES),
+            says=f"split_mode is not given beside {SIZES}: instances of several devices are split by rows",
+            broken=lambda c: (c[SPLIT] > 0) & (c[SIZES] > 0),
         ),
         Rule(
             name="most_slots",
@@ -137,6 +144,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)},
     )
     return (
+        *unequal.merges(*((THREADS, BATCH_THREADS) if place.on_cores else ())),
         Merge(
             name="batch_threads_as_threads",
             knobs=(THREADS, BATCH_THREADS),

@@ -30,7 +30,6 @@ from flagcore.workloads.serving.engines.llama_knobs import (
     slot_context,
     total_context,
 )
-from flagcore.workloads.serving.engines.place import Place
 from flagcore.workloads.serving.engines.sizes import fewest_devices
 
 PACKAGE = "xllamacpp"
@@ -73,7 +72,7 @@ class LlamaCpp:
 
     def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return knob values that a spec or a record has in the words of the axes. Raises SpecError."""
-        return knobs.values(given, KNOBS)
+        return knobs.values(given, KNOBS, self.name)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what llama.cpp refuses, changes without a word, or crashes at."""
@@ -92,9 +91,9 @@ class LlamaCpp:
         """Return what llama.cpp makes of candidates."""
         return llama_knobs.settings(task, columns)
 
-    def server(self, task: Task, values: Mapping[str, KnobValue], index: int) -> Server:
-        """Return how instance `index` of a candidate is started, devices aside."""
-        return server(task, values, index)
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+        """Return how one instance of a candidate is started, devices aside."""
+        return server(task, values, cores)
 
     def effective(self, fetch: Callable[[str], str], log: str) -> Mapping[str, KnobValue]:
         """Return what /props and the log say. Raises OSError or ValueError if /props does not answer."""
@@ -109,13 +108,12 @@ class LlamaCpp:
         return llama_reading.FAILURES
 
 
-def server(task: Task, values: Mapping[str, KnobValue], index: int) -> Server:
-    """Return how instance `index` of a candidate is started, devices aside."""
-    spec, place = task.spec, Place.of(task)
+def server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+    """Return how one instance of a candidate is started, devices aside."""
+    spec = task.spec
     _, others = fixed_arguments(spec)
     embedded = spec.serve.command is None
     command = (sys.executable, "-m", RUNNER) if embedded else program.found(spec, spec.serve.command or ())
-    instances = _int(values.get(INSTANCES)) or 1
     argv = [*command, "--model", spec.serve.weights or "", "--host", "127.0.0.1", "--port", PORT, "--metrics"]
     argv += knobs.arguments([knob for knob in KNOBS if knob.name not in _CARRIED], values)
     slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
@@ -127,14 +125,14 @@ def server(task: Task, values: Mapping[str, KnobValue], index: int) -> Server:
         argv += ["--kv-unified" if values[UNIFIED] == "on" else "--no-kv-unified"]
     if values.get(SPLIT) is None and (_int(values.get(TP)) or 1) > 1:
         argv += ["--split-mode", "row"]
-    if values.get(THREADS) is None and instances > 1 and place.on_cores:
-        argv += ["--threads", str(max(1, place.cards // instances))]
+    if values.get(THREADS) is None and cores and (_int(values.get(INSTANCES)) or 1) > 1:
+        argv += ["--threads", str(len(cores))]
     if not others.keys() & {"cache-ram", "cram"}:
         argv += ["--cache-ram", "0"]  # each trial's prompts are fresh: keeping them in the host's memory only costs
     if embedded and not others.keys() & {"verbosity", "log-verbosity", "lv"}:
         argv += ["--verbosity", "4"]  # the level at which batch sizes and attention are told
     argv += [word for name, value in others.items() for word in _flag(name, value)]
-    return Server(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"}, cores=place.cores(instances, index))
+    return Server(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
 
 _CARRIED = (CONTEXT, KV, UNIFIED)

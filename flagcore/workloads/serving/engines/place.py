@@ -6,8 +6,15 @@ import math
 import os
 from dataclasses import dataclass
 
+import numpy as np
+
 from flagcore.domain.serving import Load
+from flagcore.domain.space import Columns, IntArray
 from flagcore.domain.spec import Task
+from flagcore.errors import SpecError
+
+CORES = "cores"
+"""Column of the cores of one instance where instances are not equal; 0 where they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,24 +32,35 @@ class Place:
 
     @classmethod
     def of(cls, task: Task) -> Place:
-        """Return the place of a task, from the facts about its first chip."""
+        """Return the place of a task, from the facts about its first chip. Raises SpecError for too many cards."""
         group, wanted = task.cluster.groups[0], task.spec.serve.cards
+        if wanted is not None and wanted > task.cluster.devices:
+            problem = f"is more than the {task.cluster.devices} devices of the cluster"
+            fix = f"use {task.cluster.devices} at the most, or name a larger cluster"
+            raise SpecError(key="auto_tuner.cards", value=wanted, problem=problem, fix=fix)
         chip = group.chip
         known = group.memory_bytes or (chip.memory_bytes.value if chip.memory_bytes else math.nan)
         return cls(
-            cards=min(wanted or task.cluster.devices, task.cluster.devices),
+            cards=wanted or task.cluster.devices,
             on_cores=chip.link is not None and chip.link.topology == "shared-memory",
             memory_bytes=float(known),
             fp8="fp8" in chip.dense_flops_per_second,
         )
 
-    def cores(self, instances: int, index: int) -> tuple[int, ...]:
-        """Return the cores of one of several instances: an equal share of those that this process may use."""
+    def cores(self, first: int, count: int) -> tuple[int, ...]:
+        """Return `count` of the cores that this process may use, from number `first` on.
+
+        None where devices are not cores. Where the process may use fewer, the last of these stand in.
+        """
         if not self.on_cores:
             return ()
         usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        share = max(1, self.cards // instances)
-        return tuple(usable[index * share : (index + 1) * share]) or tuple(usable)
+        return tuple(usable[first : first + count]) or tuple(usable[-count:])
+
+    def share(self, instances: IntArray, columns: Columns) -> IntArray:
+        """Return the cores of one instance: an even share, or those of `CORES`."""
+        even: IntArray = np.maximum(self.cards // np.maximum(instances, 1), 1)
+        return np.where(columns[CORES] > 0, columns[CORES], even) if CORES in columns else even
 
 
 def longest(loads: tuple[Load, ...]) -> int:

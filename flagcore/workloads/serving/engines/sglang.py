@@ -52,7 +52,7 @@ class SGLang:
 
     def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return knob values that a spec or a record has in the words of the axes. Raises SpecError."""
-        return knobs.values(given, KNOBS)
+        return knobs.values(given, KNOBS, self.name)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what SGLang refuses or changes."""
@@ -71,8 +71,8 @@ class SGLang:
         """Return what SGLang makes of candidates."""
         return sglang_knobs.settings(task, columns)
 
-    def server(self, task: Task, values: Mapping[str, KnobValue], index: int) -> Server:
-        """Return how instance `index` of a candidate is started, devices aside."""
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+        """Return how one instance of a candidate is started, devices aside."""
         spec, place = task.spec, Place.of(task)
         _, others = fixed_arguments(spec)
         instances, data = _count(values, INSTANCES), _count(values, DP)
@@ -87,11 +87,10 @@ class SGLang:
         if place.on_cores and "max-total-tokens" not in others:
             argv += ["--max-total-tokens", str(pool_tokens(task, instances))]
         argv += engine_flags.written(others, negated=False)
-        cores = place.cores(instances, index)
         environment = {"HF_HUB_OFFLINE": "1"}
         if cores:
             environment["OMP_NUM_THREADS"] = str(max(1, len(cores) // _count(told, TP)))
-        return Server(argv=tuple(argv), environment=environment, cores=cores)
+        return Server(argv=tuple(argv), environment=environment)
 
     def effective(self, fetch: Callable[[str], str], log: str) -> Mapping[str, KnobValue]:
         """Return what the resolved arguments and the log say."""

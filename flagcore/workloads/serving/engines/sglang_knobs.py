@@ -75,20 +75,22 @@ def _running(task: Task) -> tuple[int, ...]:
 
 
 KNOBS = (
-    Knob(name=INSTANCES, neutral=1, auto=_divisors),
+    Knob(name=INSTANCES, neutral=1, auto=knobs.instances),
     Knob(name=TP, neutral=1, flags=("tp-size", "tensor-parallel-size", "tp"), auto=_divisors),
+    knobs.UNEQUAL,
     Knob(name=PP, neutral=1, flags=("pp-size", "pipeline-parallel-size", "pp"), auto=_divisors),
     Knob(name=DP, neutral=1, flags=("attn-dp-size",), auto=_experts),
     Knob(name=EP, neutral=1, flags=("ep-size", "expert-parallel-size", "ep"), auto=_experts),
-    Knob(name=PAGE, flags=("page-size",), auto=lambda task: (1, 32, 64)),
+    Knob(name=PAGE, flags=("page-size",), meant=("block_size",), auto=lambda task: (1, 32, 64)),
     Knob(
         name=CHUNK,
         flags=("chunked-prefill-size",),
+        meant=("max_num_batched_tokens",),
         codes={"off": -1},
         auto=lambda task: (512, 2048) if Place.of(task).on_cores else (2048, 4096, 8192, 16384),
     ),
     Knob(name=PREFILL, flags=("max-prefill-tokens",), auto=lambda task: (None,)),
-    Knob(name=RUNNING, flags=("max-running-requests",), auto=_running),
+    Knob(name=RUNNING, flags=("max-running-requests",), meant=("max_num_seqs",), auto=_running),
     Knob(name=CONTEXT, flags=("context-length",), auto=lambda task: (None,)),
     Knob(
         name=MEMORY,
@@ -194,7 +196,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     prefill = np.where(get[PREFILL] > 0, get[PREFILL], PREFILL_TOKENS)
     tokens = np.where(chunk > 0, np.maximum(chunk // get[DP], 1), prefill)
     ranks = get[TP] * get[PP] * get[DP]
-    share = np.maximum(place.cards // np.maximum(get[INSTANCES], 1), 1)
+    share = place.share(get[INSTANCES], columns)
     devices = share if place.on_cores else ranks
     element = np.array([2.0, *KV_BYTES])[get[KV]]
     page = np.where(get[PAGE] > 0, get[PAGE], 1)

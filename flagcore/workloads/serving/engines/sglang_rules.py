@@ -9,6 +9,7 @@ import numpy as np
 
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.workloads.serving.engines import unequal
 from flagcore.workloads.serving.engines.common_rules import at_least_one, context_rule, same_as_unset, split_rules
 from flagcore.workloads.serving.engines.contract import DP, EP, TP
 from flagcore.workloads.serving.engines.place import Place, longest
@@ -96,6 +97,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     own_page = same_as_unset(PAGE, 1, "by_default")
     return (
+        *unequal.merges(),
         same_as_unset(KV, KV_TYPES.index("auto") + 1, "by_default"),
         same_as_unset(POLICY, POLICIES.index("fcfs") + 1, "by_default"),
         same_as_unset(PREFILL, PREFILL_TOKENS, "by_default"),

@@ -54,7 +54,7 @@ class Vllm:
 
     def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return knob values that a spec or a record has in the words of the axes. Raises SpecError."""
-        return knobs.values(given, KNOBS)
+        return knobs.values(given, KNOBS, self.name)
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return what vLLM refuses."""
@@ -73,8 +73,8 @@ class Vllm:
         """Return what vLLM makes of candidates."""
         return vllm_knobs.settings(task, columns)
 
-    def server(self, task: Task, values: Mapping[str, KnobValue], index: int) -> Server:
-        """Return how instance `index` of a candidate is started, devices aside."""
+    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+        """Return how one instance of a candidate is started, devices aside."""
         spec, place = task.spec, Place.of(task)
         command = program.found(spec, PROGRAM)
         weights = spec.serve.weights or ""
@@ -83,11 +83,10 @@ class Vllm:
         if _count(values, EP) > 1:
             argv.append("--enable-expert-parallel")
         argv += engine_flags.written(fixed_arguments(spec)[1], negated=True)
-        cores = place.cores(_count(values, INSTANCES), index)
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if place.on_cores:
             environment |= on_cores(task, values, cores)
-        return Server(argv=tuple(argv), environment=environment, cores=cores)
+        return Server(argv=tuple(argv), environment=environment)
 
     def effective(self, fetch: Callable[[str], str], log: str) -> Mapping[str, KnobValue]:
         """Return what /metrics and the log say."""

@@ -76,8 +76,9 @@ def _seqs(task: Task) -> tuple[int, ...]:
 
 
 KNOBS = (
-    Knob(name=INSTANCES, neutral=1, auto=_divisors),
+    Knob(name=INSTANCES, neutral=1, auto=knobs.instances),
     Knob(name=TP, neutral=1, flags=("tensor-parallel-size", "tp"), auto=_divisors),
+    knobs.UNEQUAL,
     Knob(
         name=PP,
         neutral=1,
@@ -89,12 +90,14 @@ KNOBS = (
     Knob(
         name=BLOCK,
         flags=("block-size",),
+        meant=("page_size",),
         auto=lambda task: (32, 128) if Place.of(task).on_cores else (16, 32, 64),
     ),
-    Knob(name=SEQS, flags=("max-num-seqs",), auto=_seqs),
+    Knob(name=SEQS, flags=("max-num-seqs",), meant=("max_running_requests",), auto=_seqs),
     Knob(
         name=TOKENS,
         flags=("max-num-batched-tokens",),
+        meant=("chunked_prefill_size",),
         auto=lambda task: (256, 1024, 2048) if Place.of(task).on_cores else (2048, 4096, 8192, 16384),
     ),
     Knob(name=CONTEXT, flags=("max-model-len",), auto=lambda task: (None,)),
@@ -235,7 +238,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     place = Place.of(task)
     tokens, seqs = limits(task, get)
     ranks = get[TP] * get[PP] * get[DP]
-    share = np.maximum(place.cards // np.maximum(get[INSTANCES], 1), 1)
+    share = place.share(get[INSTANCES], columns)
     cores = np.where(get[THREADS] > 0, np.minimum(get[THREADS] * ranks, share), share)
     devices = cores if place.on_cores else ranks
     element = np.array([2.0, *(2.0 if math.isnan(size) else size for size in KV_BYTES)])[get[KV]]

@@ -12,6 +12,7 @@ import numpy as np
 
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.workloads.serving.engines import unequal
 from flagcore.workloads.serving.engines.common_rules import at_least_one, context_rule, same_as_unset, split_rules
 from flagcore.workloads.serving.engines.contract import DP, EP, INSTANCES, PP, TP
 from flagcore.workloads.serving.engines.place import Place
@@ -138,6 +139,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     on_cores = Place.of(task).on_cores
     own_block = same_as_unset(BLOCK, CPU_BLOCK, "by_default")
     return (
+        *unequal.merges(*((THREADS,) if on_cores else ())),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
         same_as_unset(KV, KV_TYPES.index("auto") + 1, "by_default"),
         Merge(

@@ -21,21 +21,24 @@ NOT_AS_AGREED = (LookupError, TypeError, ValueError, AttributeError, OverflowErr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One server. `argv` has the contract's PORT where the port belongs; `cores` pins it, empty: it may use all."""
+    """One server. `argv` has the contract's PORT where the port belongs; `cores` pins it, empty: it may use all.
+
+    `asked` is what must be read back of it by knob; a knob whose value is None was left to the engine.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+    asked: Mapping[str, KnobValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One candidate to be served and loaded.
 
-    `engine` is where its adapter is, as module:attribute. All `loads` are run `repeats` times in one launch. `asked` is
-    what must be read back by knob; a knob whose value is None was left to the engine. `slo` bounds the figures of a
-    request that counts as good, by figure. `client` is another client's command, which writes `report`. All is over
-    `timeout_s` seconds after the start.
+    `engine` is where its adapter is, as module:attribute. All `loads` are run `repeats` times in one launch. `slo`
+    bounds the figures of a request that counts as good, by figure. `client` is another client's command, which writes
+    `report`. All is over `timeout_s` seconds after the start.
     """
 
     engine: str
@@ -44,7 +47,6 @@ class Job:
     vocab_size: int
     timeout_s: float
     repeats: int = 1
-    asked: Mapping[str, KnobValue] = field(default_factory=dict)
     slo: Mapping[str, float] = field(default_factory=dict)
     patterns: tuple[FailurePattern, ...] = ()
     directory: str | None = None
@@ -70,7 +72,7 @@ def read_job(folder: Path) -> Job:
             **{
                 **data,
                 "instances": tuple(
-                    Instance(argv=tuple(each["argv"]), environment=each["environment"], cores=tuple(each["cores"]))
+                    Instance(**{**each, "argv": tuple(each["argv"]), "cores": tuple(each["cores"])})
                     for each in data["instances"]
                 ),
                 "loads": tuple(load_of(load) for load in data["loads"]),

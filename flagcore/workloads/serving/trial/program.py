@@ -41,7 +41,7 @@ def run(job: Job, folder: Path) -> None:
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
     with _running(job, engine, folder, deadline) as servers:
-        effective = _read_back(engine, servers, job.asked)
+        effective = _read_back(engine, servers)
         points = _loaded(job, servers, folder, deadline)
         counters = [_counters(engine, server) for server in servers]
         _must_live(servers, "after the load")
@@ -92,21 +92,25 @@ def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
     return None
 
 
-def _read_back(engine: Engine, servers: Sequence[Server], asked: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
-    """Return the values that all servers say they use. Raises TrialFailure where one is not what was asked for."""
-    effective: dict[str, KnobValue] = {}
+def _read_back(engine: Engine, servers: Sequence[Server]) -> dict[str, KnobValue]:
+    """Return the values that all servers say they use; what is not the same in all is left out.
+
+    Raises TrialFailure where one is not what was asked for.
+    """
+    each: list[Mapping[str, KnobValue]] = []
     for server in servers:
         try:
             told = engine.effective(server.fetch, log_text(server.log))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrialFailure(TrialState.FAILED, f"{server.name} does not tell what it runs: {error}") from None
         for knob, value in told.items():
-            wanted = asked.get(knob)
+            wanted = server.instance.asked.get(knob)
             if wanted is not None and wanted != value:
                 reason = f"{server.name} runs {knob} = {value} where {wanted} was asked for"
                 raise TrialFailure(TrialState.INVALID, reason)
-        effective |= told
-    return effective
+        each.append(told)
+    together = {knob: value for told in each for knob, value in told.items()}
+    return {knob: value for knob, value in together.items() if all(told.get(knob, value) == value for told in each)}
 
 
 def _loaded(job: Job, servers: Sequence[Server], folder: Path, deadline: float) -> list[dict[str, Any]]:

@@ -20,6 +20,8 @@ from flagcore.domain.launch import Exit
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.workloads.serving.engines.contract import PORT, Engine
+from flagcore.workloads.serving.engines.place import Place
+from flagcore.workloads.serving.engines.unequal import seats
 
 
 @dataclass
@@ -77,7 +79,8 @@ def started(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    server = engine.server(task, {**engine.defaults(task), **values}, 0)
+    seat = seats(task, {**engine.defaults(task), **values})[0]
+    server = engine.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
     argv, file = [word.replace(PORT, port) for word in server.argv], folder / "log"
     with file.open("wb") as log:
         environment = {**os.environ, **server.environment}

@@ -12,6 +12,8 @@ from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
 from flagcore.workloads.serving.engines.contract import PORT
 from flagcore.workloads.serving.engines.llamacpp import ENGINE
+from flagcore.workloads.serving.engines.place import Place
+from flagcore.workloads.serving.engines.unequal import seats
 from tests.small import DENSE
 from tests.workloads.serving.engines.tasks import broken, merged, row, serving, space_of
 
@@ -32,7 +34,12 @@ def cores(**given: Any) -> Any:
 
 
 def argv(task: Any, index: int = 0, **values: Any) -> tuple[str, ...]:
-    return ENGINE.server(task, {**ENGINE.defaults(task), **values}, index).argv
+    return started(task, index, **values).argv
+
+
+def started(task: Any, index: int = 0, **values: Any) -> Any:
+    seat = seats(task, {**ENGINE.defaults(task), **values})[index]
+    return ENGINE.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
 
 
 def after(words: tuple[str, ...], flag: str) -> str:
@@ -131,19 +138,20 @@ def test_a_space_of_yaml_words_is_understood() -> None:
 def test_values_of_a_baseline_are_read_as_those_of_a_space() -> None:
     given = {"flash_attention": False, "instance": 2, "n_gpu_layers": "auto", "max_num_seqs": 4}
     read = ENGINE.values(given)
-    assert read == {"flash_attention": "off", "instances": 2, "n_gpu_layers": -1, "max_num_seqs": 4}
+    assert read == {"flash_attention": "off", "instances": 2, "n_gpu_layers": -1, "parallel": 4}
     assert ENGINE.values(read) == read
     with pytest.raises(SpecError, match="kv_cache_type"):
         ENGINE.values({"kv_cache_type": "q9"})
 
 
 def test_instances_share_the_cores_and_each_has_its_own() -> None:
-    servers = [ENGINE.server(cores(), {**ENGINE.defaults(cores()), "instances": 2}, index) for index in (0, 1)]
-    assert [len(server.cores) for server in servers] == [1, 1]
-    assert servers[0].cores != servers[1].cores
+    servers = [started(cores(), index, instances=2) for index in (0, 1)]
     assert after(servers[0].argv, "--threads") == "1"
     assert servers[0].environment["OMP_WAIT_POLICY"] == "passive"
-    assert ENGINE.server(serving("llamacpp", weights="m"), {}, 0).cores == ()
+    places = [Place.of(cores()).cores(first, 1) for first in (0, 1)]
+    assert [len(place) for place in places] == [1, 1]
+    assert places[0] != places[1]
+    assert Place.of(serving("llamacpp")).cores(0, 1) == ()
 
 
 def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:

@@ -39,10 +39,9 @@ def test_a_server_without_metrics_has_no_counters() -> None:
     assert metrics.counters(lambda path: TEXT, {"a:total": "all", "b": "none"}) == {"all": 7.0}
 
 
-def test_cards_are_bounded_by_the_spec_and_by_the_cluster() -> None:
+def test_cards_are_those_of_the_spec_or_all_of_the_cluster() -> None:
     assert Place.of(serving("vllm", devices=8)).cards == 8
     assert Place.of(serving("vllm", devices=8, cards=4)).cards == 4
-    assert Place.of(serving("vllm", devices=8, cards=16)).cards == 8
 
 
 def test_devices_that_share_memory_are_cores() -> None:

@@ -13,7 +13,9 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
 from flagcore.workloads.serving.engines.contract import PORT
+from flagcore.workloads.serving.engines.place import Place
 from flagcore.workloads.serving.engines.sglang import ENGINE
+from flagcore.workloads.serving.engines.unequal import seats
 from tests.small import DENSE, EXPERTS
 from tests.workloads.serving.engines.tasks import broken, merged, row, serving, space_of
 
@@ -47,7 +49,8 @@ def cores(**given: Any) -> Any:
 
 
 def server(task: Any, index: int = 0, **values: Any) -> Any:
-    return ENGINE.server(task, {**ENGINE.defaults(task), **values}, index)
+    seat = seats(task, {**ENGINE.defaults(task), **values})[index]
+    return ENGINE.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
 
 
 def settings(task: Any, **values: Any) -> Any:

@@ -14,6 +14,8 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.errors import NoDevice, SpecError
 from flagcore.workloads.serving.engines.contract import PORT
+from flagcore.workloads.serving.engines.place import Place
+from flagcore.workloads.serving.engines.unequal import seats
 from flagcore.workloads.serving.engines.vllm import ENGINE
 from tests.small import DENSE, EXPERTS
 from tests.workloads.serving.engines.tasks import broken, merged, row, serving, space_of
@@ -51,7 +53,8 @@ def cores(**given: Any) -> Any:
 
 
 def server(task: Any, index: int = 0, **values: Any) -> Any:
-    return ENGINE.server(task, {**ENGINE.defaults(task), **values}, index)
+    seat = seats(task, {**ENGINE.defaults(task), **values})[index]
+    return ENGINE.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
 
 
 def settings(task: Any, **values: Any) -> Any:
@@ -227,7 +230,6 @@ def test_ranks_on_cores_are_bound_one_by_one_and_a_lone_one_binds_itself() -> No
     assert server(cores(), tensor_model_parallel_size=2).environment[bound] == f"{first}|{second}"
     assert server(cores(), instances=2, index=1).environment[bound] == second
     assert server(cores(), threads=2).environment[bound] == f"{first},{second}"
-    assert server(cores(), instances=2, index=1).cores == (usable[1],)
 
 
 def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:

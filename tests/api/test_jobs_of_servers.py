@@ -1,0 +1,94 @@
+"""Job records of servers: each is answered by itself, and no key of one is passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flagcore.api import estimate_jobs
+
+MODEL = {
+    "num_layers": 8,
+    "hidden_size": 1024,
+    "ffn_hidden_size": 4096,
+    "num_attention_heads": 16,
+    "num_query_groups": 8,
+    "vocab_size": 32000,
+}
+SERVE = {"precision": "bf16", "input_len": 256, "output_len": 64, "num_prompts": 128, "concurrency": 64}
+
+
+def answer(engine: str = "vllm", devices: int = 8, **candidate: Any) -> dict[str, Any]:
+    record = {
+        "id": "a",
+        "kind": "serve",
+        "model": MODEL,
+        "cluster": {"chip": "NVIDIA H200", "devices": devices, "devices_per_node": 8},
+        "serve": {**SERVE, "engine": engine},
+        "candidate": candidate,
+    }
+    (told,) = estimate_jobs([record])
+    return told
+
+
+def rate(engine: str, **candidate: Any) -> float:
+    told = answer(engine, **candidate)
+    assert told["status"] == "ok", told
+    return float(told["output_tokens_per_s"])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_a_key_that_the_engine_does_not_know_is_told_with_the_nearest(engine: str) -> None:
+    told = answer(engine, tensor_model_paralel_size=2)
+    assert told["status"] == "invalid"
+    assert f"is no knob of {engine}; did you mean tensor_model_parallel_size?" in told["reason"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "own", "general"),
+    [
+        ("sglang", {"max_running_requests": 4}, {"max_num_seqs": 4}),
+        ("sglang", {"chunked_prefill_size": 128}, {"max_num_batched_tokens": 128}),
+        ("llamacpp", {"parallel": 16}, {"max_num_seqs": 16}),
+        ("llamacpp", {"parallel": 8, "batch_size": 64}, {"max_running_requests": 8, "max_num_batched_tokens": 64}),
+        ("vllm", {"max_num_seqs": 4}, {"max_running_requests": 4}),
+    ],
+)
+def test_a_limit_by_its_general_name_is_the_engines_own(
+    engine: str, own: dict[str, int], general: dict[str, int]
+) -> None:
+    assert rate(engine, **own) == rate(engine, **general)
+    assert rate(engine, **own) != rate(engine)
+
+
+def test_one_limit_under_two_names_is_refused() -> None:
+    told = answer("sglang", max_num_seqs=4, max_running_requests=8)
+    assert told["status"] == "invalid"
+    assert "max_running_requests is the same knob of sglang as max_num_seqs; give one of the two" in told["reason"]
+
+
+def test_what_an_engine_lacks_goes_without_saying_only_where_it_is_off() -> None:
+    assert rate("llamacpp", data_parallel_size=1, enforce_eager=False, block_size=None) == rate("llamacpp")
+    for name, value in (("data_parallel_size", 2), ("enforce_eager", True), ("block_size", 16)):
+        assert f"{name} is no knob of llamacpp" in answer("llamacpp", **{name: value})["reason"]
+
+
+def test_unequal_instances_are_predicted_and_lie_between_their_equal_neighbours() -> None:
+    wide, narrow = rate("vllm", instances=2, tensor_model_parallel_size=4), rate("vllm", instances=4)
+    assert min(wide, narrow) < rate("vllm", instance_sizes="4+2+2") < 2 * max(wide, narrow)
+    assert rate("vllm", instance_sizes="4+2+2") == rate("vllm", instance_sizes="2+4+2", instances=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ("4+4", "has instances of one size"),
+        ("8+1", "is no value of this knob"),
+        ("5+1", "each of instance_sizes must divide"),
+    ],
+)
+def test_a_split_that_cannot_be_is_told(sizes: str, says: str) -> None:
+    told = answer(instance_sizes=sizes)
+    assert told["status"] == "invalid"
+    assert says in told["reason"]
