@@ -76,8 +76,18 @@ class Chip:
     notes: str = ""
 
     def answers_to(self, name: str) -> bool:
-        """Return whether `name` is this chip's name or one of its aliases, letter case aside."""
-        return name.casefold() in {known.casefold() for known in (self.name, *self.aliases)}
+        """Return whether `name` is this chip's name or one of its aliases; see `spellings` for what does not matter."""
+        return bare(name) in self.spellings
+
+    @property
+    def spellings(self) -> frozenset[str]:
+        """The chip's name and aliases as letters and digits, each with the vendor's name before it and without.
+
+        Letter case, spaces and dashes differ between tools, and some leave out the vendor; nothing else is forgiven.
+        """
+        vendor = bare(self.vendor)
+        names = {bare(name).removeprefix(vendor) or vendor for name in (self.name, *self.aliases)}
+        return frozenset(names | {vendor + name for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +118,10 @@ def nearest(word: str, chips: Iterable[Chip], most: int = 4) -> tuple[str, ...]:
     These are the ones with a name or alias of which `word` is a part, or which is a part of it; where there is none,
     those that are spelt alike.
     """
-    wanted, parts, alike = _bare(word), [], []
+    wanted, parts, alike = bare(word), [], []
     for chip in chips:
-        names = [_bare(name) for name in (chip.name, *chip.aliases)]
-        family = _bare(chip.name.split("-")[0])
+        names = [bare(name) for name in (chip.name, *chip.aliases)]
+        family = bare(chip.name.split("-")[0])
         nearness = max(SequenceMatcher(None, wanted, name).ratio() for name in (*names, family))
         if len(wanted) > 1 and any(wanted in name or name in wanted for name in names if name):
             parts.append((-SequenceMatcher(None, wanted, names[0]).ratio(), chip.name))
@@ -128,5 +138,6 @@ def unknown_chip(word: str, chips: Iterable[Chip]) -> str:
     return f"{hint} `flag plugins chips` lists all, with aliases"
 
 
-def _bare(name: str) -> str:
-    return "".join(letter for letter in name.casefold() if letter.isalnum())[:64]
+def bare(name: str) -> str:
+    """Return the letters, digits and plus signs of a name in small letters, by which chips' names are compared."""
+    return "".join(letter for letter in name.casefold() if letter.isalnum() or letter == "+")[:64]

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.chip import Chip, Device, Support, bare
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
@@ -70,13 +70,13 @@ class LoadedPlugins:
         return tuple(self._failures)
 
     def find_chip(self, name: str) -> Chip | None:
-        """Return the chip of that name or alias, letter case aside."""
-        chip, _ = self._known_chips().get(name.casefold(), (None, ""))
+        """Return the chip of that name or alias; letter case, spaces and dashes do not matter."""
+        chip, _ = self._known_chips().get(bare(name), (None, ""))
         return chip
 
     def owner(self, chip: str) -> str | None:
         """Return the name of the plugin that catalogues `chip` (name or alias)."""
-        return self._known_chips().get(chip.casefold(), (None, None))[1]
+        return self._known_chips().get(bare(chip), (None, None))[1]
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices that all plugins found. Asked once."""
@@ -176,7 +176,7 @@ class LoadedPlugins:
         return self._first([chip] if chip else [], "flagcore_telemetry", answers.telemetry, device=device)
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
-        """Return chip and plugin by every name and alias in small letters."""
+        """Return chip and plugin by every spelling of name and aliases."""
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
@@ -185,16 +185,15 @@ class LoadedPlugins:
         return self._catalogue
 
     def _enter(self, plugin: Plugin, chip: Chip, catalogue: dict[str, tuple[Chip, str]]) -> None:
-        names = {name.casefold(): name for name in (chip.name, *chip.aliases)}
-        for key, name in names.items():
-            if key in catalogue:
-                first, owner = catalogue[key]
+        for name in (chip.name, *chip.aliases):
+            if bare(name) in catalogue:
+                first, owner = catalogue[bare(name)]
                 reason = (
                     f"chip {chip.name} answers to {name}, but so does {first.name} of plugin {owner}, which is kept"
                 )
                 self._fail(plugin, "answer", "flagcore_chips", reason)
                 return
-        catalogue.update(dict.fromkeys(names, (chip, plugin.name)))
+        catalogue.update(dict.fromkeys(chip.spellings, (chip, plugin.name)))
         self._chips.append(chip)
 
     def _order(self, chips: Iterable[Chip]) -> list[Plugin]:

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from flagcore.vendorkit.rows import cleaned
+
 NEAR = ("PIX", "PXB")
 """Cells of an adapter that a device reaches without its CPU."""
 
-_COLUMN = re.compile(r"[A-Z]{3}\d+|[a-z]\w*_\d+|(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 _DEVICE = re.compile(r"(?!NIC)[A-Z]{3}(\d+)")
 """Devices are called by three letters and a number, adapters NIC0 or by their own name."""
+
+_TOLD = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
+"""Columns after those of devices and adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +34,24 @@ class Matrix:
 
 def read_matrix(text: str) -> Matrix | None:
     """Return the matrix in `text`, or None unless each device's row is whole and both ways of a pair agree."""
-    lines = text.splitlines()
-    start = next((at for at, line in enumerate(lines) if len(_COLUMN.findall(line)) > 1 and _is_header(line)), None)
+    lines = cleaned(text).splitlines()
+    start = next((at for at, line in enumerate(lines) if _is_header(line)), None)
     if start is None:
         return None
-    columns = _COLUMN.findall(lines[start])
-    width = sum(not column.endswith(("Affinity", "ID")) for column in columns)
+    columns = [*_TOLD.split(lines[start])[0].split(), *_TOLD.findall(lines[start])]
+    width = sum(not _TOLD.fullmatch(column) for column in columns)
     devices = tuple(int(match[1]) for column in columns if (match := _DEVICE.fullmatch(column)))
+    prefixes = {column.rstrip("0123456789") for column in columns if _DEVICE.fullmatch(column)}
+    if len(prefixes) != 1 or len(set(devices)) != len(devices):
+        return None
+    (prefix,) = prefixes
     rows: dict[int, dict[str, str]] = {}
     for line in lines[start + 1 :]:
         label, *words = line.split() or [""]
         device = _DEVICE.fullmatch(label)
         if device and len(words) >= width and int(device[1]) not in rows:
             rows[int(device[1])] = dict(zip(columns, words, strict=False))
-    prefix = next(re.sub(r"\d", "", column) for column in columns if _DEVICE.fullmatch(column))
-    if set(rows) != set(devices) or len(set(devices)) != len(devices):
+    if set(rows) != set(devices):
         return None
     links = {(a, b): rows[a][f"{prefix}{b}"] for a in devices for b in devices if a != b}
     if any(rows[a][f"{prefix}{a}"] != "X" for a in devices) or any(links[a, b] != links[b, a] for a, b in links):
@@ -114,5 +121,5 @@ def _rate(path: Path) -> float | None:
 
 
 def _is_header(line: str) -> bool:
-    devices = re.findall(r"\b(?!NIC)[A-Z]{3}\d+", line)
-    return len(devices) > 1 and line.split()[0] == devices[0] and " X" not in line
+    words = line.split()
+    return bool(words) and _DEVICE.fullmatch(words[0]) is not None and "X" not in words

@@ -1,16 +1,25 @@
-"""Reads what a management tool prints of its devices: who each one is, and how it is."""
+"""Reads the tables that management tools print of their devices: who each one is, and how it is."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from flagcore.domain.chip import Device
 
-MIB = 2**20
 BUS = re.compile(r"\b[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]\b")
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\r\x00\ufeff]")
+_AMOUNT = r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)?"
+_PAIR = re.compile(rf"{_AMOUNT}\s*/\s*{_AMOUNT}")
+_WATTS, _UNTOLD = r"(\d+(?:\.\d+)?)", r"(?:N/?A|ERR!)"
+_POWER = re.compile(rf"(?:{_WATTS} ?W|{_UNTOLD}) */ *(?:{_WATTS} ?W|{_UNTOLD})")
+
+Head = TypeVar("Head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,22 +31,106 @@ class Row:
     reading: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a tool's output says: the devices that can be used, and sentences about what was left out of it."""
+
+    rows: tuple[Row, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def or_else(self, other: Callable[[], Listing]) -> Listing:
+        """Return this listing, or `other` where this one says nothing at all."""
+        return self if self.rows or self.left_out else other()
+
+
+def cleaned(text: str) -> str:
+    """Return `text` without colours, carriage returns and byte-order marks, and with plain spaces."""
+    return _CONTROL.sub("", text).replace("\xa0", " ")
+
+
 def cells(line: str) -> list[str]:
     """Return what stands between the bars of a line of a table; empty for any other line, or one that was cut."""
     line = line.strip()
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
 
-def sure(rows: Iterable[Row]) -> tuple[Row, ...]:
+def read_table(
+    text: str, head: Callable[[list[str]], Head | None], body: Callable[[Head, list[str], list[str]], Row | str | None]
+) -> Listing:
+    """Return the devices of a table in which each has one line of who it is, and then one of how it is.
+
+    `head` makes something of the cells of the first line, None if it is not one; `body` makes a row of that, of the
+    cells of the line below and of those of the next: a reason instead if the device cannot be used, None if the line
+    is not understood. The last two, and lines of devices that `head` does not take, are left out and told.
+    """
+    rows, left_out = [], []
+    lines = [line.strip() for line in text.splitlines()]
+    split = [cells(line) for line in lines]
+    for at, parts in enumerate(split):
+        start = head(parts) if len(parts) > 1 else None
+        if start is not None:
+            below, after = (split[at + n] if at + n < len(split) else [] for n in (1, 2))
+            made = body(start, below, after)
+            if isinstance(made, Row):
+                rows.append(made)
+            elif made is not None:
+                left_out.append(made)
+            else:
+                left_out.append(f"what it says of a device is not understood (please report it): {_lines(lines, at)}")
+        elif len(parts) > 2 and re.match(r"\d+\s+\S", parts[0]) and any(BUS.search(part) for part in parts):
+            left_out.append(f"a line of a device is not understood (please report it): {lines[at]}")
+    return sure(Listing(tuple(rows), tuple(left_out)))
+
+
+def listing_of(rows: Iterable[Row | str]) -> Listing:
+    """Return rows and sentences, as they come, as one listing."""
+    mixed = tuple(rows)
+    return sure(
+        Listing(
+            tuple(each for each in mixed if isinstance(each, Row)),
+            tuple(each for each in mixed if isinstance(each, str)),
+        )
+    )
+
+
+def sure(listing: Listing) -> Listing:
     """Return the rows by index, without those that share one: a garbled table does not say which is which."""
-    found = tuple(rows)
-    count = Counter(row.device.index for row in found)
-    return tuple(sorted((row for row in found if count[row.device.index] == 1), key=lambda row: row.device.index))
+    count = Counter(row.device.index for row in listing.rows)
+    rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
+    several = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
+    return Listing(tuple(rows), (*listing.left_out, *several))
+
+
+def announced(listing: Listing, many: str | None) -> Listing:
+    """Return `listing`, and tell if it shows fewer devices than the tool says that there are."""
+    short = listing.rows and not listing.left_out and many is not None and len(listing.rows) < int(many)
+    told = f"it says that there are {many} devices, but shows {len(listing.rows)}"
+    return replace(listing, left_out=(told,)) if short else listing
+
+
+def with_driver(listing: Listing, driver: str | None) -> Listing:
+    """Return `listing` with the driver's version in each device that has none."""
+    rows = (replace(row, device=replace(row.device, driver=row.device.driver or driver or "")) for row in listing.rows)
+    return replace(listing, rows=tuple(rows))
+
+
+def memory_of(cell: str) -> tuple[float, float] | None:
+    """Return used and total bytes of a cell such as `826/65536 MiB` or `0MiB / 81559MiB`; None for any other."""
+    match = _PAIR.fullmatch(cell)
+    if match is None or match[4] is None:
+        return None
+    return float(match[1]) * UNITS[match[2] or match[4]], float(match[3]) * UNITS[match[4]]
+
+
+def watts_of(cell: str) -> tuple[str | None, str | None]:
+    """Return use and limit of power in a cell such as `P0   70W / 700W`, each None if it is not told."""
+    pair = _POWER.search(cell)
+    return (pair[1], pair[2]) if pair else (found(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
 
 
 def reading(
     *,
-    used_mib: str | None = None,
+    used_bytes: float | None = None,
     watts: str | None = None,
     limit_watts: str | None = None,
     celsius: str | None = None,
@@ -46,14 +139,14 @@ def reading(
 ) -> dict[str, float]:
     """Return the figures that are numbers in bytes, watts, degrees, shares and hertz; N/A and the like are left out."""
     given = {
-        "memory_used_bytes": (used_mib, MIB),
         "power_watts": (watts, 1),
         "power_limit_watts": (limit_watts, 1),
         "temperature_celsius": (celsius, 1),
         "utilization_share": (percent, 0.01),
         "clock_hertz": (megahertz, 1e6),
     }
-    return {name: float(word) * unit for name, (word, unit) in given.items() if word and _number(word)}
+    figures = {name: float(word) * unit for name, (word, unit) in given.items() if word and _number(word)}
+    return figures if used_bytes is None else {"memory_used_bytes": used_bytes, **figures}
 
 
 def found(pattern: str, text: str) -> tuple[str | None, ...]:
@@ -63,66 +156,8 @@ def found(pattern: str, text: str) -> tuple[str | None, ...]:
     return match.groups() if match else (None,) * compiled.groups
 
 
-def csv_rows(text: str, fields: Sequence[str], known: Sequence[str]) -> list[dict[str, str]]:
-    """Return the lines of a CSV query by field: `fields`, or those that its first line names, if they are all `known`.
-
-    A line with another number of fields (a warning, a cut one) is skipped.
-    """
-    lines = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
-    header = [word.split(" [")[0] for word in lines[0]] if lines else []
-    if "name" in header and set(header) <= set(known):
-        fields, lines = header, lines[1:]
-    return [dict(zip(fields, words, strict=True)) for words in lines if len(words) == len(fields)]
-
-
-def csv_row(given: Mapping[str, str], place: int) -> Row | None:
-    """Return the device of one line of a CSV query in the usual names of fields; None without index and name.
-
-    Units after the numbers do not matter. `place` stands for an index that was not asked for.
-    """
-    index, name = given.get("index", str(place)), given.get("name", "")
-    if not index.isdigit() or not name or name.startswith("["):
-        return None
-    total = plain(given.get("memory.total", ""))
-    return Row(
-        device=Device(
-            index=int(index),
-            chip=name,
-            memory_bytes=int(float(total) * MIB) if total else None,  # [N/A] where the chip shares the host's memory
-            driver=given.get("driver_version", ""),
-            uuid=given.get("uuid", ""),
-        ),
-        bus=given.get("pci.bus_id", ""),
-        reading=reading(
-            used_mib=plain(given.get("memory.used", "")),
-            watts=plain(given.get("power.draw", given.get("gpu.power.draw", ""))),
-            limit_watts=plain(given.get("power.limit", given.get("gpu.current.power.limit", ""))),
-            celsius=plain(given.get("temperature.gpu", "")),
-            percent=plain(given.get("utilization.gpu", "")),
-            megahertz=plain(given.get("clocks.sm", given.get("clocks.current.sm", ""))),
-        ),
-    )
-
-
-CSV_FIELDS = (
-    *("index", "name", "uuid", "serial", "pci.bus_id", "pci.device_id", "driver_version", "pstate", "compute_mode"),
-    *("memory.total", "memory.used", "memory.free", "utilization.gpu", "utilization.memory", "temperature.gpu"),
-    *("power.draw", "power.limit", "gpu.power.draw", "gpu.current.power.limit", "ecc.mode.current", "timestamp"),
-    *("clocks.sm", "clocks.mem", "clocks.current.sm", "clocks.max.sm", "mig.mode.current", "compute_cap"),
-    *("pcie.link.gen.max", "pcie.link.gen.current", "pcie.link.width.max", "pcie.link.width.current", "count"),
-)
-"""Names of fields by which the header of a CSV query is known."""
-
-
-def listed(text: str) -> tuple[Row, ...]:
-    """Return the devices of `-L` in its usual form, which tells no memory: `GPU 0: NAME (UUID: GPU-...)`."""
-    lines = re.finditer(r"^GPU (\d+): (\S.*?) \(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
-    return tuple(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[3])) for line in lines)
-
-
-def plain(word: str) -> str | None:
-    """Return the number of a word that is one, with or without a unit."""
-    return found(r"^(\d+(?:\.\d+)?)(?: ?[A-Za-z%]+)?$", word)[0]
+def _lines(lines: list[str], at: int) -> str:
+    return " ".join(lines[at : at + 2])
 
 
 def _number(word: str) -> bool:

@@ -12,8 +12,8 @@ from pathlib import Path
 from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
-from flagcore.vendorkit.rows import Row
-from flagcore.vendorkit.smi import tool_output, visible
+from flagcore.vendorkit.rows import Listing, Row
+from flagcore.vendorkit.smi import ask_tool, visible
 from flagcore_cambricon import smi
 
 LOG = logging.getLogger(__name__)
@@ -34,9 +34,11 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
     """
     if machine.named_otherwise("cambricon", OVERRIDES):
         return ()
-    listed = tuple(row.device for row in rows())
-    if listed:
-        return visible(listed, VISIBLE)
+    listing = listed()
+    for line in listing.left_out:
+        LOG.warning("%s", line)
+    if listing.rows:
+        return visible(tuple(row.device for row in listing.rows), VISIBLE)
     if not machine.has_nodes(DEVICE_FILE, root):
         if machine.pci_ids(PCI_VENDOR, root):
             LOG.info("there are MLUs on the PCI bus, but neither cnmon nor /%s: no driver here", DEVICE_FILE)
@@ -44,18 +46,14 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
     return torch_devices(machine.ask_torch("mlu", ATTRIBUTES))
 
 
-def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+def listed(timeout_seconds: float = 10.0) -> Listing:
     """Return what the management tool lists."""
-    text = tool_output("cnmon", timeout_seconds=timeout_seconds)
-    found = smi.parse(text or "")
-    if text and not found:
-        LOG.warning("cnmon on this machine lists no MLU that is understood (%r)", text.strip()[:60])
-    return found
+    return ask_tool(smi.read, "cnmon", timeout_seconds=timeout_seconds) or Listing()
 
 
 def now() -> tuple[Row, ...]:
     """Return what cnmon lists during a trial, which must not wait long for it."""
-    return rows(timeout_seconds=3.0)
+    return listed(timeout_seconds=3.0).rows
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:

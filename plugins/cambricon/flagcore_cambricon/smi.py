@@ -2,78 +2,130 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import BUS, MIB, Row, cells, found, reading, sure
+from flagcore.vendorkit.rows import (
+    BUS,
+    UNITS,
+    Listing,
+    Row,
+    cleaned,
+    found,
+    listing_of,
+    memory_of,
+    read_table,
+    reading,
+    watts_of,
+    with_driver,
+)
 
 TITLE = re.compile(r"\bCNMON v\d")
 
-_NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU[\w-]+)(?:\s+\S+)?")
-_MEMORY = re.compile(r"(\d+) MiB/\s*(\d+) MiB")
+_NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU[\w.-]+)(?:\s+\S+)?")
 
 
 def parse(text: str) -> tuple[Row, ...]:
-    """Return the devices of cnmon's table: card, virtual function, name and firmware, then memory in MiB.
+    """Return the devices that `read` finds."""
+    return read(text).rows
+
+
+def read(text: str) -> Listing:
+    """Return the devices of cnmon's table (card, virtual function, name and firmware, then memory) or of `cnmon info`.
 
     A device whose memory is not a number, or that is a virtual function of another, is left out. Version 4 tells no
-    PCI address, and the driver in each line.
+    PCI address, and the driver in each line. `cnmon info` may be text or JSON.
     """
-    if not TITLE.search(text):
-        return ()
-    (version,) = found(r"Driver\s+v(\d[\d.]*)", text)
-    return sure(_rows(text, version or "")) or sure(_blocks(text))
+    text = cleaned(text)
+    if text.lstrip().startswith("{"):
+        return listing_of(_objects(text))
+    (driver,) = found(r"Driver\s+v(\d[\d.]*)", text)
+    table = read_table(text, _head, _body) if TITLE.search(text) else Listing()
+    return with_driver(table, driver).or_else(lambda: listing_of(_blocks(text)))
 
 
-def _blocks(text: str) -> Iterator[Row]:
+def _blocks(text: str) -> Iterator[Row | str]:
     """Yield the devices of `cnmon info`: a block a card, in which sections are indented."""
-    for index, block in re.findall(r"^Card (\d+)\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE):
-        (name,) = found(r"Product Name\s*:\s*(MLU[\w-]+)", block)
-        (total,) = found(r"Physical Memory Usage\s*:\s*\n\s*Total\s*:\s*(\d+) MiB", block)
+    for index, block in re.findall(r"^Card (\d+)[ \t]*\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE):
+        (name,) = found(r"Product Name\s*:\s*(MLU[\w.-]+)", block)
+        used, total = (
+            found(rf"Physical Memory Usage\s*:?\s*\n(?:[ \t]+\w+\s*:.*\n)*?[ \t]+{word}\s*:\s*(\d+) MiB", block)[0]
+            for word in ("Used", "Total")
+        )
         if name and total:
             yield Row(
                 device=Device(
                     index=int(index),
                     chip=name,
-                    memory_bytes=int(total) * MIB,
+                    memory_bytes=int(total) * UNITS["MiB"],
                     driver=found(r"Driver\s*:\s*v(\d[\d.]*)", block)[0] or "",
+                    uuid=found(r"UUID\s*:\s*([\w-]+)", block)[0] or "",
                 ),
                 reading=reading(
-                    used_mib=found(r"Total\s*:\s*\d+ MiB\s*\n\s*Used\s*:\s*(\d+) MiB", block)[0],
-                    watts=found(r"Power\s*:\s*\n\s*Usage\s*:\s*(\d+(?:\.\d+)?) W", block)[0],
-                    celsius=found(r"Temperature\s*:\s*\n\s*(?:Board|Chip)\s*:\s*(\d+) C", block)[0],
+                    used_bytes=int(used) * UNITS["MiB"] if used else None,
+                    watts=found(r"Power\s*:?\s*\n\s*Usage\s*:\s*(\d+(?:\.\d+)?) W", block)[0],
+                    celsius=found(r"Temperature\s*:?\s*\n\s*(?:Board|Chip)\s*:\s*(\d+) C", block)[0],
                     percent=found(r"MLU Average\s*:\s*(\d+) %", block)[0],
                 ),
             )
+        else:
+            yield f"card {index} tells no product name of an MLU, or no memory"
 
 
-def _rows(text: str, driver: str) -> Iterator[Row]:
-    head: tuple[int, str, str, str, str | None] | None = None
-    for line in text.splitlines():
-        parts = cells(line)
-        memory = _MEMORY.fullmatch(parts[1]) if len(parts) == 3 else None
-        if head and memory:
-            index, name, bus, own, percent = head
-            watts, limit = found(r"(\d+) W/\s*(\d+) W", parts[0])
-            yield Row(
-                device=Device(index=index, chip=name, memory_bytes=int(memory[2]) * MIB, driver=driver or own),
-                bus=bus,
-                reading=reading(
-                    used_mib=memory[1],
-                    watts=watts,
-                    limit_watts=limit,
-                    celsius=found(r"(\d+)C\b", parts[0])[0],
-                    percent=percent,
-                ),
-            )
-        head = _head(parts)
+def _objects(text: str) -> Iterator[Row | str]:
+    """Yield the devices of the file that `cnmon info -j` writes."""
+    try:
+        cards = json.loads(text)["CnmonInfo"]
+    except (ValueError, KeyError, TypeError):
+        return
+    for card in cards if isinstance(cards, list) else ():
+        try:
+            yield _object(card)
+        except (ValueError, KeyError, TypeError):
+            yield f"a card is not understood: {json.dumps(card)[:80]}"
 
 
-def _head(parts: list[str]) -> tuple[int, str, str, str, str | None] | None:
+def _object(card: Mapping[str, Any]) -> Row:
+    memory = card["PhysicalMemUsage"]
+    return Row(
+        device=Device(
+            index=int(card["CardNum"]),
+            chip=str(card["ProductName"]),
+            memory_bytes=int(memory["Total"]) * UNITS["MiB"],
+            uuid=str(card.get("UUID", "")),
+        ),
+        reading=reading(used_bytes=float(memory["Used"]) * UNITS["MiB"]),
+    )
+
+
+def _head(parts: list[str]) -> tuple[int, str, str, str, str, str | None] | None:
     name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
-    if name is None or name[2] != "/":
+    if name is None:
         return None
     bus = parts[1] if BUS.fullmatch(parts[1]) else ""
     (driver,) = found(r"\bv(\d[\d.]*)$", parts[1])
-    return int(name[1]), name[3], bus, driver or "", found(r"(\d+)%", parts[2])[0]
+    return int(name[1]), name[2], name[3], bus, driver or "", found(r"(\d+)%", parts[2])[0]
+
+
+def _body(head: tuple[int, str, str, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
+    index, function, name, bus, own, percent = head
+    if function != "/":
+        return f"card {index} ({name}) is virtual function {function} of another"
+    memory = memory_of(parts[1]) if len(parts) == 3 else None
+    if memory is None:
+        return None
+    watts, limit = watts_of(parts[0])
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=int(memory[1]), driver=own),
+        bus=bus,
+        reading=reading(
+            used_bytes=memory[0],
+            watts=watts,
+            limit_watts=limit,
+            celsius=found(r"(\d+)C\b", parts[0])[0],
+            percent=percent,
+        ),
+    )

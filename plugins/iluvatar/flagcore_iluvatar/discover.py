@@ -15,8 +15,8 @@ from pathlib import Path
 from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
-from flagcore.vendorkit.rows import Row
-from flagcore.vendorkit.smi import tool_output, visible
+from flagcore.vendorkit.rows import Listing, Row
+from flagcore.vendorkit.smi import ask_tool, tool_output, visible
 from flagcore_iluvatar import smi
 
 LOG = logging.getLogger(__name__)
@@ -37,9 +37,11 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
     """
     if machine.named_otherwise("iluvatar", OVERRIDES):
         return ()
-    listed = tuple(row.device for row in rows())
-    if listed:
-        return visible(_with_uuids(listed), VISIBLE)
+    listing = listed()
+    for line in listing.left_out:
+        LOG.warning("%s", line)
+    if listing.rows:
+        return visible(_with_uuids(tuple(row.device for row in listing.rows)), VISIBLE)
     if not machine.has_nodes(DEVICE_FILE, root):
         if machine.pci_ids(PCI_VENDOR, root):
             LOG.info(
@@ -49,18 +51,14 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
     return torch_devices(machine.ask_torch("cuda", ATTRIBUTES))
 
 
-def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+def listed(timeout_seconds: float = 10.0) -> Listing:
     """Return what the management tool lists."""
-    text = tool_output("ixsmi", timeout_seconds=timeout_seconds)
-    found = smi.parse(text or "")
-    if text and not found:
-        LOG.warning("ixsmi on this machine lists no Iluvatar GPU that is understood (%r)", text.strip()[:60])
-    return found
+    return ask_tool(smi.read, "ixsmi", timeout_seconds=timeout_seconds) or Listing()
 
 
 def now() -> tuple[Row, ...]:
     """Return what ixsmi lists during a trial, which must not wait long for it."""
-    return rows(timeout_seconds=3.0)
+    return listed(timeout_seconds=3.0).rows
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:

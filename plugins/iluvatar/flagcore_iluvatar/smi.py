@@ -6,61 +6,87 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import BUS, CSV_FIELDS, MIB, Row, cells, csv_row, csv_rows, found, listed, reading, sure
+from flagcore.vendorkit.queries import csv_row, csv_rows, detailed, listed
+from flagcore.vendorkit.rows import (
+    BUS,
+    Listing,
+    Row,
+    cleaned,
+    found,
+    listing_of,
+    memory_of,
+    read_table,
+    reading,
+    watts_of,
+    with_driver,
+)
 
 TITLE = "IX-ML:"
-VENDOR = "Iluvatar "
 
-_NAME = re.compile(r"(\d+)\s+(Iluvatar [\w .-]+)")
-_MEMORY = re.compile(r"(\d+)MiB / (\d+)MiB")
+_OURS = re.compile(r"Iluvatar |(BI|MR)-V\d")
+_NAME = re.compile(r"(\d+)\s+(\S.*)")
 
 
 def parse(text: str) -> tuple[Row, ...]:
-    """Return the devices of ixsmi's table, of a CSV query with a header, or of `-L`, whichever `text` is."""
-    queried = (csv_row(line, place) for place, line in enumerate(csv_rows(text, (), CSV_FIELDS)))
-    named = [row for row in (*queried, *listed(text)) if row and row.device.chip.startswith(VENDOR)]
-    return parse_table(text) or sure(named)
+    """Return the devices that `read` finds."""
+    return read(text).rows
+
+
+def read(text: str) -> Listing:
+    """Return the devices of ixsmi's table, of a CSV query with a header, of `-q`, or of `-L`, whichever `text` is.
+
+    A card with two chips lists two devices, of which the second tells the power.
+    """
+    text = cleaned(text)
+    if TITLE in text:
+        return with_driver(read_table(text, _head, _body), found(r"Driver Version:\s*([\w.]+)", text)[0])
+    return listing_of(_queried(text)).or_else(lambda: listing_of(row for row in listed(text) if _ours(row)))
 
 
 def parse_table(text: str) -> tuple[Row, ...]:
-    """Return the devices of ixsmi's table. A card with two chips lists two, of which the second tells the power."""
-    if TITLE not in text:
-        return ()
-    (version,) = found(r"Driver Version:\s*([\w.]+)", text)
-    return sure(_rows(text, version or ""))
+    """Return the devices of ixsmi's table."""
+    return read(text).rows if TITLE in text else ()
 
 
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs of `ixsmi --query-gpu=index,uuid --format=csv,noheader`, by index."""
-    lines = re.finditer(r"^\s*(\d+),\s*([\w-]+)\s*$", text, re.MULTILINE)
+    lines = re.finditer(r"^\s*(\d+),\s*([\w-]+)\s*$", cleaned(text), re.MULTILINE)
     return {int(line[1]): line[2] for line in lines}
 
 
-def _rows(text: str, driver: str) -> Iterator[Row]:
-    head: tuple[int, str, str, str | None] | None = None
-    for line in text.splitlines():
-        parts = cells(line)
-        memory = _MEMORY.fullmatch(parts[1]) if len(parts) == 3 else None
-        if head and memory:
-            index, name, bus, megahertz = head
-            watts, limit = found(r"(\d+)W / (\d+)W", parts[0])
-            yield Row(
-                device=Device(index=index, chip=name, memory_bytes=int(memory[2]) * MIB, driver=driver),
-                bus=bus,
-                reading=reading(
-                    used_mib=memory[1],
-                    watts=watts,
-                    limit_watts=limit,
-                    celsius=found(r"(\d+)C\b", parts[0])[0],
-                    percent=found(r"(\d+)%", parts[2])[0],
-                    megahertz=megahertz,
-                ),
-            )
-        head = _head(parts)
+def _queried(text: str) -> Iterator[Row | str]:
+    for place, line in enumerate(detailed(text) or csv_rows(text, ())):
+        row = csv_row(line, place)
+        if isinstance(row, str) or _ours(row):
+            yield row
+
+
+def _ours(row: Row) -> bool:
+    return _OURS.match(row.device.chip) is not None
 
 
 def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:
     name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
     if name is None or not BUS.fullmatch(parts[1]):
         return None
-    return int(name[1]), name[2], parts[1], found(r"(\d+)MHz", parts[2])[0]
+    return int(name[1]), name[2], parts[1], found(r"(\d+) ?MHz", parts[2])[0]
+
+
+def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, bus, megahertz = head
+    memory = memory_of(parts[1]) if len(parts) == 3 else None
+    if memory is None:
+        return None
+    watts, limit = watts_of(parts[0])
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
+        bus=bus,
+        reading=reading(
+            used_bytes=memory[0],
+            watts=watts,
+            limit_watts=limit,
+            celsius=found(r"(\d+)C\b", parts[0])[0],
+            percent=found(r"(\d+)%", parts[2])[0],
+            megahertz=megahertz,
+        ),
+    )

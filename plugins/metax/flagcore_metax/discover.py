@@ -15,8 +15,8 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
 from flagcore.vendorkit.matrix import adapter_share, read_matrix
-from flagcore.vendorkit.rows import Row
-from flagcore.vendorkit.smi import tool_output, visible
+from flagcore.vendorkit.rows import Listing, Row
+from flagcore.vendorkit.smi import ask_tool, tool_output, visible
 from flagcore_metax import smi
 
 LOG = logging.getLogger(__name__)
@@ -37,9 +37,11 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
     """
     if machine.named_otherwise("metax", OVERRIDES):
         return ()
-    listed = tuple(row.device for row in rows())
-    if listed:
-        return visible(_with_uuids(listed), *VISIBLE)
+    listing = listed()
+    for line in listing.left_out:
+        LOG.warning("%s", line)
+    if listing.rows:
+        return visible(_with_uuids(tuple(row.device for row in listing.rows)), *VISIBLE)
     if not machine.has_nodes(DEVICE_FILE, root):
         if machine.pci_ids(PCI_VENDOR, root):
             LOG.info("there are MetaX devices on the PCI bus, but neither mx-smi nor /%s: no driver here", DEVICE_FILE)
@@ -47,20 +49,16 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
     return torch_devices(machine.ask_torch("cuda"))
 
 
-def rows(timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+def listed(timeout_seconds: float = 10.0) -> Listing:
     """Return what the management tool lists."""
-    for tool in TOOLS:
-        text = tool_output(tool, timeout_seconds=timeout_seconds)
-        if text and (found := smi.parse(text)):
-            return found
-        if text:
-            LOG.warning("%s on this machine lists no MetaX GPU that is understood (%r)", tool, text.strip()[:60])
-    return ()
+    found = [ask_tool(smi.read, tool, timeout_seconds=timeout_seconds) or Listing() for tool in TOOLS]
+    told = tuple(line for each in found for line in each.left_out)
+    return next((each for each in found if each.rows), Listing(left_out=told))
 
 
 def now() -> tuple[Row, ...]:
     """Return what mx-smi lists during a trial, which must not wait long for it."""
-    return rows(timeout_seconds=3.0)
+    return listed(timeout_seconds=3.0).rows
 
 
 def topo() -> str | None:

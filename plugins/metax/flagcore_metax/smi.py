@@ -6,68 +6,70 @@ import re
 from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import BUS, MIB, Row, cells, found, reading, sure
+from flagcore.vendorkit.rows import (
+    BUS,
+    Listing,
+    Row,
+    announced,
+    cleaned,
+    found,
+    listing_of,
+    memory_of,
+    read_table,
+    reading,
+    watts_of,
+    with_driver,
+)
 
 TITLES = ("MetaX System Management Interface", "Mars System Management Interface")
-"""Another vendor's tool is named mx-smi too (Moffett's), so the title is asked for."""
+"""Another vendor's tool is named mx-smi too (Moffett's), so the title is asked for, or that of the table."""
 
-_NAME = re.compile(r"(\d+)\s+((?:MetaX |MX|Mars )[\w-]+)(?:\s+(?:On|Off))?")
-_MEMORY = re.compile(r"(\d+)/(\d+) MiB")
+_TITLE = re.compile(r"\|\s*(MX|HT)-SMI \d")
+_NAME = re.compile(r"(\d+)\s+(\S.*?)(?:\s+(?:On|Off|N/?A))?")
+_OURS = re.compile(r"(MetaX |MX[CNX]\d|Mars )")
+_LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+({BUS.pattern})\s+(\S.*?) \(UUID: ([\w-]+)\)\s*$", re.MULTILINE)
 
 
 def is_metax(text: str) -> bool:
     """Return whether mx-smi or its rebranded twin printed `text`."""
-    return any(title in text for title in TITLES)
+    return any(title in text for title in TITLES) or _TITLE.search(text) is not None
 
 
 def parse(text: str) -> tuple[Row, ...]:
-    """Return the devices of mx-smi's table, in any of its layouts. A dead device has no memory line and is left out.
+    """Return the devices that `read` finds."""
+    return read(text).rows
 
-    Up to 2.2.4 a line starts with the GPU's number; from 2.2.9 on with the board's, and the GPU's comes second. A
-    line that was cut short tells nothing. `-L` tells no memory.
+
+def read(text: str) -> Listing:
+    """Return the devices of mx-smi's table, in any of its layouts, or of `-L`, which tells no memory.
+
+    Up to 2.2.4 a line starts with the GPU's number; from 2.2.9 on with the board's, and the GPU's comes second. A dead
+    device, which has no memory or is not available, is left out, and so is a line that was cut short.
     """
+    text = cleaned(text)
     if not is_metax(text):
-        return _listed(text)
-    (version,) = found(r"Kernel Mode Driver Version:\s*([\w.]+)", text)
-    return sure(_rows(text, version or ""))
+        return listing_of(_listed(text))
+    (driver,) = found(r"Kernel Mode Driver Version:\s*([\w.]+)", text)
+    (many,) = found(r"Attached GPUs\s*:\s*(\d+)", text)
+    return with_driver(announced(read_table(text, _head, _body), many), driver)
 
 
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs that `mx-smi -L` lists, by index."""
-    lines = re.finditer(r"^GPU#(\d+)\s+.*\(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
-    return {int(line[1]): line[2] for line in lines}
+    return {int(line[1]): line[5] for line in _LISTED.finditer(cleaned(text))}
 
 
-def _listed(text: str) -> tuple[Row, ...]:
-    pattern = r"^GPU#(\d+)\s+((?:MetaX |MX|Mars )[\w-]+)\s+(\S+)\s+Available \(UUID: ([\w-]+)\)\s*$"
-    lines = re.finditer(pattern, text, re.MULTILINE)
-    return sure(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[4]), bus=line[3]) for line in lines)
-
-
-def _rows(text: str, driver: str) -> Iterator[Row]:
-    head: tuple[int, str, str, str | None] | None = None
-    for line in text.splitlines():
-        parts = cells(line)
-        if head and (memory := _memory(parts)):
-            index, name, bus, percent = head
-            watts, limit = found(r"(\d+)W(?: / (\d+)W)?", line)
-            used, total = memory
-            yield Row(
-                device=Device(index=index, chip=name, memory_bytes=int(total) * MIB, driver=driver),
-                bus=bus,
-                reading=reading(
-                    used_mib=used,
-                    watts=watts,
-                    limit_watts=limit,
-                    celsius=found(r"(\d+)C\b", line)[0],
-                    percent=percent,
-                ),
-            )
-        head = _head(parts)
+def _listed(text: str) -> Iterator[Row | str]:
+    for line in _LISTED.finditer(text):
+        index, name, bus, state, uuid = int(line[1]), line[2], line[3], line[4], line[5]
+        if state != "Available":
+            yield f"GPU {index} ({name}) is not to be used: {state}"
+        elif _OURS.match(name):
+            yield Row(device=Device(index=index, chip=name, uuid=uuid), bus=bus)
 
 
 def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:
-    name = _NAME.fullmatch(parts[0]) if parts else None
+    name = _NAME.fullmatch(parts[0])
     bus = next((place for place, part in enumerate(parts) if BUS.fullmatch(part)), None)
     if name is None or bus is None:
         return None
@@ -76,6 +78,24 @@ def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:
     return int(gpu[0] if gpu else name[1]), name[2], parts[bus], percent
 
 
-def _memory(parts: list[str]) -> tuple[str, str] | None:
-    match = next((match for part in parts if (match := _MEMORY.fullmatch(part))), None)
-    return (match[1], match[2]) if match else None
+def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, bus, percent = head
+    line = " | ".join(parts)
+    (state,) = found(r"(Not Available\S*)", line)
+    if state:
+        return f"GPU {index} ({name}) is not to be used: {state}"
+    memory = next((amounts for part in parts if (amounts := memory_of(part))), None)
+    if memory is None:
+        return None
+    power = next((watts for part in parts if any(watts := watts_of(part))), (None, None))
+    return Row(
+        device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
+        bus=bus,
+        reading=reading(
+            used_bytes=memory[0],
+            watts=power[0],
+            limit_watts=power[1],
+            celsius=found(r"(\d+)C\b", line)[0],
+            percent=percent,
+        ),
+    )

@@ -11,8 +11,8 @@ from pathlib import Path
 from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
-from flagcore.vendorkit.rows import Row
-from flagcore.vendorkit.smi import tool_output, visible
+from flagcore.vendorkit.rows import Listing, Row
+from flagcore.vendorkit.smi import ask_tool, visible
 from flagcore_nvidia import smi
 
 LOG = logging.getLogger(__name__)
@@ -32,26 +32,27 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
     """
     if machine.named_otherwise("nvidia", OVERRIDES):
         return ()
-    listed = tuple(row.device for row in rows(smi.FIELDS))
-    if listed:
-        return visible(listed, VISIBLE)
+    listing = listed(smi.FIELDS)
+    for line in listing.left_out:
+        LOG.warning("%s", line)
+    if listing.rows:
+        return visible(tuple(row.device for row in listing.rows), VISIBLE)
     return torch_devices(machine.ask_torch("cuda", ATTRIBUTES)) if machine.has_nodes(DEVICE_FILE, root) else ()
 
 
-def rows(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> tuple[Row, ...]:
+def listed(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> Listing:
     """Return what nvidia-smi lists, with `fields` of each device; what its table says where it does not know them."""
-    query = tool_output("nvidia-smi", f"--query-gpu={','.join(fields)}", FORMAT, timeout_seconds=timeout_seconds)
-    if query is None:
-        return smi.parse_table(tool_output("nvidia-smi", timeout_seconds=timeout_seconds) or "")
-    found = smi.parse(query, fields)
-    if not found:
-        LOG.warning("nvidia-smi on this machine lists no NVIDIA GPU that can be used (%r)", query.strip()[:60])
-    return found
+    query = ("nvidia-smi", f"--query-gpu={','.join(fields)}", FORMAT)
+    found = ask_tool(lambda text: smi.read(text, fields), *query, timeout_seconds=timeout_seconds) or Listing()
+    if found.rows or not found.left_out:
+        return found
+    table = ask_tool(smi.read, "nvidia-smi", timeout_seconds=timeout_seconds)
+    return table if table is not None and table.rows else found
 
 
 def now() -> tuple[Row, ...]:
     """Return what nvidia-smi lists during a trial, which must not wait long for it."""
-    return rows(smi.READ_FIELDS, timeout_seconds=3.0)
+    return listed(smi.READ_FIELDS, timeout_seconds=3.0).rows
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:

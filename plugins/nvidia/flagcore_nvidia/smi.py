@@ -1,27 +1,26 @@
-"""Reads what nvidia-smi prints: CSV queries, with a header or with the fields that were asked for, and the table."""
+"""Reads what nvidia-smi prints: CSV queries with a header or the fields that were asked for, the table, -q, -L."""
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from flagcore.domain.chip import Device
+from flagcore.vendorkit.queries import csv_row, csv_rows, detailed, listed
 from flagcore.vendorkit.rows import (
     BUS,
-    CSV_FIELDS,
-    MIB,
+    Listing,
     Row,
-    cells,
-    csv_row,
-    csv_rows,
+    cleaned,
     found,
-    listed,
+    listing_of,
+    memory_of,
+    read_table,
     reading,
-    sure,
+    watts_of,
+    with_driver,
 )
 
-LOG = logging.getLogger(__name__)
 FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id", "mig.mode.current")
 READ_FIELDS = (
     *FIELDS,
@@ -30,56 +29,68 @@ READ_FIELDS = (
 TITLE = "NVIDIA-SMI"
 PCI_VENDOR = "10DE"
 """The last four digits of pci.device_id. Other vendors' drivers bring an nvidia-smi that answers for their devices."""
+INSTANCES = "is cut into instances (MIG): its memory is not one process's"
 
-_NVIDIA = re.compile(r"(NVIDIA|Tesla|GeForce|Quadro|TITAN|GRID)\b|[AHLTVP]\d{1,3}S?\b")
-_NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A)")
-_MEMORY = re.compile(r"(\d+)MiB\s*/\s*(\d+)MiB")
+_NVIDIA = re.compile(
+    r"(NVIDIA|Tesla|GeForce|Quadro|TITAN|Titan|GRID|RTX|GTX|Jetson|Orin|Thor)\b|(A|H|L|T|V|P|GB|GH|B)\d{1,3}S?\b"
+)
+_NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)")
 
 
 def parse(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
-    """Return the devices of a CSV query for `fields`, of the table, or of `-L`, whichever `text` is."""
-    return parse_csv(text, fields) or parse_table(text) or sure(row for row in listed(text) if _sounds(row))
+    """Return the devices of a CSV query for `fields`, of the table, of `-q`, or of `-L`, whichever `text` is."""
+    return read(text, fields).rows
+
+
+def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
+    """Return the devices as `parse` does, and what was left out: what has no name, and what is cut into instances.
+
+    A device of another vendor is left out: by its PCI id or, where that was not asked for, by its name.
+    """
+    text = cleaned(text)
+    (driver,) = found(r"Driver Version:\s*([\w.]+)", text)
+    table = read_table(text, _head, _body) if TITLE in text else Listing()
+    lines = detailed(text) or csv_rows(text, fields)
+    return with_driver(table, driver).or_else(
+        lambda: listing_of(_queried(lines)).or_else(lambda: listing_of(_listed(text)))
+    )
 
 
 def parse_csv(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
-    """Return the devices of a CSV query for `fields`, or for those that its first line names.
-
-    A device of another vendor is left out: by its PCI id or, where that was not asked for, by its name. So is one that
-    is cut into instances (MIG), and that is told: its memory is not one process's.
-    """
-    lines = csv_rows(text, fields, CSV_FIELDS)
-    rows = [(line, csv_row(line, place)) for place, line in enumerate(lines)]
-    return sure(row for line, row in rows if row and _ours(line, row))
+    """Return the devices of a CSV query for `fields`, or for those that its header names."""
+    return listing_of(_queried(csv_rows(cleaned(text), fields))).rows
 
 
 def parse_table(text: str) -> tuple[Row, ...]:
     """Return the devices of the table without arguments, which shortens long names."""
-    if TITLE not in text:
-        return ()
-    (version,) = found(r"Driver Version:\s*([\w.]+)", text)
-    return sure(_table(text, version or ""))
+    return read(text).rows if TITLE in text else ()
 
 
-def _table(text: str, driver: str) -> Iterator[Row]:
-    head: tuple[int, str, str] | None = None
-    for line in text.splitlines():
-        parts = cells(line)
-        memory = _MEMORY.fullmatch(parts[1]) if len(parts) == 3 else None
-        if head and memory:
-            index, name, bus = head
-            watts, limit = found(r"(\d+)W /\s*(\d+)W", parts[0])
-            yield Row(
-                device=Device(index=index, chip=name, memory_bytes=int(memory[2]) * MIB, driver=driver),
-                bus=bus,
-                reading=reading(
-                    used_mib=memory[1],
-                    watts=watts,
-                    limit_watts=limit,
-                    celsius=found(r"(\d+)C\b", parts[0])[0],
-                    percent=found(r"(\d+)%", parts[2])[0],
-                ),
-            )
-        head = _head(parts)
+def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
+    foreign = []
+    for place, line in enumerate(lines):
+        row = csv_row(line, place)
+        vendor = line.get("pci.device_id")
+        if isinstance(row, str):
+            yield row
+        elif not (_sounds(row) if vendor is None else vendor.upper().endswith(PCI_VENDOR)):
+            foreign.append(row.device.chip)
+        elif line.get("mig.mode.current") == "Enabled":
+            yield f"GPU {row.device.index} ({row.device.chip}) {INSTANCES}"
+        else:
+            yield row
+    if foreign:
+        yield f"{len(foreign)} devices are not NVIDIA's: {', '.join(dict.fromkeys(foreign))}"
+
+
+def _listed(text: str) -> Iterator[Row | str]:
+    cut = {int(index) for index in re.findall(r"(?m)^GPU +(\d+): .*\n +MIG ", text)}
+    for row in listed(text):
+        index, name = row.device.index, row.device.chip
+        if not _sounds(row):
+            yield f"device {index} ({name}) is not NVIDIA's"
+        else:
+            yield f"GPU {index} ({name}) {INSTANCES}" if index in cut else row
 
 
 def _head(parts: list[str]) -> tuple[int, str, str] | None:
@@ -88,12 +99,31 @@ def _head(parts: list[str]) -> tuple[int, str, str] | None:
     return (int(name[1]), name[2], bus[0]) if name and bus else None
 
 
-def _ours(line: Mapping[str, str], row: Row) -> bool:
-    if line.get("mig.mode.current") == "Enabled":
-        LOG.warning("GPU %d is cut into instances (MIG) and left out", row.device.index)
-        return False
-    vendor = line.get("pci.device_id")
-    return _sounds(row) if vendor is None else vendor.upper().endswith(PCI_VENDOR)
+def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row | str | None:
+    index, name, bus = head
+    memory = memory_of(parts[1]) if len(parts) == 3 else None
+    untold = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # where the chip shares the host's memory
+    if len(parts) != 3 or (memory is None and not untold):
+        return None
+    watts, limit = watts_of(parts[0])
+    row = Row(
+        device=Device(index=index, chip=name, memory_bytes=int(memory[1]) if memory else None),
+        bus=bus,
+        reading=reading(
+            used_bytes=memory[0] if memory else None,
+            watts=watts,
+            limit_watts=limit,
+            celsius=found(r"(\d+)C\b", parts[0])[0],
+            percent=found(r"(\d+)%", parts[2])[0],
+        ),
+    )
+    if not _sounds(row):
+        return f"device {index} ({name}) is not NVIDIA's, or is lost"
+    if "ERR!" in parts[0]:
+        return f"GPU {index} ({name}) tells errors (ERR!) instead of its state"
+    if len(after) == 3 and after[2] == "Enabled" and not after[0]:
+        return f"GPU {index} ({name}) {INSTANCES}"
+    return row
 
 
 def _sounds(row: Row) -> bool:

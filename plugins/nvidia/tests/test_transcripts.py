@@ -177,7 +177,7 @@ def test_without_a_pci_id_the_name_decides_whose_a_device_is(name: str, ours: bo
     assert bool(smi.parse(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n")) == ours
 
 
-def test_a_gpu_that_is_cut_into_instances_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    rows = smi.parse_csv(QUERY.replace("GPU-3aaa, 0x233510DE, Disabled", "GPU-3aaa, 0x233510DE, Enabled"))
-    assert [row.device.index for row in rows] == [0, 1, 2, 4, 5, 6, 7]
-    assert "GPU 3" in caplog.text
+def test_a_gpu_that_is_cut_into_instances_is_left_out_and_told() -> None:
+    listing = smi.read(QUERY.replace("GPU-3aaa, 0x233510DE, Disabled", "GPU-3aaa, 0x233510DE, Enabled"))
+    assert [row.device.index for row in listing.rows] == [0, 1, 2, 4, 5, 6, 7]
+    assert [line.startswith("GPU 3 (NVIDIA H200) is cut into instances") for line in listing.left_out] == [True]

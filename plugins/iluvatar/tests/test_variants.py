@@ -1,0 +1,39 @@
+"""Other layouts and faults of ixsmi, made from the transcripts of real machines."""
+
+from pathlib import Path
+
+from flagcore_iluvatar import smi
+
+TABLE = (Path(__file__).parent / "smi/ixsmi-5.txt").read_text("utf-8")
+
+
+def test_colours_and_carriage_returns_do_not_matter() -> None:
+    assert smi.read("\x1b[1m" + TABLE.replace("\n", "\r\n")) == smi.read(TABLE)
+
+
+def test_a_name_without_the_vendor_is_kept() -> None:
+    named = TABLE.replace("Iluvatar MR-V100 DUO", "BI-V100             ")
+    assert {row.device.chip for row in smi.parse(named)} == {"BI-V100"}
+
+
+def test_a_device_whose_memory_is_an_error_is_left_out_and_told() -> None:
+    listing = smi.read(TABLE.replace("68MiB / 32768MiB     |", "ERR!                 |", 1))
+    assert [row.device.index for row in listing.rows] == [1]
+    assert ["00000000:35:00.0" in line for line in listing.left_out] == [True]
+
+
+def test_a_query_is_read_by_its_header() -> None:
+    rows = smi.parse(
+        "index, name, memory.total [MiB], gpu.power.draw [W], clocks.max.sm [MHz]\n"
+        "0, Iluvatar BI-V150, 32768 MiB, N/A, 1500 MHz\n"
+        "1, Iluvatar BI-V150, 32768 MiB, 93 W, 1500 MHz\n"
+        "2, NVIDIA A100, 32768 MiB, 93 W, 1500 MHz\n"
+    )
+    assert [(row.device.chip, row.device.memory_bytes) for row in rows] == [("Iluvatar BI-V150", 32768 << 20)] * 2
+    assert [dict(row.reading) for row in rows] == [{}, {"power_watts": 93}]
+
+
+def test_a_list_tells_names_and_uuids() -> None:
+    rows = smi.parse("GPU 0: Iluvatar BI-V150S (UUID: GPU-0f8b)\nGPU  1: Iluvatar BI-V150S (UUID: GPU-0f8c)\n")
+    assert [(row.device.index, row.device.uuid) for row in rows] == [(0, "GPU-0f8b"), (1, "GPU-0f8c")]
+    assert smi.parse("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0f8b)\n") == ()

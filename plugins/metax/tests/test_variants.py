@@ -1,0 +1,77 @@
+"""Other layouts and faults of mx-smi, made from the transcripts of real machines."""
+
+from pathlib import Path
+
+import pytest
+from flagcore_metax import smi
+
+TABLE = (Path(__file__).parent / "smi/mx-smi-1.txt").read_text("utf-8")
+OLD = (Path(__file__).parent / "smi/mx-smi-4.txt").read_text("utf-8")
+FIRST = "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Available            |"
+
+
+def test_a_dead_device_is_left_out_and_told() -> None:
+    dead = "| NA / NA          | NA           NA | NA/NA               | Not Available(3)     |"
+    known = "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Not Available(3)     |"
+    for line in (dead, known):
+        listing = smi.read(TABLE.replace(FIRST, line))
+        assert [row.device.index for row in listing.rows] == list(range(1, 8))
+        assert listing.left_out == ("GPU 0 (MetaX C500) is not to be used: Not Available(3)",)
+
+
+def test_a_line_that_is_not_understood_is_told_whole() -> None:
+    listing = smi.read(TABLE.replace("826/65536 MiB ", "much of it    ", 1))
+    assert len(listing.rows) == 7
+    (told,) = listing.left_out
+    assert "0000:0e:00.0" in told
+    assert "much of it" in told
+
+
+def test_a_table_that_was_cut_is_told_by_the_number_of_devices_that_it_announces() -> None:
+    listing = smi.read("\n".join(TABLE.splitlines()[:19]))
+    assert 0 < len(listing.rows) < 8
+    assert listing.left_out == (f"it says that there are 8 devices, but shows {len(listing.rows)}",)
+
+
+@pytest.mark.parametrize("cap", ["97W / NA", "97W / N/A"])
+def test_a_cap_that_is_not_told_is_no_cap(cap: str) -> None:
+    reading = smi.parse(OLD.replace("31C         44W     ", f"34C         {cap}"))[0].reading
+    assert (reading["power_watts"], reading["temperature_celsius"]) == (97, 34)
+    assert "power_limit_watts" not in reading
+
+
+@pytest.mark.parametrize("name", ["MetaX C550-PL", "MetaX C500 VF", "MXC600-A", "MetaX X1 Ultra..."])
+def test_new_names_are_kept_as_they_are(name: str) -> None:
+    assert smi.parse(TABLE.replace("| 0     MetaX C500 |", f"| 0  {name} |"))[0].device.chip == name
+
+
+def test_persistence_mode_may_stand_beside_the_name() -> None:
+    (row,) = smi.parse(
+        "=================== MetaX System Management Interface Log ===================\n"
+        "| 0       MetaX N260             Off | 0000:01:00.0        | 0%            Native |\n"
+        "| 37C     29W / 225W              P0 | 666/65536 MiB       | Available            |\n"
+    )
+    assert (row.device.chip, row.device.memory_bytes) == ("MetaX N260", 65536 << 20)
+    assert row.reading["power_limit_watts"] == 225
+
+
+def test_colours_and_a_missing_title_do_not_matter() -> None:
+    assert smi.parse(f"\x1b[32m{TABLE[TABLE.index('+--') :]}\x1b[0m") == smi.parse(TABLE)
+
+
+def test_memory_in_other_units_is_read_in_them() -> None:
+    assert smi.parse(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    "))[0].device.memory_bytes == 64 << 30
+
+
+def test_a_list_leaves_out_what_is_not_available() -> None:
+    listing = smi.read(
+        "mx-smi  version: 2.3.1\n"
+        "GPU#0    MetaX C500      0000:2b:00.0   Available (UUID: GPU-abc-123)\n"
+        "GPU#1    MXC500      0000:2c:00.0   Not Available(5) (UUID: GPU-abc-124)\n"
+    )
+    assert [row.device.uuid for row in listing.rows] == ["GPU-abc-123"]
+    assert listing.left_out == ("GPU 1 (MXC500) is not to be used: Not Available(5)",)
+
+
+def test_no_device_at_all_is_none() -> None:
+    assert smi.read(TABLE[: TABLE.index("+--")].replace(": 8", ": 0") + "no device found\n").rows == ()

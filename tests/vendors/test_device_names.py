@@ -1,0 +1,72 @@
+"""Which chip a name of a driver means, over the catalogues of all vendors: the right one, or none."""
+
+import importlib
+
+import pytest
+
+from flagcore.plugins import LoadedPlugins
+
+VENDORS = ("nvidia", "metax", "iluvatar", "cambricon", "cpu")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedPlugins:
+    return LoadedPlugins.of({name: importlib.import_module(f"flagcore_{name}.hooks") for name in VENDORS})
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("nvidia h100  80gb hbm3", "H100-SXM"),
+        ("NVIDIA-H100-80GB-HBM3", "H100-SXM"),
+        ("H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A800-SXM4-80GB", "A800-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("GeForce RTX 4090", "RTX-4090"),
+        ("nvidia l40s", "L40S"),
+        ("MetaX C500", "C500"),
+        ("metax  c500", "C500"),
+        ("MXC500", "C500"),
+        ("MetaX MXC550", "C550"),
+        ("MXC600-A", "C600-A"),
+        ("Iluvatar BI-V150S", "BI-V150S"),
+        ("BI-V150", "BI-V150"),
+        ("Iluvatar BI-V100", "BI-V100"),
+        ("Iluvatar MR-V100", "MR-V100"),
+        ("Iluvatar MR-V50", "MR-V50"),
+        ("MLU370-X8", "MLU370-X8"),
+        ("Cambricon MLU370-X8", "MLU370-X8"),
+        ("mlu370 x4", "MLU370-X4"),
+        ("MLU590-M9", "MLU590-M9"),
+        ("MLU590-M9DK", "MLU590-M9D"),
+        ("Cambricon MLU580", "MLU580"),
+    ],
+)
+def test_a_name_means_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> None:
+    found = loaded.find_chip(name)
+    assert found is not None
+    assert found.name == chip
+    assert [each.name for each in loaded.chips() if each.answers_to(name)] == [chip]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA H100", "NVIDIA A100-SXM...", "NVIDIA A100", "NVIDIA H200 Z", "NVIDIA GeForce RTX 4090 D"),
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 4000 Ada Generation", "NVIDIA H800 PCIe", "NVIDIA B100"),
+        *("NVIDIA A100-SXM-64GB", "GRID A100D-40C", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Tesla P100-SXM2..."),
+        *("MetaX C550-PL", "MetaX C5000", "Mars X201", "MetaX", "NVIDIA C500", "MetaX C500 VF"),
+        *("Iluvatar BI-V150X", "Iluvatar", "MetaX BI-V150", "BI", "MR-V200"),
+        *("MLU590", "MLU370", "MLU270-S4", "MLU370-X9", "MLU590-M9X", "MLUXXX-XX", "", "ERR!", "AMD Instinct MI300X"),
+    ],
+)
+def test_a_name_that_is_not_in_a_catalogue_means_no_chip(loaded: LoadedPlugins, name: str) -> None:
+    assert loaded.find_chip(name) is None
+    assert not [each.name for each in loaded.chips() if each.answers_to(name)]
