@@ -22,9 +22,8 @@ from flagcore.vendorkit.rows import (
 )
 
 TITLES = ("MetaX System Management Interface", "Mars System Management Interface")
-"""Another vendor's tool is named mx-smi too (Moffett's), so the title is asked for, or that of the table."""
+"""Another vendor's tool is named mx-smi too (Moffett's), so the title is asked for."""
 
-_TITLE = re.compile(r"\|\s*(MX|HT)-SMI \d")
 _NAME = re.compile(r"(\d+)\s+(\S.*?)(?:\s+(?:On|Off|N/?A))?")
 _OURS = re.compile(r"(MetaX |MX[CNX]\d|Mars )")
 _LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+({BUS.pattern})\s+(\S.*?) \(UUID: ([\w-]+)\)\s*$", re.MULTILINE)
@@ -32,7 +31,7 @@ _LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+({BUS.pattern})\s+(\S.*?) \(UUID:
 
 def is_metax(text: str) -> bool:
     """Return whether mx-smi or its rebranded twin printed `text`."""
-    return any(title in text for title in TITLES) or _TITLE.search(text) is not None
+    return any(title in text for title in TITLES)
 
 
 def parse(text: str) -> tuple[Row, ...]:
