@@ -1,21 +1,26 @@
 """The one place where parts meet: plugins, engine, launcher, strategy, store and loop. For Python users and the CLI."""
 
+from flagcore.api.account import Account, explain_candidate
 from flagcore.api.calibrating import calibrate, calibrations, forget, summary
-from flagcore.api.estimating import Estimate, Explanation, estimate, explain
+from flagcore.api.estimating import Estimate, estimate
+from flagcore.api.explaining import Explanation, explain
 from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
 from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.probing import Probed, probe
+from flagcore.api.runs import Run, load_run
 from flagcore.api.tuning import tune
 from flagcore.api.winner import Outcome, run_best
 from flagcore.spec.flagscale import Imported, read_tree
 
 __all__ = [
     "AT_ONCE",
+    "Account",
     "Estimate",
     "Explanation",
     "Imported",
     "Outcome",
     "Probed",
+    "Run",
     "calibrate",
     "calibrations",
     "chip_table",
@@ -24,7 +29,9 @@ __all__ = [
     "estimate",
     "estimate_jobs",
     "explain",
+    "explain_candidate",
     "forget",
+    "load_run",
     "plugin_table",
     "probe",
     "read_tree",

@@ -24,7 +24,7 @@ COMMANDS = {
     "devices": "flagcore.cli.inspect",
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.predict",
-    "explain": "flagcore.cli.predict",
+    "explain": "flagcore.cli.compare",
     "import": "flagcore.cli.importing",
     "plugins": "flagcore.cli.inspect",
     "probe": "flagcore.cli.probe",

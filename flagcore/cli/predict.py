@@ -1,4 +1,4 @@
-"""flag estimate and explain: what is known without running anything."""
+"""flag estimate: what is known without running anything."""
 
 from __future__ import annotations
 
@@ -184,44 +184,6 @@ def _is_pipe(file: str) -> bool:
     return not stat.S_ISREG(mode)
 
 
-@click.command("explain")
-@click.argument("spec", metavar="SPEC|RUN", type=click.Path())
-@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
-@options.output
-@options.plugins
-def explain_command(spec: str, chip: str | None, form: str, without: tuple[str, ...]) -> None:
-    """Tell where every combination of SPEC went: which rule removed how many, and what each rule says.
-
-    With the folder of a run, tell it as it was when the run ended.
-    """
-    from dataclasses import asdict
-
-    from flagcore import api
-    from flagcore.errors import NothingFits
-    from flagcore.report.explained import knobs_text, notes_text
-    from flagcore.report.formats import render
-    from flagcore.report.text import funnel
-
-    found = api.explain(spec, chip=chip, without=without)
-    took = {**found.counts.illegal, **found.counts.pruned}
-    if form == "table":
-        says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
-        click.echo(funnel(found.counts))
-        click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
-        for text in (knobs_text(found.knobs), notes_text(found.notes)):
-            click.echo(f"\n{text}" if text else "", nl=bool(text))
-        if found.ended_because:
-            click.echo(f"\nThe run ended because {found.ended_because}.")
-    elif form == "json":
-        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
-    else:
-        rows = [{"rule": rule, "took": took.get(rule, 0), "says": says} for rule, says in found.says.items()]
-        click.echo(render(rows if form == "csv" else [asdict(found)], form, EXPLAIN_COLUMNS))
-    if found.nothing_fits:
-        raise NothingFits(found.nothing_fits)
-
-
-EXPLAIN_COLUMNS = {"rule": "rule", "took": "took", "says": "says"}
 PREDICTED_COLUMNS = {
     "~step s": "step_time_s.value",
     "~tok/s/dev": "tokens_per_second_per_device.value",

@@ -36,6 +36,9 @@ LEFT_OVER = "left over"
 """The peak less the components: what its moment needs beside them, such as temporaries of the optimizer, or (below
 zero) what is gone by then."""
 
+NEXT_TO_NOTHING = 0.0005
+"""GiB that are left out of the parts of a device's memory."""
+
 PARTS = {
     "compute_s": "compute",
     "tp_comm_s": "tensor parallel",
@@ -116,6 +119,39 @@ def memory_text(memory: Mapping[str, Any]) -> str:
             f"in use on the device {memory['device_used_gib']:.2f}{capacity} GiB{verdict[memory.get('fits')]}",
         ]
     )
+
+
+def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
+    """Return what makes up the memory in use of a device, in GiB: states and activations by kind, and what is beyond.
+
+    The figures add up to `device_used_gib`; those that are next to nothing are left out.
+    """
+    components, static, peak = memory.get("components", {}), memory["static_gib"], memory["peak_allocated_gib"]
+    if "kv_cache_gib" in memory:
+        states = {"weights": static - memory["kv_cache_gib"], "cache": memory["kv_cache_gib"]}
+    elif components:
+        kinds = {key: name.removesuffix(" GiB") for key, name in HEADINGS.items() if key != "activation_gib"}
+        states = {name: sum(part.get(key, 0.0) for part in components.values()) for key, name in kinds.items()}
+        states["other states"] = static - sum(states.values())
+    else:
+        states = {"weights and optimizer": static}
+    parts = {
+        **states,
+        "activations": memory["activation_gib"],
+        LEFT_OVER: peak - static - memory["activation_gib"],
+        "allocator": memory["reserved_gib"] - peak,
+        "context and libraries": memory["device_used_gib"] - memory["reserved_gib"],
+    }
+    return {name: gib for name, gib in parts.items() if abs(gib) >= NEXT_TO_NOTHING}
+
+
+def needs_text(memory: Mapping[str, Any]) -> str:
+    """Return what a device needs of what it has, with the parts of it, in one line."""
+    used, parts = memory["device_used_gib"], memory_parts(memory)
+    told = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
+    room = f" of {memory['capacity_gib']:.2f} GiB" if "capacity_gib" in memory else ""
+    stage = "" if "kv_cache_gib" in memory else f" of stage {memory['worst_stage']}"
+    return f"it needs {used:.2f} GiB{room} on a device{stage}: {told}"
 
 
 def time_text(record: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ def prune(
     memory counts: one that ran out rules its own candidate out, too. With `before`, the outcome of an earlier
     call, only trials that are new are applied, unless others fit now than did then.
     """
-    least = least_share(_memory_ratios(space, predictions, (*trials, *probes)))
+    least = needed_share(space, predictions, (*trials, *probes))
     too_much = predictions.share_in_use * least > 1.0
     pruned = before
     if pruned is None or not np.array_equal(pruned.too_much, too_much):
@@ -58,6 +58,11 @@ def prune(
             known = _by_memory(pruned, space, predictions, workload, trial)
             pruned = replace(known, seen=known.seen | {trial.number})
     return pruned
+
+
+def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> float:
+    """Return the share of its predicted memory that any candidate is believed to need at least, after `trials`."""
+    return least_share(_memory_ratios(space, predictions, trials))
 
 
 def _memory_ratios(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> list[float]:

@@ -142,6 +142,27 @@ class OptunaStore:
                 self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
 
 
+def kept_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
+    """Return every finished trial of the study called `run`, kept in the folder `path` or in the storage `url`.
+
+    Nothing is written, so the run may still go on. Empty before its first trial. Raises RunError.
+    """
+    optuna.logging.set_verbosity(logging.ERROR)
+    file = path / JOURNAL
+    if url is None and not file.exists():
+        return ()
+    try:
+        journal = JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))) if url is None else None
+        storage = optuna.storages.get_storage(url or JournalStorage(journal))
+        study = optuna.load_study(study_name=run, storage=storage)
+        frozen = study.get_trials(deepcopy=False)
+        return tuple(_thaw(each) for each in frozen if "result" in each.user_attrs)
+    except KeyError:
+        return ()
+    except Exception as error:
+        raise RunError(f"{url or file} cannot be read ({_line(error)})") from None
+
+
 def _journal(file: Path) -> JournalStorage:
     """Open the journal. A line that a kill or a full disk cut short is dropped, and so is its writer's lock."""
     file.with_name(file.name + ".lock").unlink(missing_ok=True)

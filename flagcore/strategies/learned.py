@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import ndtr
@@ -126,14 +127,19 @@ def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
     return chance_to_gain(drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN)
 
 
+def believed(scene: Scene, row: int) -> Mapping[str, object]:
+    """Return what is believed now of a row, open or not: its step time and its chance to fit, as trials taught."""
+    return _belief(_view(replace(scene, open_rows=np.array([row], dtype=np.int64))), 0)
+
+
 def _choice(view: _View, place: int, because: str) -> Choice:
+    return Choice(row=int(view.rows[place]), because=because, belief=_belief(view, place))
+
+
+def _belief(view: _View, place: int) -> Mapping[str, object]:
     middle, spread = view.log_time[place], TAIL * view.ratio.deviation[place]
     step = {"value": math.exp(middle), "low": math.exp(middle - spread), "high": math.exp(middle + spread)}
-    return Choice(
-        row=int(view.rows[place]),
-        because=because,
-        belief={"step_time_s": step, "chance_to_fit": float(view.fits[place])},
-    )
+    return {"step_time_s": step, "chance_to_fit": float(view.fits[place])}
 
 
 def _counts(trial: Trial) -> bool:

@@ -1,0 +1,206 @@
+"""All that is known of one candidate: why it lost, and what would have to change."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flagcore.api.nearby import changes, differing, nearest_measured, scale, scaled_times
+from flagcore.api.posing import Known, known
+from flagcore.api.reasons import OPEN, RAN, all_trials, broken_rule, legality, state_of
+from flagcore.api.typed import as_candidate, typed_columns
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.space import Columns
+from flagcore.errors import UsageError
+from flagcore.problem import fastest
+from flagcore.report.account import account_text
+from flagcore.report.notebook import as_html
+from flagcore.report.result import trial as trial_record
+from flagcore.report.text import candidate_text
+from flagcore.stages.build import canonical
+from flagcore.stages.predict import record
+from flagcore.strategies.learned import believed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Account:
+    """All that is known of one candidate, as plain data: GiB and seconds, knobs by their names.
+
+    `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
+    is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` says it in words, with the numbers, and `rules` which
+    rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` that taught it). `predicted` is
+    None where the engine would refuse it. `believed` is what trials made of that. `trials` are its own, `nearest` is
+    the measured one that `differs` by least. `expected_s` is a step's time as it was measured, else believed, else
+    predicted. `changes` have `differs`, `candidate`, `predicted` and `expected_s` of what would be `allowed`, `faster`
+    nearby, and `fastest` of all.
+    """
+
+    name: str
+    where: str
+    chip: str
+    devices: int
+    objective: str
+    candidate: Mapping[str, KnobValue]
+    state: str
+    because: tuple[str, ...]
+    rules: tuple[Mapping[str, Any], ...] = ()
+    typed: Mapping[str, KnobValue] | None = None
+    predicted: Mapping[str, Any] | None = None
+    believed: Mapping[str, Any] | None = None
+    expected_s: float | None = None
+    trials: tuple[Mapping[str, Any], ...] = ()
+    nearest: Mapping[str, Any] | None = None
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as plain data for JSON."""
+        return {name: getattr(self, name) for name in Account.__slots__}
+
+    def __str__(self) -> str:
+        return account_text(self.as_data())
+
+    def __repr__(self) -> str:
+        return f"<Account of {self.name}: {self.state}; {self.because[0]}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(f"{self.name}: {self.state}", [], {}, below=str(self))
+
+
+def explain_candidate(
+    where: Path | str, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
+) -> Account:
+    """Tell all that is known of one candidate of a spec file, or of a run's folder.
+
+    `candidate` is `best`, `baseline`, a number (of a trial of the run; of a spec the place in the list of `estimate`,
+    from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
+    """
+    return account(known(Path(where), chip, without), candidate)
+
+
+def account(found: Known, name: str) -> Account:
+    """Return all that is known of a candidate by its name, see `explain_candidate`. Raises UsageError."""
+    typed, columns = named_columns(found, name)
+    space = found.problem.space
+    meant = canonical(columns, found.workload.merges(found.task))
+    same = as_candidate(space.axes, meant)
+    asked = as_candidate(space.axes, columns)
+    row = space.find(same)
+    rules = [broken_rule(rule, asked) for rule in legality(found) if bool(rule.broken(columns).any())]
+    predicted = None if rules else found.record(meant)
+    tried = [trial for trial in all_trials(found) if trial.candidate == same]
+    state, because, taught = state_of(found, same, row, tried, rules, predicted)
+    believed_of = _believed(found, row)
+    step = None if predicted is None else _scaled(found, row, predicted)
+    near = nearest_measured(found, meant, same)
+    to_change = changes(found, meant, step, row)
+    if state in (OPEN, RAN):
+        to_change.pop("allowed", None)
+    task = found.task
+    return Account(
+        name="the candidate" if typed else _told_name(found, name.strip()),
+        where=str(found.where),
+        chip=task.cluster.chips,
+        devices=task.cluster.devices,
+        objective=task.spec.objective,
+        candidate=same.as_dict(),
+        typed=asked.as_dict() if candidate_text(asked) != candidate_text(same) else None,
+        state=state,
+        because=tuple(because),
+        rules=(*rules, *taught),
+        predicted=predicted,
+        believed=None if state == RAN else believed_of,
+        expected_s=step if row is None else _expected(found, row),
+        trials=tuple(trial_record(trial) for trial in tried),
+        nearest=None
+        if near is None
+        else {**trial_record(near), "differs": differing(same.as_dict(), near.candidate.as_dict())},
+        changes={what: _change(found, same, other) for what, other in to_change.items()},
+    )
+
+
+def named_columns(found: Known, name: str) -> tuple[bool, Columns]:
+    """Return whether a candidate was typed as knobs, and its columns of one row. Raises UsageError."""
+    known_as = _by_name(found, name.strip())
+    if known_as is None:
+        return True, typed_columns(name, found.task, found.workload)
+    values = known_as.as_dict()
+    axes = found.problem.space.axes
+    return False, {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}
+
+
+def _by_name(found: Known, name: str) -> Candidate | None:
+    """Return the candidate behind a name that is no list of knobs, None for one that is."""
+    run, order = found.run, fastest(found.problem)
+    word, _, rest = name.partition(" ")
+    digits = rest.strip() if word == "trial" else name
+    if name == "baseline":
+        return found.problem.baseline
+    if name == "best":
+        best = run.best if run else None
+        if best is None and (run is not None or not order.size):
+            raise UsageError(f"{found.where} has no best: {_no_best(found)}")
+        return best.candidate if best else found.problem.space.candidate(int(order[0]))
+    if not digits.isdecimal() or len(digits) > 9:
+        return None
+    number = int(digits)
+    if run is not None:
+        trials = {trial.number: trial for trial in all_trials(found)}
+        if number not in trials:
+            there = f"it has {', '.join(map(str, sorted(trials)))}" if trials else "it has none"
+            raise UsageError(f"{found.where} has no trial {number}; {there}")
+        return trials[number].candidate
+    if not 1 <= number <= order.size:
+        raise UsageError(f"{found.where} has no candidate {number}; those that are left are 1 to {order.size:,}")
+    return found.problem.space.candidate(int(order[number - 1]))
+
+
+def _told_name(found: Known, name: str) -> str:
+    return f"{'trial' if found.run else 'candidate'} {name}" if name.isdecimal() else name
+
+
+def _no_best(found: Known) -> str:
+    return "nothing was measured" if found.run else "no candidate is left"
+
+
+def _believed(found: Known, row: int | None) -> Mapping[str, Any] | None:
+    """Return what trials, of this run and of earlier ones, made of a prediction; None for a spec, or without any."""
+    taught = found.lessons.trials or found.lessons.probes or len(found.scene.past.time)
+    if found.run is None or row is None or not taught:
+        return None
+    return believed(found.scene, row)
+
+
+def _expected(found: Known, row: int) -> float | None:
+    """Return the seconds of a step as measured, else as trials let us believe, else as predicted."""
+    speed = found.lessons.speed_of(found.problem.space.candidate(row))
+    if speed:
+        return 1.0 / speed
+    trusted = _believed(found, row)
+    if trusted is not None:
+        return float(trusted["step_time_s"]["value"])
+    return found.problem.predictions.row(row).step_time_s
+
+
+def _scaled(found: Known, row: int | None, predicted: Mapping[str, Any]) -> float | None:
+    """Return the seconds of a step on the scale of the trials, None where no time is known."""
+    if row is not None:
+        time = float(scaled_times(found)[row])
+        return time if np.isfinite(time) else None
+    step = predicted.get("step_time_s")
+    return None if step is None else float(step["value"]) * scale(found)
+
+
+def _change(found: Known, candidate: Candidate, row: int) -> Mapping[str, Any]:
+    other = found.problem.space.candidate(row)
+    ran = next((trial.number for trial in found.lessons.trials if trial.candidate == other), None)
+    return {
+        "candidate": other.as_dict(),
+        "differs": differing(candidate.as_dict(), other.as_dict()),
+        "predicted": record(found.task, found.problem.predictions.row(row)),
+        "expected_s": _expected(found, row),
+        "trial": ran,
+    }

@@ -1,0 +1,74 @@
+"""Where every combination of a spec or of a run went."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flagcore.api.estimating import before_trials
+from flagcore.api.extras import knob_record, plugin_notes
+from flagcore.api.posing import known
+from flagcore.api.reasons import legality
+from flagcore.domain.plan import Counts
+from flagcore.errors import NothingFits, RunError
+from flagcore.problem import must_fit
+from flagcore.report.notebook import as_html
+from flagcore.stages.prune import LEARNED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation:
+    """Where all combinations went, what each rule that can remove one says, by its name, and why a run ended.
+
+    `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
+    plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
+    """
+
+    counts: Counts
+    says: Mapping[str, str]
+    ended_because: str | None = None
+    nothing_fits: str | None = None
+    knobs: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
+
+    def _repr_html_(self) -> str:
+        took = {**self.counts.illegal, "does_not_fit": self.counts.does_not_fit, **self.counts.pruned}
+        rows = [{"rule": name, "took": number, "says": self.says.get(name, "")} for name, number in took.items()]
+        return as_html(repr(self).strip("<>"), rows, {"rule": "rule", "took": "took", "says": "says"})
+
+
+def explain(where: Path | str, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
+    """Tell where every combination of a spec file went, or of a run's folder with what its trials taught.
+
+    Raises the errors of `flagcore.errors`.
+    """
+    found = known(Path(where), chip, without)
+    problem, workload, task = found.problem, found.workload, found.task
+    counts, because = before_trials(problem), None
+    if found.run is not None:
+        try:
+            counts, because = Counts(**found.run.data["counts"]), str(found.run.data["stopped_because"])
+        except (KeyError, TypeError) as error:
+            raise RunError(
+                f"{Path(where, 'result.json')} cannot be read ({error!r}); `flag tune` writes it when it ends"
+            ) from None
+    pruning = (*workload.pruning_rules(task), *problem.platform.pruning_rules)
+    says = {rule.name: rule.says for rule in legality(found)} | {rule.name: rule.says for rule in pruning}
+    nothing_fits = None
+    try:
+        must_fit(problem)
+    except NothingFits as error:
+        nothing_fits = str(error)
+    return Explanation(
+        counts=counts,
+        says=says | LEARNED,
+        ended_because=because,
+        nothing_fits=nothing_fits,
+        knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
+        notes=plugin_notes(problem.platform),
+    )

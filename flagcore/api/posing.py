@@ -1,0 +1,123 @@
+"""A spec or a run's folder, understood: what is predicted and, of a run, what its trials taught."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flagcore import plugins
+from flagcore.api.experienced import past as past_of
+from flagcore.api.runs import SPEC, Run, load_run
+from flagcore.api.telling import loaded_plugins, parsed, tell_of_problem
+from flagcore.calibration import Experience
+from flagcore.contracts import Scene, Workload
+from flagcore.domain.experience import Past
+from flagcore.domain.knowledge import Lessons, Pruned
+from flagcore.domain.prediction import of_row
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import UsageError
+from flagcore.plugins import LoadedPlugins
+from flagcore.problem import Problem, pose
+from flagcore.spec import spec_as_data
+from flagcore.stages.learn import learn
+from flagcore.stages.missing import no_time
+from flagcore.stages.predict import record
+from flagcore.stages.prune import prune
+from flagcore.stages.rank import scene
+from flagcore.store import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A problem and what is known of it; of a spec only what is predicted, and then `run` is None.
+
+    `pruned` is what rules and trials removed, `scene` what the search would see now.
+    """
+
+    where: Path
+    problem: Problem
+    workload: Workload
+    lessons: Lessons
+    pruned: Pruned
+    scene: Scene
+    run: Run | None = None
+
+    @property
+    def task(self) -> Task:
+        """What is to be done, and on what."""
+        return self.problem.platform.task
+
+    def record(self, columns: Columns) -> dict[str, Any]:
+        """Return what is predicted of one candidate, in the space or not, by component of its worst stage, too."""
+        task, costs = self.task, self.problem.platform.costs
+        predicted = self.workload.predict(task, columns, costs)
+        components = self.workload.components(task, columns, predicted.worst_stage, costs)
+        figures = replace(predicted.row(0), components=of_row(components, 0))
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
+        return why | record(task, figures)
+
+
+def pose_spec(
+    spec_file: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+) -> tuple[Problem, Workload]:
+    """Return the problem that a spec poses, for another chip if one is named. Raises the errors of a spec."""
+    spec = _spec(spec_file, chip, without, data)
+    workload = plugins.workload_of(spec.work)
+    with loaded_plugins(without) as loaded:
+        problem = pose(spec, loaded, workload)
+    tell_of_problem(problem, workload)
+    return problem, workload
+
+
+def known(where: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Known:
+    """Return what is known of a spec file, or of the run in a folder. Raises the errors of `flagcore.errors`."""
+    if not where.is_dir():
+        problem, workload = pose_spec(where, chip, without, data)
+        return _known(where, problem, workload, learn(()), Past.nothing())
+    run = load_run(where)
+    if chip is not None:
+        raise UsageError(f"--chip {chip} goes with a spec; the run {where} has a chip of its own")
+    home = run_home(run)
+    said = RunDirectory(home).known() or {"run": "", "fixed": {}}
+    spec = replace(_spec(home / SPEC, None, without, None), baseline=said["fixed"].get("baseline"))
+    workload = plugins.workload_of(spec.work)
+    with loaded_plugins(without) as loaded:
+        problem = pose(spec, loaded, workload)
+        past = _past(problem, workload, loaded, said["run"])
+        found = _known(where, problem, workload, run.knows, past)
+    tell_of_problem(problem, workload)
+    return replace(found, run=run)
+
+
+def run_home(run: Run) -> Path:
+    """Return the folder in which a run's trials are: that of the engine that won, where several were tuned."""
+    return run.folder / str(run.data["engine"]) if run.engines else run.folder
+
+
+def _known(where: Path, problem: Problem, workload: Workload, lessons: Lessons, past: Past) -> Known:
+    space, predictions = problem.space, problem.predictions
+    pruned = prune(space, predictions, workload, problem.rules, lessons.trials, problem.pruned, lessons.probes)
+    seen = scene(problem.platform.task, workload, space, predictions, pruned, lessons, past)
+    return Known(where=where, problem=problem, workload=workload, lessons=lessons, pruned=pruned, scene=seen)
+
+
+def _past(problem: Problem, workload: Workload, loaded: LoadedPlugins, name: str) -> Past:
+    spec, cluster = problem.platform.task.spec, problem.platform.task.cluster
+    if not spec.control.use_experience:
+        return Past.nothing()
+    chip = cluster.groups[0].chip
+    records = Experience.of_user().records(chip, spec.work.engine, but=name)
+    return past_of(records, chip, loaded, workload, spec.objective)
+
+
+def _spec(spec_file: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None) -> Spec:
+    given = spec_as_data(spec_file) if data is None else data
+    spec = parsed(given, file=str(spec_file), base=spec_file.parent, without=without)
+    if chip is None:
+        return spec
+    if spec.cluster.groups:
+        raise UsageError(f"--chip {chip} goes with a spec of one chip, but {spec_file} gives cluster.groups")
+    return replace(spec, cluster=replace(spec.cluster, chip=chip))

@@ -1,0 +1,145 @@
+"""What became of a candidate, and why, in words with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flagcore.api.nearby import differing
+from flagcore.api.posing import Known
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.knowledge import DOES_NOT_FIT
+from flagcore.domain.space import Rule
+from flagcore.domain.trial import ESTIMATE, PROBE, Trial
+from flagcore.problem import fastest
+from flagcore.report.account import differs_text, seconds_text
+from flagcore.report.explained import needs_text
+from flagcore.stages.build import refusals
+from flagcore.stages.prune import AS_MUCH_MEMORY, LEARNED, needed_share
+
+ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
+"""What became of a candidate: a rule of the engine forbids it; the spec does not list it; it was not worth a trial; it
+ran; it may be tried."""
+
+
+def legality(found: Known) -> Sequence[Rule]:
+    """Return the rules that make a candidate illegal: the engine's, and what plugins refuse on the chip."""
+    task, workload = found.task, found.workload
+    return (*workload.rules(task), *refusals(workload.axes(task), found.problem.platform.support, task.spec))
+
+
+def all_trials(found: Known) -> Sequence[Trial]:
+    """Return every trial, repeat and probe of a run by its number; none of a spec."""
+    run = found.run
+    several = () if run is None else (*run.probes, *run.trials, *run.repeats)
+    return sorted((trial for trial in several if trial.fidelity != ESTIMATE), key=lambda trial: trial.number) or several
+
+
+def broken_rule(rule: Rule, candidate: Candidate) -> Mapping[str, Any]:
+    """Return a rule that a candidate breaks as plain data, with the values that it looked at."""
+    values = candidate.as_dict()
+    return {"rule": rule.name, "says": rule.says, "values": {knob: values.get(knob) for knob in rule.knobs}}
+
+
+def state_of(
+    found: Known,
+    candidate: Candidate,
+    row: int | None,
+    tried: Sequence[Trial],
+    broken: Sequence[Mapping[str, Any]],
+    predicted: Mapping[str, Any] | None,
+) -> tuple[str, list[str], list[Mapping[str, Any]]]:
+    """Return what became of a candidate, why in words, and the rules of this stage behind it."""
+    outside = _outside(found, candidate)
+    if broken:
+        return ILLEGAL, [*map(_said, broken), *outside], []
+    if row is None:
+        unlisted = ["not in the space: no combination of the values that the spec lists gives it"]
+        return OUTSIDE, [*(outside or unlisted), "it would be legal", *_needs(predicted)], []
+    if any(trial.fidelity not in (PROBE, ESTIMATE) for trial in tried):
+        return RAN, [_ended(found, trial) for trial in tried], _taught(found, row)
+    probed = [_ended(found, trial) for trial in tried if trial.fidelity == PROBE]
+    taught = _taught(found, row)
+    if taught:
+        return REMOVED, [*probed, *(_why_removed(found, each, row, predicted) for each in taught)], taught
+    return OPEN, [*probed, *_why_open(found, row)], []
+
+
+def _outside(found: Known, candidate: Candidate) -> list[str]:
+    lines = []
+    for axis in found.problem.space.axes:
+        value = candidate.as_dict()[axis.knob]
+        if value not in (*axis.values, axis.neutral, *axis.also):
+            few = ", ".join(str(each) for each in axis.values[:12]) + (", ..." if len(axis.values) > 12 else "")
+            lines.append(f"not in the space: {axis.knob} = {value} is none of {few}")
+    return lines
+
+
+def _said(rule: Mapping[str, Any]) -> str:
+    """Return a broken rule in words, with the values that it looked at."""
+    here = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
+    return f"{rule['rule']}: {rule['says']}" + (f"; here {here}" if here else "")
+
+
+def _ended(found: Known, trial: Trial) -> str:
+    """Return how a trial ended: what it measured, beside the best, or why it did not."""
+    line = f"{'probe' if trial.fidelity == PROBE else 'trial'} {trial.number} ({trial.role.value}) {trial.state.value}"
+    best, measured = found.lessons.best, trial.measurement
+    if measured is None or trial.state.failed:
+        return line + (f": {trial.reason}" if trial.reason else "")
+    line += f": {seconds_text(found.task.spec.objective, measured.step_time_s)}"
+    if measured.broken:
+        line += f"; it breaks a limit: {', '.join(measured.broken)}"
+    if best is None or best.measurement is None or best.candidate == trial.candidate:
+        return line + ("" if best is None else "; it is the best")
+    more = measured.step_time_s * found.lessons.speed_of(best.candidate) - 1.0
+    return f"{line}, {more:+.1%} in time against the best (trial {best.number})"
+
+
+def _taught(found: Known, row: int) -> list[Mapping[str, Any]]:
+    """Return the rule of the stage `prune` that removed a row, none if none did."""
+    code, pruned = int(found.pruned.rule[row]), found.pruned
+    if not code:
+        return []
+    name, behind = pruned.rules[code - 1], int(pruned.trial[row])
+    says = {rule.name: rule.says for rule in found.problem.rules} | LEARNED
+    return [{"rule": name, "says": says.get(name, ""), "values": {}, "trial": behind if behind >= 0 else None}]
+
+
+def _why_removed(found: Known, rule: Mapping[str, Any], row: int, predicted: Mapping[str, Any] | None) -> str:
+    if rule["rule"] == DOES_NOT_FIT:
+        space, predictions = found.problem.space, found.problem.predictions
+        lessons = found.lessons
+        least = needed_share(space, predictions, (*lessons.trials, *lessons.probes))
+        line = "".join(_needs(predicted))
+        if least == 1.0:
+            return f"does_not_fit: {line}"
+        needed = float(predictions.device_used_bytes[row]) * least / 2**30
+        return f"does_not_fit: {line}; after what trials used, it is believed to need {needed:.2f} GiB at the least"
+    if rule["trial"] is None:
+        return f"{rule['rule']}: {rule['says']}"
+    trial = next(each for each in all_trials(found) if each.number == rule["trial"])
+    here = found.problem.space.candidate(row).as_dict()
+    step = trial.measurement.step_time_s if trial.measurement else None
+    ran = "ran out of memory" if rule["rule"] == AS_MUCH_MEMORY else f"took {step:.4g} s a step" if step else "ran"
+    differs = differs_text(differing(here, trial.candidate.as_dict()))
+    return f"{rule['rule']}: {rule['says']}: trial {trial.number} ({differs}) {ran}"
+
+
+def _why_open(found: Known, row: int) -> list[str]:
+    order = fastest(found.problem)
+    place = np.flatnonzero(order == row)
+    lines = (
+        [f"it is number {int(place[0]) + 1:,} of {order.size:,} in the order of predicted times"] if place.size else []
+    )
+    run = found.run
+    if run is None:
+        return lines or ["no rule removed it"]
+    why = run.stopped_because
+    return [f"it was not tried: {f'the search ended because {why}' if why else 'the run has not ended'}", *lines]
+
+
+def _needs(predicted: Mapping[str, Any] | None) -> list[str]:
+    return [] if predicted is None else [needs_text(predicted["memory"])]

@@ -1,0 +1,115 @@
+"""A candidate that somebody types: knobs by their names or as tables call them, `tp=2, mbs 16, dist-opt`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.space import Axis, Columns, IntArray
+from flagcore.domain.spec import Task
+from flagcore.errors import SpecError, UsageError
+from flagcore.report.text import RECOMPUTE, SHORT, USUALLY_ON
+
+YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
+NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
+
+
+def typed_columns(text: str, task: Task, workload: Workload) -> dict[str, IntArray]:
+    """Return the columns of the one candidate that `text` says: knob=value or knob value, with commas between.
+
+    A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, else
+    what the engine does without it; a data-parallel size is what the devices leave. Raises UsageError.
+    """
+    axes = workload.axes(task)
+    given = _given(text, axes)
+    for axis in axes:
+        value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
+        if isinstance(value, int) and value < 1 and value not in listed:
+            raise UsageError(f"{axis.knob} = {value} is no size; {_values(axis)}")
+    fixed = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
+    try:
+        whole, plain = workload.columns(task, {**fixed, **given}), workload.columns(task, given)
+    except SpecError as error:
+        wrong = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
+        raise UsageError("; ".join([str(error), *map(_values, wrong)])) from None
+    free = [axis.knob for axis in axes if axis.is_flag and axis.knob not in {**fixed, **given}]
+    return {axis.knob: (plain if axis.knob in free else whole)[axis.knob] for axis in axes}
+
+
+def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
+    """Return the candidate in columns of one row."""
+    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
+
+
+def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
+    by_name = {axis.knob.casefold(): axis for axis in axes}
+    by_name |= {short.casefold(): by_name[knob] for short, knob in NAMES.items() if knob in by_name}
+    given: dict[str, KnobValue] = {}
+    for part in (each.strip() for each in text.split(",")):
+        if not part:
+            continue
+        name, value = _split(part, by_name)
+        off, name = name.startswith("no "), name.removeprefix("no ")
+        axis = by_name.get(name)
+        if axis is None:
+            raise UsageError(_unknown(part, name, by_name, axes))
+        if off or (value is None and axis.is_flag):
+            values: dict[str, KnobValue] = {axis.knob: not off}
+        elif axis.knob == "use_recompute" and value is not None and value.casefold() not in (*YES, *NO):
+            how = zip(RECOMPUTE, value.split(), strict=False)
+            values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in how}
+        else:
+            values = {axis.knob: _value(value or "", axis)}
+        if twice := given.keys() & values:
+            raise UsageError(f"{part}: {', '.join(twice)} is given twice")
+        given |= values
+    if not given:
+        raise UsageError(f"{text!r} names no knob; {_knobs(axes)}")
+    return given
+
+
+def _split(part: str, by_name: Mapping[str, Axis]) -> tuple[str, str | None]:
+    """Return the name and the value of one knob; the names of tables may have blanks in them."""
+    if "=" in part:
+        name, _, value = part.partition("=")
+        return name.strip().casefold(), value.strip()
+    folded = " ".join(part.casefold().split())
+    for name in sorted(by_name, key=len, reverse=True):
+        if folded == name or folded == f"no {name}":
+            return folded, None
+        if folded.startswith(f"{name} "):
+            return name, part.strip()[len(name) :].strip()
+    return re.split(r"\s", folded)[0], None
+
+
+def _value(text: str, axis: Axis) -> KnobValue:
+    folded = text.strip("'\"").casefold()
+    if axis.is_flag:
+        if folded in YES or folded in NO:
+            return folded in YES
+        raise UsageError(f"{axis.knob} = {text} is neither true nor false")
+    if folded in UNSET:
+        return axis.neutral
+    if re.fullmatch(r"-?\d{1,18}", folded) and not axis.words:
+        return int(folded)
+    return next((word for word in axis.words if word is not None and word.casefold() == folded), text)
+
+
+def _unknown(part: str, name: str, by_name: Mapping[str, Axis], axes: Sequence[Axis]) -> str:
+    near = get_close_matches(name, by_name, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{part!r} is no knob with a value, trial, best or baseline; {hint}{_knobs(axes)}"
+
+
+def _knobs(axes: Sequence[Axis]) -> str:
+    told = (f"{axis.knob}" + (f" ({SHORT[axis.knob]})" if axis.knob in SHORT else "") for axis in axes)
+    return f"knobs: {', '.join(told)}"
+
+
+def _values(axis: Axis) -> str:
+    """Return what the space has of a knob, the first of many."""
+    few = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
+    return f"the space has {few}{', ...' if len(axis.values) > 12 else ''}"

@@ -1,0 +1,72 @@
+"""flag explain and compare: why a candidate lost, and what tells two of them apart."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from flagcore.cli import options
+
+if TYPE_CHECKING:
+    from flagcore import api
+
+
+@click.command("explain")
+@click.argument("spec", metavar="SPEC|RUN", type=click.Path())
+@click.argument("candidate", required=False, metavar="[CANDIDATE]")
+@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
+@options.output
+@options.plugins
+def explain_command(spec: str, candidate: str | None, chip: str | None, form: str, without: tuple[str, ...]) -> None:
+    """Tell where every combination of SPEC went: which rule removed how many, and what each rule says.
+
+    With the folder of a run, tell it as it was when the run ended. With a CANDIDATE, tell all of that one: what removed
+    it, what was predicted, what the nearest measured one did, and what would have to change. It is a trial's number,
+    best, baseline, or knobs as tables show them: "tp=2, mbs=16, dist-opt".
+    """
+    from dataclasses import asdict
+
+    from flagcore import api
+    from flagcore.errors import NothingFits
+    from flagcore.report.explained import knobs_text, notes_text
+    from flagcore.report.formats import render
+    from flagcore.report.text import funnel
+
+    if candidate is not None:
+        _tell(api.explain_candidate(spec, candidate, chip=chip, without=without), form)
+        return
+    found = api.explain(spec, chip=chip, without=without)
+    took = {**found.counts.illegal, **found.counts.pruned}
+    if form == "table":
+        says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
+        click.echo(funnel(found.counts))
+        click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
+        for text in (knobs_text(found.knobs), notes_text(found.notes)):
+            click.echo(f"\n{text}" if text else "", nl=bool(text))
+        if found.ended_because:
+            click.echo(f"\nThe run ended because {found.ended_because}.")
+    elif form == "json":
+        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+    else:
+        rows = [{"rule": rule, "took": took.get(rule, 0), "says": says} for rule, says in found.says.items()]
+        click.echo(render(rows if form == "csv" else [asdict(found)], form, EXPLAIN_COLUMNS))
+    if found.nothing_fits:
+        raise NothingFits(found.nothing_fits)
+
+
+def _tell(found: api.Account, form: str) -> None:
+    """Print what is known of candidates: text for people, or one record."""
+    from flagcore.report.formats import render
+
+    if form == "csv":
+        raise click.UsageError("one candidate told in full has no columns: use another --format than csv")
+    data = found.as_data()
+    if form == "table":
+        click.echo(str(found))
+    else:
+        click.echo(json.dumps(data, indent=2, ensure_ascii=False) if form == "json" else render([data], form, {}))
+
+
+EXPLAIN_COLUMNS = {"rule": "rule", "took": "took", "says": "says"}

@@ -1,0 +1,141 @@
+"""`flag explain` of one candidate: why it lost, with the numbers, and what would have to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.report.text import values_text
+from tests.cli.conftest import Project, Ran
+
+Flag = Callable[..., Ran]
+
+
+@pytest.fixture
+def told(flag: Flag) -> Callable[..., Any]:
+    def call(where: object, candidate: str) -> Any:
+        ran = flag("explain", str(where), candidate, "--json")
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)
+
+    return call
+
+
+def test_illegal_candidate_is_told_with_its_rule_its_values_and_the_smallest_legal_change(
+    told: Callable[..., Any], project: Project
+) -> None:
+    account = told(project.spec(), "dp=2, mbs=3")
+    assert account["state"] == "illegal"
+    (rule,) = account["rules"]
+    assert (rule["rule"], rule["values"]) == ("global_batch_size", {"data_parallel_size": 2, "micro_batch_size": 3})
+    assert account["predicted"] is None
+    assert account["changes"]["allowed"]["differs"] == {"micro_batch_size": [3, 2]}
+
+
+def test_value_that_the_space_lacks_is_told_and_predicted_all_the_same(
+    told: Callable[..., Any], project: Project
+) -> None:
+    account = told(project.spec(), "tp=2, mbs=8, sp")
+    assert account["state"] == "not in the space"
+    assert {line.split(":")[1].split("=")[0].strip() for line in account["because"][:2]} == {
+        "micro_batch_size",
+        "sequence_parallel",
+    }
+    assert account["predicted"]["step_time_s"]["value"] > 0
+
+
+def test_memory_that_a_candidate_lacks_is_told_by_parts_that_add_up(told: Callable[..., Any], project: Project) -> None:
+    account = told(project.spec(cluster={"memory_per_device": "400MiB"}), "dp=2, mbs=4")
+    assert account["state"] == "removed"
+    (line,) = account["because"]
+    assert line.startswith("does_not_fit: it needs 0.56 GiB of 0.39 GiB")
+    parts = [float(part.rpartition(" ")[2]) for part in line.partition("stage 0: ")[2].split(", ")]
+    assert sum(parts) == pytest.approx(account["predicted"]["memory"]["device_used_gib"], abs=0.005 * len(parts))
+    assert account["changes"]["allowed"]["predicted"]["memory"]["fits"]
+
+
+def test_what_a_table_shows_names_the_candidate(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+    space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
+    spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
+    listed = json.loads(flag("estimate", spec, "--json", "--top", "40").out)
+    assert any(each["candidate"]["use_recompute"] for each in listed)
+    for each in listed[:: len(listed) // 8]:
+        account = told(spec, values_text(each["candidate"]))
+        assert account["candidate"] == each["candidate"]
+        assert f"it is number {each['number']:,} of" in account["because"][0]
+    assert told(spec, "1")["candidate"] == told(spec, "best")["candidate"] == listed[0]["candidate"]
+
+
+def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, project: Project) -> None:
+    for wrong, said in {
+        "tp=x": "is no value of this knob; the space has 1, 2",
+        "microbatch=2": "did you mean micro_batch_size?",
+        "tp=0": "is no size",
+        "sp=3": "is neither true nor false",
+        "tp=1,TP=2": "given twice",
+        "0": "those that are left are 1 to 7",
+        " , ": "names no knob; knobs: data_parallel_size (DP)",
+    }.items():
+        ran = flag("explain", project.spec(), wrong)
+        assert (ran.code, ran.out) == (2, "")
+        assert said in ran.err, ran.err
+        assert ran.err.startswith("flag: ")
+        assert ran.err.count("\n") == 1
+
+
+def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+    assert flag("tune", project.spec(control={"max_trials": 5}), "--run-dir", str(project.run_dir), "-q").code == 0
+    best = told(project.run_dir, "best")
+    number = project.result()["best"]["number"]
+    assert best["state"] == "ran"
+    assert best["because"][0] == f"trial {number} (search) measured: 0.1025 s a step; it is the best"
+    assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
+    assert told(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
+    baseline = told(project.run_dir, "baseline")
+    assert baseline["candidate"] == project.result()["baseline"]["candidate"]
+    assert baseline["changes"]["fastest"]["trial"] == number
+    tried = {json.dumps(each["candidate"]) for each in project.result()["trials"]}
+    others = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--json").out)
+    untried = next(each["candidate"] for each in others if json.dumps(each["candidate"]) not in tried)
+    open_one = told(project.run_dir, values_text(untried))
+    assert open_one["because"][0] == "it was not tried: the search ended because max_trials = 5 is reached"
+    assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"] / 3
+    assert 1 <= len(open_one["nearest"]["differs"]) <= 2
+    assert flag("explain", str(project.run_dir), "99").err.endswith("has no trial 99; it has 0, 1, 2, 3, 4, 5, 6\n")
+
+
+def test_candidate_that_a_trial_ruled_out_names_it(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+    spec = project.spec(does="says_oom", when="2x2", control={"max_trials": 9})
+    flag("tune", spec, "--run-dir", str(project.run_dir), "-q")
+    (failed,) = [each for each in project.result()["trials"] if each["state"] == "out_of_memory"]
+    account = told(project.run_dir, "tp=2, mbs=4")
+    ran = [each for each in project.result()["trials"] if each["candidate"]["micro_batch_size"] == 4]
+    if any(each["candidate"]["tensor_model_parallel_size"] == 2 for each in ran):
+        assert account["state"] == "ran"
+    else:
+        assert account["rules"][0]["trial"] == failed["number"]
+        assert f"trial {failed['number']} (MBS 4 -> 2) ran out of memory" in account["because"][0]
+
+
+def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journal(
+    told: Callable[..., Any], flag: Flag, project: Project
+) -> None:
+    spec = project.spec(does="crash", control={"max_trials": 2})
+    assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 5
+    assert "ValueError: it is broken" in told(project.run_dir, "0")["because"][0]
+    assert flag("explain", str(project.run_dir), "best").err.endswith("has no best: nothing was measured\n")
+    Path(project.run_dir, "result.json").unlink()
+    assert told(project.run_dir, "1")["state"] == "ran"
+    assert "the run has not ended" in told(project.run_dir, "tp=2, mbs=1")["because"][0]
+    assert "result.json" in flag("explain", str(project.run_dir)).err
+
+
+def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, project: Project) -> None:
+    assert "has no columns" in flag("explain", project.spec(), "best", "--format", "csv").err
+    flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
+    assert "goes with a spec" in flag("explain", str(project.run_dir), "best", "--chip", "cpu").err
+    assert flag("explain", str(project.folder), "best").code == 2
