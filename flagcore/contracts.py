@@ -153,7 +153,7 @@ class Costs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """All that plugins said about one task, asked once in discover. `knobs` are all that plugins bring, whether the
-    task has them or not."""
+    task has them or not, `conflicts` tells where the user's own variables win over those of plugins."""
 
     task: Task
     costs: Costs
@@ -165,6 +165,7 @@ class Platform:
     prepare_launch: Callable[[Launch], Launch]
     knobs: tuple[PluginKnob, ...] = ()
     engine_version: str | None = None
+    conflicts: tuple[str, ...] = ()
 
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the plugins' environment, then the spec's, and whatever plugins change in it."""

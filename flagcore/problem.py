@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -91,9 +92,12 @@ def with_named_knobs(platform: Platform, workload: Workload) -> Platform:
 
 
 def must_launch(problem: Problem) -> None:
-    """Raise SpecError if the space has a value of a plugin's knob that no trial can have."""
+    """Raise SpecError if the space has a value of a plugin's knob that no trial can have, or that this shell gives."""
     task = problem.platform.task
     for knob in task.knobs:
+        for name in {name for choice in knob.choices for name in choice.environment} & os.environ.keys():
+            key, told = f"auto_tuner.space.{knob.name}", f"decides the variable {name}, but this shell gives it already"
+            raise SpecError(key=key, value=os.environ[name], problem=told, fix=f"unset {name}")
         asked, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.off)
         for value in (*(() if isinstance(asked, str) else asked), baseline):
             if why := why_not_launched(task, knob, value):

@@ -48,12 +48,15 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 
 def tell_of_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that nobody has said to work on the chip, of sizes that a rule holds at 1, of pruning rules
-    that had to be left out, and of settings that do nothing."""
+    """Warn of an engine that nobody has said to work on the chip, of variables to which the user gives other values
+    than plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, and of settings that do
+    nothing.
+    """
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
         tell([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
+    tell(problem.platform.conflicts)
     tell(shut_knobs(problem, workload))
     tell(problem.pruned.broken_rules)
     if isinstance(task.spec.work, TrainSpec):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -46,18 +47,20 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     here = [device for device in devices if any(chip.answers_to(device.chip) for chip in chips)]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
     told = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
+    environment = {name: value for given in reversed(environments) for name, value in given.items()}
     first, *others = (plugins.knobs(chip, engine, engine_version) for chip in chips)
     return Platform(
         task=task,
         costs=costs(task.cluster, plugins, engine),
         support=_joined(supports),
-        environment={name: value for given in reversed(environments) for name, value in given.items()},
+        environment={name: os.environ.get(name, value) for name, value in environment.items()},
         pruning_rules=plugins.pruning_rules(task),
         failure_patterns=tuple(pattern for patterns in told for pattern in patterns),
         telemetry=tuple(reader for device in here if (reader := plugins.telemetry(device)) is not None),
         prepare_launch=lambda launch: plugins.prepare_launch(launch, task),
         knobs=tuple(knob for knob in first if all(knob in each for each in others)),
         engine_version=engine_version,
+        conflicts=tuple(_conflicts(environment, spec)),
     )
 
 
@@ -140,6 +143,16 @@ def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | 
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
         raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
     return support
+
+
+def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
+    """Yield a line for each variable to which plugins and the user give different values."""
+    for name, value in environment.items():
+        for own, where in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
+            if own is not None:
+                if own != value:
+                    yield f"{name}: a plugin says {value}, {where} says {own}, which wins"
+                break
 
 
 def _with_forced(spec: Spec, support: EngineSupport) -> Spec:

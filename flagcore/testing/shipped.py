@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 from flagcore.domain.chip import Chip
 from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.parts import SOURCE_SAYS
@@ -57,16 +55,11 @@ class ShippedData:
             assert set(each.chips) <= self.chips
 
     def test_trials_are_given_only_variables_with_a_value(self) -> None:
-        given = environment(self.package, self.chip, "megatron", {})
+        given = environment(self.package, self.chip, "megatron")
         assert given[self.names_vendor] == self.vendor
         assert given[self.connections] == "1"
         assert set(given) <= {each.name for each in variables(self.package) if each.value}
-        assert self.connections not in environment(self.package, self.chip, "vllm", {})
-
-    def test_a_value_of_the_users_shell_is_kept_and_the_conflict_told(self, caplog: pytest.LogCaptureFixture) -> None:
-        own = {self.connections: "8", self.names_vendor: self.vendor}
-        assert environment(self.package, self.chip, "megatron", own)[self.connections] == "8"
-        assert [f"{self.connections}=8" in record.getMessage() for record in caplog.records] == [True]
+        assert self.connections not in environment(self.package, self.chip, "vllm")
 
     def test_each_failure_matches_its_example_first_and_says_where_it_is_from(self) -> None:
         failures = quirks(self.package).failures

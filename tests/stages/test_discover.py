@@ -12,7 +12,8 @@ import pytest
 
 from flagcore.domain.chip import Chip, Device, Fact, Support
 from flagcore.domain.engine import EngineSupport, Refused
-from flagcore.domain.spec import ClusterSpec, Spec
+from flagcore.domain.launch import Launch
+from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
@@ -242,3 +243,22 @@ def test_two_groups_of_one_chip_are_predicted_as_one_cluster() -> None:
         ]
         assert figures[0] == figures[1]
         assert figures[0].step_time_s is not None
+
+
+def test_the_users_own_variables_win_and_each_conflict_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    @hookimpl
+    def flagcore_environment(chip: Chip, engine: str, task: Task) -> Mapping[str, str]:
+        nodes = {"NODES": str(task.cluster.groups[0].nodes)}
+        return {"OF_SHELL": "plugin", "OF_SPEC": "plugin", "SAME": "1", **nodes}
+
+    monkeypatch.setenv("OF_SHELL", "mine")
+    monkeypatch.setenv("OF_SPEC", "shell's")
+    monkeypatch.setenv("SAME", "1")
+    mine = replace(spec(), envs={"OF_SPEC": "spec's"})
+    platform = discover(mine, loaded(x=plugin(small.CHIP, 2, flagcore_environment=flagcore_environment)))
+    assert platform.conflicts == (
+        "OF_SHELL: a plugin says plugin, this shell says mine, which wins",
+        "OF_SPEC: a plugin says plugin, envs of the spec says spec's, which wins",
+    )
+    launched = platform.prepared(Launch(argv=("train",), folder="/x")).environment
+    assert launched == {"OF_SHELL": "mine", "OF_SPEC": "spec's", "SAME": "1", "NODES": "1"}

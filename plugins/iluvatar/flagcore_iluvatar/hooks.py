@@ -10,6 +10,7 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
+from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
@@ -74,9 +75,11 @@ def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None)
 
 
 @hookimpl
-def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
-    """Return the variables of `environment.yaml` that have a value; what the user has set already is kept."""
-    return environment("flagcore_iluvatar", chip, engine) if _mine(chip) else None
+def flagcore_environment(
+    chip: Chip, engine: str, engine_version: str | None, task: Task | None
+) -> Mapping[str, str] | None:
+    """Return the variables of `environment.yaml` that have a value, as far as their conditions hold."""
+    return environment("flagcore_iluvatar", chip, engine, engine_version, task) if _mine(chip) else None
 
 
 @hookimpl

@@ -93,9 +93,11 @@ def flagcore_knobs(chip: Chip, engine: str, engine_version: str | None) -> Seque
 
 
 @hookimpl
-def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
-    """Return the variables of `environment.yaml` that have a value; what the user has set already is kept."""
-    return environment("flagcore_metax", chip, engine) if _mine(chip) else None
+def flagcore_environment(
+    chip: Chip, engine: str, engine_version: str | None, task: Task | None
+) -> Mapping[str, str] | None:
+    """Return the variables of `environment.yaml` that have a value, as far as their conditions hold."""
+    return environment("flagcore_metax", chip, engine, engine_version, task) if _mine(chip) else None
 
 
 @hookimpl

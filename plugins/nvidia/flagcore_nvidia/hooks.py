@@ -11,6 +11,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.plugin_knob import PluginKnob
+from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.vendorkit.chipfile import load_chips
@@ -82,9 +83,11 @@ def flagcore_knobs(chip: Chip, engine: str, engine_version: str | None) -> Seque
 
 
 @hookimpl
-def flagcore_environment(chip: Chip, engine: str) -> Mapping[str, str] | None:
-    """Return the variables of `environment.yaml` that have a value; what the user has set already is kept."""
-    return environment("flagcore_nvidia", chip, engine) if _mine(chip) else None
+def flagcore_environment(
+    chip: Chip, engine: str, engine_version: str | None, task: Task | None
+) -> Mapping[str, str] | None:
+    """Return the variables of `environment.yaml` that have a value, as far as their conditions hold."""
+    return environment("flagcore_nvidia", chip, engine, engine_version, task) if _mine(chip) else None
 
 
 @hookimpl
