@@ -28,6 +28,7 @@ CORE = (
     "rich>=13",
     "scipy>=1.14",
     "stevedore>=5.1",
+    "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
 ENGINES = {

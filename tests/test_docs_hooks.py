@@ -98,6 +98,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     (folder / "flagcore-acme" / "acme-smi").chmod(0o755)
+    (folder / "flagcore-acme" / "flagcore_acme" / "py.typed").touch()
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     run([*install, "--target", str(folder / "site"), str(folder / "flagcore-acme")], folder)
     return folder

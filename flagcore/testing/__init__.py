@@ -1,4 +1,4 @@
-"""The conformance kit: what a plugin promises, as tests that its author subclasses. Needs pytest.
+"""The conformance kit: what a plugin promises, as checks for `flag plugins check` and as tests for pytest.
 
 ```python
 from flagcore.testing import PluginConformance
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flagcore.testing.conformance import PluginConformance
-    from flagcore.testing.shipped import ShippedData
+    from flagcore.testing.without_tool import WithoutTool
 
-__all__ = ["PluginConformance", "ShippedData"]
-PLACES = {"PluginConformance": "flagcore.testing.conformance", "ShippedData": "flagcore.testing.shipped"}
+__all__ = ["PluginConformance", "WithoutTool"]
+PLACES = {"PluginConformance": "flagcore.testing.conformance", "WithoutTool": "flagcore.testing.without_tool"}
 
 
 def __getattr__(name: str) -> object:
-    """Import a part of the kit when it is asked for, with its assertions telling their values."""
+    """Import a class of tests when it is asked for, with its assertions telling their values; checks need no pytest."""
     if name not in PLACES:
         raise AttributeError(name)
     import pytest

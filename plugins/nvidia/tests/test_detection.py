@@ -1,153 +1,35 @@
-"""Which devices are found: by the tool, without it, and not at all. Tools and torch are real processes, faked."""
+"""Which devices are found without the tool; with it, the kit looks at the transcripts in `smi`."""
 
-import os
 from pathlib import Path
 
-import pytest
-from flagcore_nvidia import discover, hooks
+from flagcore_nvidia import discover
 
-from flagcore.domain.chip import Device
-from flagcore.vendorkit import machine
-from flagcore.vendorkit.machine import TorchSays
-from flagcore.vendorkit.telemetry import SharedTable
-
-TABLE = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
-TORCH = """
-from types import SimpleNamespace
-__version__ = "2.10.0+cu129"
-
-def get_device_properties(index):
-    return SimpleNamespace(name="NVIDIA H200", total_memory=143771 << 20)
-cuda = SimpleNamespace(device_count=lambda: 2, get_device_properties=get_device_properties)
-print("a banner of the image {with braces}")
-"""
+from flagcore.testing import WithoutTool, fakes
 
 
-def says(version: str, name: str, *attributes: str) -> TorchSays:
-    return TorchSays(version=version, attributes=frozenset(attributes), devices=(Device(index=0, chip=name),))
+class TestNvidia(WithoutTool):
+    discover = discover
+    device_file, pci_vendor = "dev/nvidia0", 0x10DE
+    chip, memory_bytes = "NVIDIA H200", 143771 << 20
+    version = "2.10.0+cu129"
 
 
-VENDORS = {
-    "nvidia": says("2.10.0+cu129", "NVIDIA H200"),
-    "metax": says("2.10.0+metax3.8.1.0", "MetaX C500"),
-    "iluvatar": says("2.7.1+corex.4.4.0", "Iluvatar BI-V150", "corex"),
-    "cambricon": says("2.7.1+cpu", "MLU590-M9", "mlu"),
-}
+QUERY = "".join(f"{i}, NVIDIA H200, 143771, 570.2, GPU-{i}abcdef, 0x233510DE, Disabled\n" for i in range(4))
 
 
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in (*discover.OVERRIDES, "CUDA_VISIBLE_DEVICES", "MACA_VISIBLE_DEVICES", "MLU_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+def test_devices_are_made_visible_by_uuid_too() -> None:
+    with fakes.machine({"nvidia-smi": fakes.prints(QUERY)}, CUDA_VISIBLE_DEVICES="GPU-3abc,1"):
+        assert [device.index for device in discover.devices()] == [3, 1]
 
 
-def tool(tmp_path: Path, text: str = TABLE) -> None:
-    (tmp_path / "table").write_text(text, "utf-8")
-    script = tmp_path / "bin" / "nvidia-smi"
-    script.write_text(f"#!/bin/sh\nexec cat {tmp_path}/table\n")
-    script.chmod(0o755)
+def test_the_table_is_read_where_the_query_is_not_known() -> None:
+    table = fakes.prints((Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8"))
+    with fakes.machine({"nvidia-smi": f'[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\n{table}'}):
+        assert len(discover.devices()) == 6
 
 
-def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str = TORCH) -> None:
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "torch.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-
-
-def node(root: Path) -> Path:
-    (root / "dev/nvidia0").parent.mkdir(exist_ok=True)
-    (root / "dev/nvidia0").touch()
-    return root
-
-
-def test_the_tool_lists_all_devices(tmp_path: Path) -> None:
-    tool(tmp_path)
-    assert len(discover.devices(tmp_path)) == 4
-
-
-def test_only_visible_devices_count_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3abc,1")
-    assert [device.index for device in discover.devices(tmp_path)] == [3, 1]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    assert [device.index for device in discover.devices(tmp_path)] == [2, 0]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert discover.devices(tmp_path) == ()
-
-
-@pytest.mark.parametrize("variable", discover.OVERRIDES)
-def test_an_environment_that_names_another_vendor_hides_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    tool(tmp_path)
-    monkeypatch.setenv(variable, "somebody_else")
-    assert discover.devices(tmp_path) == ()
-    monkeypatch.setenv(variable, "NVIDIA")
-    assert len(discover.devices(tmp_path)) == 4
-
-
-def test_without_the_tool_torch_is_asked_if_a_device_file_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_torch(tmp_path, monkeypatch)
-    assert discover.devices(tmp_path) == ()
-    found = discover.devices(node(tmp_path))
-    assert [(each.index, each.chip, each.memory_bytes) for each in found] == [
-        (index, "NVIDIA H200", 143771 << 20) for index in range(2)
-    ]
-
-
-def test_a_library_that_crashes_when_it_is_loaded_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_torch(tmp_path, monkeypatch, "import os\nos.abort()\n")
-    assert discover.devices(node(tmp_path)) == ()
-
-
-def test_no_device_without_tool_and_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_torch(tmp_path, monkeypatch, "raise ImportError\n")
-    assert discover.devices(node(tmp_path)) == ()
-
-
-@pytest.mark.parametrize("vendor", VENDORS)
-def test_what_torch_says_is_believed_of_its_own_devices_only(vendor: str) -> None:
-    assert bool(discover.torch_devices(VENDORS[vendor])) == (vendor == "nvidia")
-
-
-def test_devices_on_the_pci_bus_alone_are_none(tmp_path: Path) -> None:
-    folder = tmp_path / "sys/bus/pci/devices/0000:0e:00.0"
-    folder.mkdir(parents=True)
-    for name, value in {"vendor": "0x10de", "class": "0x030200", "device": "0x4001"}.items():
-        (folder / name).write_text(value + "\n")
-    assert machine.pci_ids(0x10DE, tmp_path) == ("0x4001",)
-    assert machine.pci_ids(0x1234, tmp_path) == ()
-    assert discover.devices(tmp_path) == ()
-
-
-def test_a_tool_that_fails_or_prints_something_else_lists_nothing(tmp_path: Path) -> None:
-    tool(tmp_path, "segmentation fault\n")
-    assert discover.devices(tmp_path) == ()
-    os.chmod(tmp_path / "bin" / "nvidia-smi", 0o644)
-    assert discover.devices(tmp_path) == ()
-
-
-def test_the_table_is_read_where_the_query_is_not_known(tmp_path: Path) -> None:
-    table = (Path(__file__).parent / "smi/nvidia-smi-2.txt").read_text("utf-8")
-    tool(tmp_path, table)
-    assert len(discover.devices(tmp_path)) == 6
-    script = f'#!/bin/sh\n[ $# -gt 0 ] && {{ echo "not a valid field"; exit 2; }}\ncat {tmp_path}/table\n'
-    (tmp_path / "bin" / "nvidia-smi").write_text(script)
-    assert len(discover.devices(tmp_path)) == 6
-
-
-def test_a_known_device_is_read_during_a_trial_and_an_unknown_chip_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tool(tmp_path, "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980\n")
-    monkeypatch.setattr(hooks, "TABLE", SharedTable(discover.now))
-    reader = hooks.flagcore_telemetry(Device(index=1, chip="NVIDIA H200"))
-    assert reader is not None
-    reading = reader.sample()
-    assert reading["memory_used_bytes"] == 1024 * 2**20
-    assert {"power_watts", "temperature_celsius"} <= set(reading)
-    assert hooks.flagcore_telemetry(Device(index=1, chip="somebody else's")) is None
+def test_a_reading_has_what_the_query_tells() -> None:
+    line = "1, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980\n"
+    with fakes.machine({"nvidia-smi": fakes.prints(line)}):
+        (row,) = discover.now()
+    assert row.reading["memory_used_bytes"] == 1024 * 2**20

@@ -1,0 +1,123 @@
+"""Chips: their names, and each figure with a source."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date, datetime
+from typing import Any
+
+from flagcore.testing.facts import facts_of
+from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.subject import Subject
+from flagcore.vendorkit.parts import SOURCE_SAYS
+
+KINDS = {*SOURCE_SAYS, "user"}
+DATE = re.compile(r"\d{4}(-\d{2}){0,2}")
+
+
+def chips_and_devices_are_answered_as_their_hooks_promise(plugin: Subject) -> Iterator[Problem]:
+    plugin.loaded.chips()
+    plugin.loaded.devices()
+    yield from (
+        problem for problem in plugin.told("flagcore_chips", "flagcore_devices") if "answers to" not in problem.message
+    )
+
+
+def every_figure_has_a_source_of_a_known_kind(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for key, fact in facts_of(chip):
+            if fact.source.kind not in KINDS or not fact.source.detail.strip():
+                yield Problem(
+                    message=f"{chip.name}: {key} has the source {fact.source.kind!r} {fact.source.detail!r}",
+                    fix=f"give it a kind of {', '.join(SOURCE_SAYS)}, and what that kind must say",
+                )
+
+
+def dates_of_sources_are_written_as_iso_dates(plugin: Subject) -> Iterator[Problem]:
+    plugin.package_folder  # noqa: B018 (raises Skip)
+    for name, content in plugin.yaml_files("**/*.yaml"):
+        for key, value in _dates(content):
+            if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
+                yield Problem(message=f"{name}: {key} = {value!r} is no date", fix="write it as 2026-11-02 or 2026-11")
+
+
+def names_and_aliases_are_each_of_one_chip(plugin: Subject) -> Iterator[Problem]:
+    for problem in plugin.told("flagcore_chips"):
+        if "answers to" in problem.message:
+            yield Problem(message=problem.message, fix="keep a name or alias with the one chip that is reported so")
+
+
+def no_name_is_that_of_another_plugins_chip(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for name in (chip.name, *chip.aliases):
+            if owner := plugin.others.owner(name):
+                yield Problem(
+                    message=f"{chip.name}: {name!r} is a name of a chip of the plugin {owner}, too",
+                    fix="give only names that this vendor's tools print",
+                )
+
+
+def a_chip_is_found_by_each_of_its_names(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for name in (chip.name, *chip.aliases):
+            found = plugin.loaded.find_chip(name.upper())
+            if found is None or found.name != chip.name:
+                yield Problem(
+                    message=f"{chip.name} is not found as {name.upper()!r}", fix="let one chip have this name"
+                )
+
+
+def names_are_words_without_spaces_around(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for name in (chip.name, chip.vendor, *chip.aliases):
+            if not name or name != " ".join(name.split()) or not name.isprintable():
+                yield Problem(
+                    message=f"{chip.name}: the name {name!r} has other than single spaces", fix="write the words"
+                )
+
+
+def an_alias_is_listed_once(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for name, times in Counter(name.casefold() for name in chip.aliases).items():
+            if times > 1:
+                yield Problem(
+                    message=f"{chip.name}: aliases has {name!r} {times} times, letter case aside",
+                    fix="keep one of them",
+                )
+
+
+def all_chips_are_of_one_vendor_in_small_letters(plugin: Subject) -> Iterator[Problem]:
+    vendors = sorted({chip.vendor for chip in plugin.own_chips()})
+    if len(vendors) > 1 or vendors[0] != vendors[0].casefold():
+        yield Problem(
+            message=f"vendor is {', '.join(vendors)}", fix="write the same small letters in each chips/*.yaml"
+        )
+
+
+def a_chip_file_is_named_like_its_chip(plugin: Subject) -> Iterator[Problem]:
+    files = {name: content for name, content in plugin.yaml_files("chips/*.yaml") if isinstance(content, dict)}
+    if not files:
+        raise Skip("the plugin ships no chips/*.yaml")
+    known = {chip.name for chip in plugin.chips}
+    for name, content in files.items():
+        said = str(content.get("chip"))
+        stem = name.rpartition("/")[2].removesuffix(".yaml")
+        if stem != said.casefold().replace(" ", "-"):
+            yield Problem(
+                message=f"{name}: chip is {said}", fix=f"name the file {said.casefold().replace(' ', '-')}.yaml"
+            )
+        elif known and said not in known:
+            yield Problem(
+                message=f"{name}: flagcore_chips does not tell {said}", fix="answer load_chips(PACKAGE) there"
+            )
+
+
+def _dates(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in pairs:
+        if key == "date":
+            yield f"{path}date", value
+        else:
+            yield from _dates(value, f"{path}{key}.")

@@ -1,0 +1,116 @@
+"""Engines: whether and how they run, and which of their values do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from flagcore.domain.chip import Chip, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.plugins import workload
+from flagcore.stages.build import JOB_KEYS, SHARED
+from flagcore.testing.examples import task_on
+from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.subject import Subject
+from flagcore.workloads.serving.engines import vllm_knobs
+
+
+def engine_support_is_answered_as_its_hook_promises(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_engine_support")
+    for chip in plugin.chips:
+        for engine in plugin.engines:
+            plugin.loaded.engine_support(chip, engine)
+    yield from plugin.told("flagcore_engine_support")
+
+
+def an_engine_that_is_known_has_a_device_and_a_backend(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        if said.support is not Support.IMPOSSIBLE and not (said.device_type and said.distributed_backend):
+            yield Problem(
+                message=f"flagcore_engine_support: {engine} on {chip.name} lacks device_type or distributed_backend",
+                fix="give torch's names of them: without both nothing can be run, only predicted",
+            )
+
+
+def an_engine_that_is_not_sure_to_run_has_a_reason(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        if said.support is not Support.YES and not said.reason.strip():
+            yield Problem(
+                message=f"flagcore_engine_support: {engine} on {chip.name} is {said.support.value!r} without a reason",
+                fix="tell why; `flag doctor` and `flag explain` print it",
+            )
+
+
+def refused_values_have_a_name_and_a_reason(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        for refused in said.refused:
+            limits = refused.values or refused.above is not None
+            if not (refused.name.isidentifier() and refused.reason.strip() and limits):
+                yield Problem(
+                    message=f"flagcore_engine_support: {engine} on {chip.name}: the refusal {refused.name!r}",
+                    fix="give a name of letters and underscores, the values, and a reason that `flag explain` prints",
+                )
+
+
+def refused_values_are_those_of_the_engines_knobs(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        for refused in said.refused:
+            if not _is_known(chip, engine, refused.knob, refused.values):
+                yield Problem(
+                    message=f"flagcore_engine_support: {engine} has no knob {refused.knob!r} with {refused.values}",
+                    fix=f"name a knob of {engine} and values that it can have (docs/spec.md, docs/spec-serve.md)",
+                )
+
+
+def what_an_engine_cannot_do_leaves_it_something(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        if engine != "megatron":
+            continue
+        for axis in workload(engine).axes(task_on(chip)):
+            gone = {value for refused in said.refused if refused.knob == axis.knob for value in refused.values}
+            if set(axis.values) <= gone:
+                yield Problem(
+                    message=f"flagcore_engine_support: every value of {axis.knob} is refused on {chip.name}",
+                    fix="an engine that does not run at all is Support.IMPOSSIBLE, with a reason",
+                )
+
+
+def what_is_forced_has_a_name_and_a_reason(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        for forced in said.forced:
+            if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
+                yield Problem(
+                    message=f"flagcore_engine_support: {engine}, {chip.name} {forced.name!r} forces {forced.setting!r}",
+                    fix=f"give a name, a reason, and a setting that begins with {' or '.join(SHARED)}",
+                )
+
+
+def visible_devices_are_told_by_a_variable(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        if said.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", said.visible_devices):
+            yield Problem(
+                message=f"flagcore_engine_support: {engine} on {chip.name}: visible_devices = {said.visible_devices!r}",
+                fix="give the name of the environment variable, such as ACME_VISIBLE_DEVICES",
+            )
+
+
+def _said(plugin: Subject) -> list[tuple[Chip, str, EngineSupport]]:
+    plugin.implements("flagcore_engine_support")
+    pairs = [(chip, engine) for chip in plugin.own_chips() for engine in plugin.engines]
+    found = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in pairs]
+    known = [each for each in found if not each[2].reason.startswith("no plugin says how")]
+    if not known:
+        raise Skip("the plugin knows no engine on its chips")
+    return known
+
+
+def _is_known(chip: Chip, engine: str, knob: str, values: tuple[object, ...]) -> bool:
+    if knob in JOB_KEYS or knob.startswith(SHARED):
+        return True
+    if engine == "vllm":
+        known = vllm_knobs.BY_NAME.get(knob)
+        return known is not None and (not known.words or set(values) <= set(known.words))
+    if engine != "megatron":
+        return True
+    axis = next((axis for axis in workload(engine).axes(task_on(chip)) if axis.knob == knob), None)
+    return axis is not None and {value for value in values if isinstance(value, str)} <= set(axis.words)

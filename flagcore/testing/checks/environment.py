@@ -1,0 +1,105 @@
+"""The environment of trials, and `environment.yaml`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from unittest import mock
+
+from flagcore.testing import fakes
+from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.subject import Subject
+from flagcore.vendorkit.parts import SOURCE_SAYS
+
+
+def variables_have_names_and_texts(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_environment")
+    for chip in plugin.chips:
+        for engine in plugin.engines:
+            for name in plugin.loaded.environment(chip, engine):
+                if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                    yield Problem(
+                        message=f"flagcore_environment: {name!r} is no name of a variable", fix="mend the name"
+                    )
+    yield from plugin.told("flagcore_environment")
+
+
+def every_variable_has_a_meaning_and_a_source(plugin: Subject) -> Iterator[Problem]:
+    for each in plugin.variables:
+        if not each.meaning.strip() or each.source.kind not in SOURCE_SAYS or not each.source.detail.strip():
+            yield Problem(
+                message=f"environment.yaml: {each.name} has no meaning, or its source says nothing",
+                fix="say what the variable does, and where that is from",
+            )
+
+
+def a_variable_is_listed_once_for_an_engine(plugin: Subject) -> Iterator[Problem]:
+    for engine in plugin.engines:
+        given = [each for each in plugin.variables if each.value and (not each.engines or engine in each.engines)]
+        count = Counter((each.name, each.chips) for each in given)
+        for (name, _), times in count.items():
+            if times > 1:
+                yield Problem(
+                    message=f"environment.yaml: {name} has {times} values for {engine}",
+                    fix="keep one, or say by engines and chips where each holds",
+                )
+
+
+def variables_are_written_in_capital_letters(plugin: Subject) -> Iterator[Problem]:
+    for each in plugin.variables:
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", each.name):
+            yield Problem(
+                message=f"environment.yaml: the name {each.name!r}", fix="write it as the vendor's stack reads it"
+            )
+
+
+def variables_are_for_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
+    chips = {chip.name for chip in plugin.own_chips()}
+    for each in plugin.variables:
+        for word in (*(set(each.engines) - set(plugin.engines)), *(set(each.chips) - chips)):
+            yield Problem(
+                message=f"environment.yaml: {each.name} is for {word!r}",
+                fix=f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml",
+            )
+
+
+def trials_are_given_only_documented_variables(plugin: Subject) -> Iterator[Problem]:
+    known = {each.name for each in plugin.variables if each.value}
+    for chip in plugin.own_chips():
+        for engine in plugin.engines:
+            for name in sorted(set(plugin.loaded.environment(chip, engine)) - known):
+                yield Problem(
+                    message=f"flagcore_environment sets {name} for {engine}, which is not in environment.yaml",
+                    fix="add it there with value, meaning and source",
+                )
+
+
+def trials_are_given_the_variables_that_have_a_value(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for engine in plugin.engines:
+            given = plugin.loaded.environment(chip, engine)
+            for each in plugin.variables:
+                if each.value and not each.condition and each.concerns(chip, engine) and each.name not in given:
+                    yield Problem(
+                        message=f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not given",
+                        fix="answer environment(PACKAGE, chip, engine) in flagcore_environment",
+                    )
+
+
+def a_value_of_the_users_shell_is_kept(plugin: Subject) -> Iterator[Problem]:
+    given = [each for each in plugin.variables if each.value]
+    if not given:
+        raise Skip("environment.yaml gives no variable a value")
+    own = {each.name: "the user's own" for each in given}
+    for chip in plugin.own_chips():
+        with mock.patch.dict(os.environ, own), fakes.quiet():
+            said = {engine: plugin.loaded.environment(chip, engine) for engine in plugin.engines}
+        for engine, variables in said.items():
+            for name in sorted(set(variables) & set(own)):
+                if variables[name] != own[name]:
+                    yield Problem(
+                        message=f"flagcore_environment sets {name} for {engine} though the user's shell has set it",
+                        fix="answer environment(PACKAGE, chip, engine): it keeps the user's value and tells",
+                    )

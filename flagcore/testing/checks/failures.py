@@ -1,0 +1,131 @@
+"""Failure patterns: what the vendor's stack writes when something breaks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.trial import TrialState
+from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.subject import Subject
+
+HEALTHY = """\
+W1120 10:00:00.000 1234 torch/distributed/run.py:766] Setting OMP_NUM_THREADS for each process to be 1
+[rank0]: INFO:megatron.core: > initialized tensor model parallel with size 2
+ > building train, validation, and test datasets ...
+setting random seeds to 1234
+node0:4711:4711 [0] COLL INFO Bootstrap : Using eth0:10.0.0.1<0>
+node0:4711:4711 [0] COLL INFO Connected all rings
+ iteration        1/      10 | consumed samples:           16 | elapsed time per iteration (ms): 812.4 | loss: 1.082E+01
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 10482.1 | max allocated: 18231.0 | max reserved: 19960.0
+ iteration        2/      10 | grad norm: 2.341 | number of skipped iterations:   0 | number of nan iterations:   0
+saving checkpoint at iteration 10; successfully saved
+step 3 loss 9.871 tokens/s 2962 errors 0
+INFO 11-20 10:00:01 [core.py:61] Initializing an LLM engine with config: model='m', dtype=bfloat16, max_seq_len=4096
+INFO 11-20 10:00:09 [gpu_worker.py:227] Available KV cache memory: 41.3 GiB
+INFO:     127.0.0.1:52114 - "POST /v1/completions HTTP/1.1" 200 OK
+Memory usage: 61.2 GiB of 64.0 GiB (95%), temperature 61 C, throttled: no
+""".splitlines()
+"""Lines of runs in which nothing failed."""
+
+SECONDS = 10.0
+_TRY = """
+import json, re, sys
+for pattern in json.load(sys.stdin):
+    print(json.dumps(pattern), flush=True)
+    compiled = re.compile(pattern)
+    words = re.findall(r"[A-Za-z]{3,}", pattern)[:3]
+    for piece in ["a", " ", "0", "a ", ":", "a:", *words, *(word + " " for word in words)]:
+        compiled.search((piece * 4000)[:8000] + "!")
+"""
+
+
+def patterns_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_failure_patterns")
+    _patterns(plugin)
+    yield from plugin.told("flagcore_failure_patterns")
+
+
+def each_example_is_matched_first_by_its_own_pattern(plugin: Subject) -> Iterator[Problem]:
+    failures = plugin.quirks.failures
+    if not failures:
+        raise Skip("quirks.yaml has no failures")
+    for place, each in enumerate(failures):
+        alike = [
+            other
+            for other in failures
+            if not each.engines or not other.engines or set(each.engines) & set(other.engines)
+        ]
+        first = next((other for other in alike if re.search(other.pattern.pattern, each.example)), None)
+        if first is not each:
+            other = f"the earlier pattern {first.pattern.pattern!r} does" if first else "none does"
+            yield Problem(
+                message=f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}",
+                fix="mend pattern or example, or put the narrower of two patterns first",
+            )
+
+
+def given_log_lines_are_recognised(plugin: Subject) -> Iterator[Problem]:
+    patterns = _patterns(plugin)
+    if not plugin.examples:
+        if patterns and not (plugin.package_folder / "quirks.yaml").is_file():
+            raise Skip("no log lines are given: override the fixture failure_examples")
+        raise Skip("no log lines are given beside those of quirks.yaml")
+    ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
+    for line, state in plugin.examples:
+        first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
+        if first is None or first.state is not state:
+            found = f"as {first.state.value}" if first else "by no pattern"
+            yield Problem(
+                message=f"flagcore_failure_patterns: {line!r} is matched {found}, not as {state.value}",
+                fix="mend the pattern, or the order of the patterns",
+            )
+
+
+def a_healthy_log_matches_no_pattern(plugin: Subject) -> Iterator[Problem]:
+    for pattern in _patterns(plugin):
+        for line in HEALTHY:
+            if re.search(pattern.pattern, line):
+                yield Problem(
+                    message=f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a good run",
+                    fix="match more of what is written when it fails",
+                )
+
+
+def no_pattern_takes_long_on_a_long_line(plugin: Subject) -> Iterator[Problem]:
+    patterns = [pattern.pattern for pattern in _patterns(plugin)]
+    if not patterns:
+        raise Skip("the plugin has no failure patterns")
+    argv = [sys.executable, "-I", "-S", "-c", _TRY]
+    try:
+        subprocess.run(argv, input=json.dumps(patterns), capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        last = json.loads(said.splitlines()[-1]) if said else patterns[0]
+        yield Problem(
+            message=f"flagcore_failure_patterns: {last!r} takes more than {SECONDS:.0f} s on a line of 8,000 letters",
+            fix="do not nest repetitions, as in (a+)+; let one part end before the next begins",
+        )
+
+
+def failures_name_known_engines(plugin: Subject) -> Iterator[Problem]:
+    for place, each in enumerate(plugin.quirks.failures):
+        for engine in sorted(set(each.engines) - set(plugin.engines)):
+            yield Problem(
+                message=f"quirks.yaml: failures[{place}].engines has {engine!r}",
+                fix=f"the engines are {', '.join(plugin.engines)}",
+            )
+
+
+def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
+    found = [
+        p
+        for chip in plugin.own_chips()
+        for engine in plugin.engines
+        for p in plugin.loaded.failure_patterns(chip, engine)
+    ]
+    return tuple(dict.fromkeys(found))

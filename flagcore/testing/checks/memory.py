@@ -1,0 +1,90 @@
+"""Memory models: from what tensors take to what the device shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import MemoryModel
+from flagcore.domain.chip import Chip
+from flagcore.plugins import workload
+from flagcore.stages.discover import costs as costs_of
+from flagcore.testing.examples import group_of
+from flagcore.testing.kit import Problem
+from flagcore.testing.subject import Subject
+
+IDLE_SHARE = 0.25
+"""Of a device's memory, what context, libraries and collective buffers may take at most."""
+
+
+def more_allocated_never_means_less_used(plugin: Subject) -> Iterator[Problem]:
+    allocated = np.linspace(0, 2.0**37, 200)
+    for chip, model in _models(plugin):
+        reserved = model.reserved_bytes(allocated)
+        used = model.device_used_bytes(reserved)
+        for told, method in (
+            ((reserved >= allocated).all() and (np.diff(reserved) >= 0).all(), "reserved_bytes"),
+            ((used >= reserved).all() and (np.diff(used) >= 0).all(), "device_used_bytes"),
+        ):
+            if not told:
+                yield Problem(
+                    message=f"{chip.name}: {method} of the memory model falls below what it is given, or as that grows",
+                    fix="add to what it is given, or multiply by at least 1",
+                )
+
+
+def the_memory_budget_of_the_user_counts(plugin: Subject) -> Iterator[Problem]:
+    for chip, _ in _models(plugin):
+        model = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=10**9), "megatron")
+        capacity = model.capacity_bytes() if model else None
+        if capacity is None or capacity > 10**9:
+            yield Problem(
+                message=f"{chip.name}: capacity_bytes() is {capacity} where the user gives a budget of 1e9",
+                fix="take group.memory_bytes where it is given, the chip's memory_bytes elsewhere",
+            )
+
+
+def a_trial_may_use_no_more_than_the_chip_has(plugin: Subject) -> Iterator[Problem]:
+    for chip, model in _models(plugin):
+        capacity = model.capacity_bytes()
+        if chip.memory_bytes and capacity is not None and capacity > chip.memory_bytes.value:
+            yield Problem(
+                message=f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {chip.memory_bytes.value:g}",
+                fix="a device has no more than the driver reports; give GiB and GB their own bytes",
+            )
+
+
+def an_idle_device_shows_a_small_share_of_its_memory(plugin: Subject) -> Iterator[Problem]:
+    for chip, model in _models(plugin):
+        used = float(model.device_used_bytes(np.zeros(1))[0])
+        if not 0 <= used <= IDLE_SHARE * (chip.memory_bytes.value if chip.memory_bytes else 2**35):
+            yield Problem(
+                message=f"{chip.name}: device_used_bytes(0) = {used:g}",
+                fix="context, libraries and collective buffers take some hundreds of MiB to some GiB: give bytes",
+            )
+
+
+def the_workspace_of_matrix_products_is_in_bytes(plugin: Subject) -> Iterator[Problem]:
+    for chip, model in _models(plugin):
+        workspace = model.workspace_bytes()
+        if not 0 <= workspace <= 2**32:
+            yield Problem(message=f"{chip.name}: workspace_bytes() = {workspace:g}", fix="it is some MiB: give bytes")
+
+
+def a_larger_micro_batch_never_needs_less(plugin: Subject) -> Iterator[Problem]:
+    engine = workload("megatron")
+    for task in plugin.tasks():
+        made = costs_of(task.cluster, plugin.loaded, "megatron")
+        rows = [engine.columns(task, {"micro_batch_size": 2**power}) for power in range(4)]
+        columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
+        if not (np.diff(engine.predict(task, columns, made).device_used_bytes) >= 0).all():
+            yield Problem(
+                message=f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory",
+                fix="look for a part of the memory model that shrinks as its argument grows",
+            )
+
+
+def _models(plugin: Subject) -> list[tuple[Chip, MemoryModel]]:
+    return plugin.each("flagcore_memory_model", lambda chip: plugin.loaded.memory_model(group_of(chip), "megatron"))

@@ -1,0 +1,119 @@
+"""Chips: whether their figures can be meant in base units, dense and in one direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flagcore.testing.facts import facts_of
+from flagcore.testing.kit import Problem
+from flagcore.testing.subject import Subject
+
+RANGES = {
+    "memory_bytes": (2**27, 2**40),
+    "memory_bandwidth_bytes_per_second": (1e9, 1e14),
+    "dense_flops_per_second": (1e9, 1e17),
+    "link.bytes_per_second": (1e8, 1e13),
+    "nic_bytes_per_second": (1e8, 1e12),
+}
+"""Plausible figures of one device in base units. A figure in GB, TFLOP/s or Gb/s falls far outside.
+
+The lower ends leave room for one core of a small CPU; an accelerator is far above them.
+"""
+
+NARROWER = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
+"""The narrower format is never slower, as it moves less."""
+
+DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))
+"""Half the bits are about twice the rate; four times are twice and sparsity. Integers need not follow."""
+SPARSE = 3.8
+
+INTENSITY = (0.5, 5000.0)
+"""Operations a byte of memory traffic, from a core of a CPU to an accelerator with all of its matrix units."""
+
+
+def figures_are_plausible_in_base_units(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for key, fact in facts_of(chip):
+            low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
+            if not low <= fact.value <= high:
+                yield Problem(
+                    message=f"{chip.name}: {key} = {fact.value:g} is not in {low:g} to {high:g}",
+                    fix="write bytes, bytes per second or flops per second, without prefixes; YAML wants 3.0e+14",
+                )
+
+
+def a_narrower_format_is_not_slower(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        peaks = chip.dense_flops_per_second
+        for wide, narrow in NARROWER:
+            known = wide in peaks and narrow in peaks and "emulated" not in chip.notes
+            if known and peaks[narrow].value < 0.999 * peaks[wide].value:
+                yield Problem(
+                    message=f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}",
+                    fix="look the two peaks up again; a format that the chip has to emulate is so called in notes",
+                )
+
+
+def peaks_are_those_without_sparsity(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        peaks = chip.dense_flops_per_second
+        for wide, narrow in DOUBLES:
+            if wide in peaks and narrow in peaks and peaks[narrow].value > SPARSE * peaks[wide].value:
+                yield Problem(
+                    message=f"{chip.name}: {narrow} = {peaks[narrow].value:g} is "
+                    f"{peaks[narrow].value / peaks[wide].value:.1f} times {wide}",
+                    fix=f"give the dense peak of {narrow}: half of what is published with structured sparsity",
+                )
+
+
+def fp16_and_bf16_have_like_peaks(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        peaks = chip.dense_flops_per_second
+        if "bf16" in peaks and "fp16" in peaks and "emulated" not in chip.notes:
+            ratio = peaks["bf16"].value / peaks["fp16"].value
+            if not 0.24 <= ratio <= 4.1:
+                yield Problem(
+                    message=f"{chip.name}: bf16 is {ratio:g} times fp16",
+                    fix="look the two peaks up again; both are of matrix units, or neither",
+                )
+
+
+def peaks_and_memory_are_in_proportion(plugin: Subject) -> Iterator[Problem]:
+    low, high = INTENSITY
+    for chip in plugin.own_chips():
+        rate = chip.memory_bandwidth_bytes_per_second
+        for name, peak in chip.dense_flops_per_second.items():
+            if rate is not None and name in ("bf16", "fp16") and not low <= peak.value / rate.value <= high:
+                yield Problem(
+                    message=f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic",
+                    fix="one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix",
+                )
+
+
+def a_link_is_not_faster_than_the_memory(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        rate = chip.memory_bandwidth_bytes_per_second
+        if chip.link and rate and chip.link.bytes_per_second.value > rate.value:
+            yield Problem(
+                message=f"{chip.name}: link.bytes_per_second is above memory_bandwidth_bytes_per_second",
+                fix="give bytes, not bits, that one device sends in one direction",
+            )
+
+
+def the_latency_of_a_link_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        if chip.link and not 1e-8 <= chip.link.latency_seconds <= 1e-3:
+            yield Problem(
+                message=f"{chip.name}: link.latency_seconds = {chip.link.latency_seconds:g}",
+                fix="a small message takes some 1.0e-6 to 1.0e-4 seconds; leave it out if nobody measured it",
+            )
+
+
+def islands_fill_the_node_or_the_rack(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
+        if size is not None and (size < 1 or (size % node and node % size)):
+            yield Problem(
+                message=f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}",
+                fix="give how many consecutive devices the link joins: a share of a node, or whole nodes",
+            )

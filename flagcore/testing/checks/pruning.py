@@ -1,0 +1,91 @@
+"""Pruning rules: what is not worth a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from flagcore.contracts import PruningRule
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import Space
+from flagcore.domain.spec import Task
+from flagcore.plugins import workload
+from flagcore.stages.build import build
+from flagcore.stages.discover import costs as costs_of
+from flagcore.stages.predict import predict
+from flagcore.stages.prune import prune
+from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.subject import Subject
+
+
+def rules_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_pruning_rules")
+    for task in plugin.tasks():
+        plugin.loaded.pruning_rules(task)
+    yield from plugin.told("flagcore_pruning_rules")
+
+
+def a_rule_has_a_name_and_says_what_it_knows(plugin: Subject) -> Iterator[Problem]:
+    for _, rules in _ruled(plugin):
+        for rule in rules:
+            if not rule.name.isidentifier() or not rule.says.strip():
+                yield Problem(
+                    message=f"flagcore_pruning_rules: the rule {rule.name!r} says {rule.says!r}",
+                    fix="give it a name of letters and underscores, and a sentence that `flag explain` shows",
+                )
+
+
+def a_rule_leaves_something_to_try(plugin: Subject) -> Iterator[Problem]:
+    for task, rules in _ruled(plugin):
+        space, predictions = _space(plugin, task)
+        for rule in rules:
+            pruned = prune(space, predictions, workload("megatron"), (rule,), ())
+            if pruned.broken_rules:
+                yield Problem(
+                    message=f"flagcore_pruning_rules: {'; '.join(map(str, pruned.broken_rules))}",
+                    fix="answer an array of True and False, one a candidate, from the columns of knobs",
+                )
+            elif not pruned.open_rows.size:
+                yield Problem(
+                    message=f"flagcore_pruning_rules: {rule.name} leaves no candidate of a small model on 8 devices",
+                    fix="prune only what is worse than something that is left",
+                )
+
+
+def a_rule_judges_each_candidate_by_itself(plugin: Subject) -> Iterator[Problem]:
+    for task, rules in _ruled(plugin):
+        space, predictions = _space(plugin, task)
+        rows = np.linspace(0, len(space) - 1, min(len(space), 200)).astype(np.int64)
+        for rule in rules:
+            try:
+                whole, *pieces = (
+                    np.asarray(rule.prunes(space.columns(some), predictions.take(some)))
+                    for some in (rows, rows[:50], rows[50:51], rows[51:])
+                )
+                same = np.array_equal(whole, np.concatenate(pieces))
+            except Exception:
+                continue  # a rule that breaks is told by another check
+            if not same:
+                yield Problem(
+                    message=f"flagcore_pruning_rules: {rule.name} judges candidates otherwise in pieces",
+                    fix="let the answer of a row depend on this row alone: no mean, no minimum, no sorting",
+                )
+
+
+def _ruled(plugin: Subject) -> list[tuple[Task, tuple[PruningRule, ...]]]:
+    plugin.implements("flagcore_pruning_rules")
+    found = [(task, rules) for task in plugin.tasks() if (rules := plugin.loaded.pruning_rules(task))]
+    if not found:
+        raise Skip("the plugin has no pruning rules for a small task on 8 of its chips")
+    return found
+
+
+def _space(plugin: Subject, task: Task) -> tuple[Space, Predictions]:
+    key = f"space of {task.cluster.chips}"
+    if key not in plugin.memory:
+        engine = workload("megatron")
+        space = build(engine.axes(task), engine.rules(task), engine.merges(task))
+        plugin.memory[key] = space, predict(task, engine, space, costs_of(task.cluster, plugin.loaded, "megatron"))
+    found: tuple[Space, Predictions] = plugin.memory[key]
+    return found

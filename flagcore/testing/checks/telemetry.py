@@ -1,0 +1,94 @@
+"""Telemetry: what is read of devices during trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from flagcore.domain.chip import Device
+from flagcore.testing import fakes
+from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.subject import Subject
+
+KNOWN: Mapping[str, tuple[float, float]] = {
+    "memory_used_bytes": (0, 2**42),
+    "power_watts": (0, 5000),
+    "power_limit_watts": (1, 5000),
+    "temperature_celsius": (-40, 150),
+    "utilization_share": (0, 1),
+    "clock_hertz": (0, 1e10),
+    "load_average": (0, 1e5),
+    "throttled": (0, 1),
+}
+"""Names of figures with their range; a name ends in its unit."""
+
+
+def a_reading_has_known_names_and_units(plugin: Subject) -> Iterator[Problem]:
+    for device, sample in _samples(plugin):
+        for name, value in sample.items():
+            if not any(name == known or name.startswith(f"{known}_") for known in KNOWN):
+                yield Problem(
+                    message=f"flagcore_telemetry of device {device.index}: {name} is no known figure",
+                    fix=f"the names are {', '.join(KNOWN)}",
+                )
+            elif isinstance(value, bool) or not isinstance(value, (int, float)):
+                yield Problem(
+                    message=f"flagcore_telemetry of device {device.index}: {name} = {value!r} is no number",
+                    fix="leave out what the tool does not tell (N/A)",
+                )
+
+
+def readings_are_plausible_in_base_units(plugin: Subject) -> Iterator[Problem]:
+    for device, sample in _samples(plugin):
+        for name, value in sample.items():
+            low, high = next((limits for known, limits in KNOWN.items() if name.startswith(known)), (-1e30, 1e30))
+            if isinstance(value, (int, float)) and not low <= value <= high:
+                yield Problem(
+                    message=f"flagcore_telemetry of device {device.index}: {name} = {value:g}, not {low:g} to {high:g}",
+                    fix="give bytes, watts, degrees, shares of 1 and hertz",
+                )
+
+
+def memory_in_use_is_read(plugin: Subject) -> Iterator[Problem]:
+    for device, sample in _samples(plugin):
+        if "memory_used_bytes" not in sample:
+            yield Problem(
+                message=f"flagcore_telemetry of device {device.index} tells no memory_used_bytes",
+                fix="read it from the same output: trials are judged by what the device shows",
+            )
+
+
+def telemetry_is_answered_as_its_hook_promises(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_telemetry")
+    for chip in plugin.chips:
+        plugin.loaded.telemetry(Device(index=0, chip=chip.name))
+    yield from plugin.told("flagcore_telemetry")
+
+
+def _samples(plugin: Subject) -> list[tuple[Device, Mapping[str, float]]]:
+    """Return a reading of each device that is here or, without one, of the first transcript with known chips."""
+    plugin.implements("flagcore_telemetry")
+    if "samples" not in plugin.memory:
+        plugin.memory["samples"] = _read(plugin)
+    found: list[tuple[Device, Mapping[str, float]]] = plugin.memory["samples"]
+    if not found:
+        raise Skip("no device of a known chip is here, nor in a transcript that lists it with its memory")
+    return found
+
+
+def _read(plugin: Subject) -> list[tuple[Device, Mapping[str, float]]]:
+    def sample(device: Device) -> list[tuple[Device, Mapping[str, float]]]:
+        reader = plugin.loaded.telemetry(device)
+        return [(device, reader.sample())] if reader else []
+
+    here = plugin.loaded.devices()
+    if here:
+        return [pair for device in here for pair in sample(device)]
+    try:
+        listings = plugin.listings
+    except Skip:
+        return []
+    for each in listings:
+        if all(plugin.loaded.find_chip(listed.chip) and listed.memory_mib for listed in each.lists):
+            with fakes.machine({each.tool: fakes.prints(each.text)}):
+                return [pair for device in fakes.ask(plugin) for pair in sample(device)]
+    return []

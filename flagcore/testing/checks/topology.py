@@ -1,0 +1,42 @@
+"""Topologies: over which levels devices talk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.testing.kit import Problem
+from flagcore.testing.subject import Subject
+
+
+def levels_grow_and_end_at_all_devices(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_topology")
+    for group in plugin.groups():
+        plugin.loaded.topology(group)
+    yield from plugin.told("flagcore_topology")  # the levels were checked when they were answered
+
+
+def an_outer_level_is_not_faster_than_an_inner_one(plugin: Subject) -> Iterator[Problem]:
+    for group in plugin.groups():
+        if group.chip.link is None and plugin.loaded.topology(group) is None:
+            continue
+        levels = (plugin.loaded.topology(group) or topology_of(group)).levels
+        for inner, outer in pairwise(levels):
+            if outer.bytes_per_second > 1.001 * inner.bytes_per_second:
+                yield Problem(
+                    message=f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
+                    f"{outer.bytes_per_second:g} B/s, {inner.name} inside it {inner.bytes_per_second:g}",
+                    fix="give what one device sends over each level; nic_bytes_per_second is its share in bytes",
+                )
+
+
+def each_level_has_a_name_of_its_own(plugin: Subject) -> Iterator[Problem]:
+    for group in plugin.groups():
+        found = plugin.loaded.topology(group)
+        names = [level.name for level in found.levels] if found else []
+        if len(set(names)) != len(names) or not all(names):
+            yield Problem(
+                message=f"flagcore_topology: the levels of {group.chip.name} are called {', '.join(names)}",
+                fix="give each level a name; measured curves say by it where they hold",
+            )

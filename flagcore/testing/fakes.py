@@ -1,0 +1,151 @@
+"""A machine with fake management tools: real programs, alone on the PATH, that print what a check wants."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from flagcore.domain.chip import Device
+from flagcore.plugins.answers import devices as checked
+from flagcore.testing.subject import Subject
+
+KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
+"""What the fake machine has of the real environment."""
+
+NOBODYS = """\
++-----------------------------------------------------------------------------+
+| NOBODY-SMI 1.0       Driver Version: 1.0       Runtime Version: 1.0          |
+| GPU  Name                     | Bus-Id               | Clock-SM  Clock-Mem  |
+| Fan  Temp  Perf  Pwr:Usage/Cap|      Memory-Usage    | GPU-Util  Compute M. |
+|===============================+======================+======================|
+| 0    Nobody N-100             | 00000000:13:00.0     | 1500MHz   1600MHz    |
+| 0%   32C   P0    90W / 350W   | 116MiB / 32768MiB    | 0%        Default    |
++-----------------------------------------------------------------------------+
+"""
+"""The table of a vendor that does not exist, in the usual form."""
+
+
+@contextmanager
+def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Iterator[Path]:
+    """Let only `tools` (name and shell script) be found, with a bare environment and these variables; yield a folder.
+
+    What was set before comes back.
+    """
+    with tempfile.TemporaryDirectory(prefix="flagcore-check-") as made:
+        folder = Path(made)
+        (folder / "bin").mkdir()
+        for name, script in (tools or {}).items():
+            tool = folder / "bin" / name
+            tool.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
+            tool.chmod(0o755)
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        with quiet(), mock.patch.dict(os.environ, {**kept, "PATH": str(folder / "bin"), **environment}, clear=True):
+            yield folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let nothing be logged meanwhile: what is tried here is meant to go wrong."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def prints(text: str) -> str:
+    """Return a script that prints `text`, whatever it is asked."""
+    lines = text if text.endswith("\n") else f"{text}\n"
+    return f"cat <<'END OF THE TRANSCRIPT'\n{lines}END OF THE TRANSCRIPT"
+
+
+def devices(plugin: Subject, tools: Mapping[str, str] | None = None, **environment: str) -> tuple[Device, ...]:
+    """Return what the plugin finds on a machine with `tools`. Raises whatever it raises."""
+    with machine(tools, **environment):
+        return ask(plugin)
+
+
+def ask(plugin: Subject) -> tuple[Device, ...]:
+    """Return what the plugin finds here and now. Raises whatever it raises, and BadPlugin."""
+    answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
+    return () if answer is None else checked(answer)
+
+
+def without_tools(plugin: Subject) -> tuple[Device, ...]:
+    """Return what is found without any tool: nothing, but on a machine with the vendor's own devices."""
+    found: tuple[Device, ...] = _remembered(plugin, "without_tools", lambda: devices(plugin))
+    return found
+
+
+def tools_of(plugin: Subject) -> tuple[str, ...]:
+    """Return the names of the programs that the plugin looks for, seen by watching it where there are none."""
+
+    def watch() -> tuple[str, ...]:
+        asked: list[str] = []
+        start = subprocess.Popen.__init__
+
+        def which(name: Any, *arguments: Any, **named: Any) -> None:
+            asked.append(os.path.basename(os.fsdecode(name)))
+
+        def popen(self: Any, argv: Any, *arguments: Any, **named: Any) -> None:
+            first = argv[0] if isinstance(argv, (list, tuple)) else str(argv).split()[0]
+            asked.append(os.path.basename(os.fsdecode(first)))
+            start(self, argv, *arguments, **named)
+
+        with (
+            machine(),
+            mock.patch.object(shutil, "which", which),
+            mock.patch.object(subprocess.Popen, "__init__", popen),
+            suppress(Exception),
+        ):  # another check tells
+            ask(plugin)
+        return tuple(name for name in dict.fromkeys(asked) if not name.startswith("python"))
+
+    found: tuple[str, ...] = _remembered(plugin, "tools_of", watch)
+    return found
+
+
+class NoLimit(Exception):
+    """A tool was waited for without a limit of time."""
+
+
+@contextmanager
+def impatient(waited: dict[int, float]) -> Iterator[None]:
+    """Cut every wait for a process to a moment, note how long it was to be, and raise NoLimit where it had no end."""
+    wait, communicate = subprocess.Popen.wait, subprocess.Popen.communicate
+
+    def limit(process: Any, timeout: float | None) -> float | None:
+        if process.poll() is not None or process.pid in waited:
+            return timeout  # it has ended, or was given up and killed
+        if timeout is None:
+            process.kill()
+            raise NoLimit
+        waited[process.pid] = timeout
+        return min(timeout, 0.2)
+
+    def short_wait(self: Any, timeout: float | None = None) -> int:
+        return wait(self, limit(self, timeout))
+
+    def short_communicate(self: Any, input: Any = None, timeout: float | None = None) -> Any:
+        return communicate(self, input, limit(self, timeout))
+
+    with (
+        mock.patch.object(subprocess.Popen, "wait", short_wait),
+        mock.patch.object(subprocess.Popen, "communicate", short_communicate),
+    ):
+        yield
+
+
+def _remembered(plugin: Subject, name: str, make: Any) -> Any:
+    if name not in plugin.memory:
+        plugin.memory[name] = make()
+    return plugin.memory[name]

@@ -1,0 +1,69 @@
+"""What a check is, and how all of them are run. Needs no pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flagcore.plugins.installed import one_line
+
+if TYPE_CHECKING:
+    from flagcore.testing.subject import Subject
+
+MOST = 3
+"""Problems of one check that its message tells; the others are counted."""
+
+
+class Skip(Exception):
+    """A check has nothing to look at. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is wrong, with its place (file and key, or hook), and what to do about it."""
+
+    message: str
+    fix: str
+
+
+Check = Callable[["Subject"], Iterable[Problem]]
+"""A check's name is a sentence that is true of a good plugin; it yields what makes it false, or raises Skip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How one check ended: `state` is passed, failed or skipped. A skip has its reason as `message`."""
+
+    check: str
+    state: str
+    message: str = ""
+    fix: str = ""
+
+
+def run(check: Check, subject: Subject) -> Result:
+    """Return how `check` ends for `subject`. What the plugin raises meanwhile is a failure of the check."""
+    name = check.__name__
+    try:
+        problems = list(check(subject))
+    except Skip as skip:
+        return Result(check=name, state="skipped", message=str(skip))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        fix = "the plugin raised this while it was asked: mend it there, or answer None for what it does not know"
+        return Result(check=name, state="failed", message=one_line(error), fix=fix)
+    if not problems:
+        return Result(check=name, state="passed")
+    told = list(dict.fromkeys(problem.message for problem in problems))
+    more = [f"and {len(told) - MOST} more"] if len(told) > MOST else []
+    return Result(check=name, state="failed", message="; ".join([*told[:MOST], *more]), fix=problems[0].fix)
+
+
+def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:
+    """Yield the result of each check in turn; of a plugin that does not load only its module is checked."""
+    for check in checks:
+        if subject.broken and not check.__module__.endswith(".module"):
+            yield Result(check=check.__name__, state="skipped", message="the plugin does not load")
+        else:
+            yield run(check, subject)

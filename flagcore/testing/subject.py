@@ -1,0 +1,203 @@
+"""The plugin that is checked: its hooks, as the core asks them, and what its distribution ships. Needs no pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import Distribution
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import yaml
+
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import TrialState
+from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names
+from flagcore.plugins.installed import installed
+from flagcore.testing.examples import group_of, task_on
+from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.package import Package, read_installed, source_of
+from flagcore.testing.transcripts import Transcript, read_transcripts
+from flagcore.vendorkit.maturity import Maturity, maturity
+from flagcore.vendorkit.quirks import Quirks, quirks
+from flagcore.vendorkit.variables import Variable, variables
+
+T = TypeVar("T")
+
+SHAPES = ((1, 1), (1, 2), (1, 8), (4, 8))
+"""Nodes and devices a node for which a plugin is asked."""
+
+
+@dataclass
+class Subject:
+    """A plugin under test. `hooks` is what its entry point names: a module, or an object.
+
+    `examples` are log lines and how a trial that wrote each one failed, beside those of `quirks.yaml`.
+    """
+
+    name: str
+    hooks: object
+    distribution: Distribution | None = None
+    examples: Sequence[tuple[str, TrialState]] = ()
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What checks found out that others want, too."""
+
+    @classmethod
+    def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
+        """Return `hooks` under the name that its entry point has, if it is installed or in its source folder."""
+        module = getattr(hooks, "__name__", "")
+        for name, points in installed(GROUP).points.items():
+            if points[0].value == module:
+                return cls(name=name, hooks=hooks, distribution=points[0].dist, examples=examples)
+        made = cls(name="plugin_under_test", hooks=hooks, examples=examples)
+        with suppress(Skip):
+            made.name = next(name for name, value in made.packaged.points.items() if value == module)
+        return made
+
+    @cached_property
+    def loaded(self) -> LoadedPlugins:
+        """The plugin as the core would ask it, every answer checked."""
+        return LoadedPlugins.of({self.name: self.hooks})
+
+    @property
+    def broken(self) -> bool:
+        """Whether the plugin cannot be asked at all."""
+        return not self.loaded.plugins
+
+    @cached_property
+    def chips(self) -> tuple[Chip, ...]:
+        """The plugin's own chips; an add-on has none."""
+        return self.loaded.chips()
+
+    @cached_property
+    def engines(self) -> tuple[str, ...]:
+        """The engines that are installed."""
+        return names(WORKLOADS)
+
+    @cached_property
+    def others(self) -> LoadedPlugins:
+        """The other plugins that are installed."""
+        return load_plugins({self.name} & {*names(GROUP)})
+
+    @property
+    def package(self) -> str:
+        """The name of the plugin's package. Raises Skip for an object."""
+        if not isinstance(self.hooks, ModuleType):
+            raise Skip("the plugin is an object, not a module that can be imported by name")
+        return self.hooks.__name__.partition(".")[0]
+
+    @property
+    def package_folder(self) -> Path:
+        """The folder of its package. Raises Skip for an object."""
+        self.package  # noqa: B018 (raises for an object)
+        return Path(str(getattr(self.hooks, "__file__", ""))).parent
+
+    @cached_property
+    def packaged(self) -> Package:
+        """What its distribution says. Raises Skip where there is none."""
+        module: Any = self.hooks
+        if source := source_of(self.package_folder.resolve(), module.__name__):
+            return source
+        if self.distribution is None:
+            raise Skip("the plugin's distribution is not here, only its module")
+        return read_installed(self.distribution)
+
+    @property
+    def source(self) -> Path:
+        """Its source folder. Raises Skip where only the installed package is here."""
+        if self.packaged.folder is None:
+            raise Skip("only the installed package is here; check the folder of its pyproject.toml")
+        return self.packaged.folder
+
+    @cached_property
+    def transcripts(self) -> tuple[Transcript, ...]:
+        """What its vendor's tools printed. Raises Skip where there are none."""
+        found = read_transcripts(self.source)
+        if not found:
+            raise Skip("there are no transcripts in tests/smi")
+        return found
+
+    @property
+    def listings(self) -> tuple[Transcript, ...]:
+        """The transcripts that list devices, each with its tool. Raises Skip where there are none."""
+        found = tuple(each for each in self.transcripts if each.tool and each.devices)
+        if not found:
+            raise Skip("no transcript in tests/smi is said to list devices")
+        return found
+
+    def shipped(self, file: str) -> Path:
+        """Return a file of its package. Raises Skip where it ships none of that name."""
+        path = self.package_folder / file
+        if not path.is_file():
+            raise Skip(f"the plugin ships no {file}")
+        return path
+
+    @property
+    def quirks(self) -> Quirks:
+        """What `quirks.yaml` holds. Raises Skip, and SpecError for a bad file."""
+        self.shipped("quirks.yaml")
+        return quirks(self.package)
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """What `environment.yaml` holds. Raises Skip, and SpecError for a bad file."""
+        self.shipped("environment.yaml")
+        return variables(self.package)
+
+    @property
+    def maturity(self) -> Maturity:
+        """What `maturity.yaml` holds. Raises Skip, and SpecError for a bad file."""
+        self.shipped("maturity.yaml")
+        return maturity(self.package)
+
+    def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the content of each file of its package that `pattern` fits and that is YAML."""
+        for path in sorted(self.package_folder.glob(pattern)):
+            try:
+                yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
+            except yaml.YAMLError:
+                continue  # whoever reads the file tells that
+
+    def told(self, *hooks: str) -> Iterator[Problem]:
+        """Yield what went wrong with `hooks` until now."""
+        for failure in self.loaded.failures:
+            if failure.hook in hooks:
+                fix = f"see {failure.hook} in docs/hooks.md for what it may answer"
+                yield Problem(message=f"{failure.hook}: {failure.reason}", fix=fix)
+
+    def own_chips(self) -> tuple[Chip, ...]:
+        """Return its chips. Raises Skip where it has none."""
+        if not self.chips:
+            raise Skip("the plugin has no chips of its own")
+        return self.chips
+
+    def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
+        """Return what the plugin answers for its chips. Raises Skip where that is nothing."""
+        found = [(chip, said) for chip in self.own_chips() if (said := answer(chip)) is not None]
+        if not found:
+            raise Skip(f"the plugin leaves this to the core: {hook} answers None for each of its chips")
+        return found
+
+    def groups(self) -> Iterator[NodeGroup]:
+        """Yield each chip in node groups of several sizes."""
+        for chip in self.own_chips():
+            shapes = dict.fromkeys([*SHAPES, (1, chip.devices_per_node), (2, chip.devices_per_node)])
+            yield from (NodeGroup(chip=chip, nodes=nodes, devices_per_node=devices) for nodes, devices in shapes)
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield a small training task for each chip."""
+        return (task_on(chip) for chip in self.own_chips())
+
+    def implements(self, hook: str) -> None:
+        """Raise Skip if the plugin does not implement `hook`."""
+        if hook not in self.loaded.plugins[0].hooks:
+            raise Skip(f"the plugin does not implement {hook}")
+
+    def group(self, chip: Chip) -> NodeGroup:
+        """Return one node of eight devices of `chip`."""
+        return group_of(chip)

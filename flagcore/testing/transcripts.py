@@ -1,0 +1,89 @@
+"""What a vendor's tools printed on real machines: the files of a plugin's `tests/smi`, and what is to be read there.
+
+`sources.yaml` beside them has a line a file: where it is from or, for one that lists devices, keys:
+
+```yaml
+acme-smi-1.txt:
+  source: where it was printed
+  tool: acme-smi
+  lists: {chip: ACME A1, devices: 8, memory_mib: 65536, driver: "1.2"}   # or a list of these; missing: no device
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagcore.domain.chip import Device
+
+FOLDER = Path("tests") / "smi"
+SOURCES = "sources.yaml"
+KEYS = {"source", "tool", "lists"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """Devices of one chip that a transcript lists. None: that is not told there."""
+
+    chip: str
+    devices: int
+    memory_mib: int | None = None
+    driver: str | None = None
+    other: bool = False
+    """The plugin has no such chip: the device is listed, and stays unknown."""
+
+    def matches(self, device: Device) -> bool:
+        """Return whether `device` may be one of these."""
+        memory = None if self.memory_mib is None else self.memory_mib * 2**20
+        same = device.chip == self.chip and device.memory_bytes == memory
+        return same and (self.driver is None or device.driver == self.driver)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """One file. `tool` is the program that printed it, empty where that is not a tool that lists devices."""
+
+    name: str
+    text: str
+    source: str
+    tool: str
+    lists: tuple[Listed, ...]
+
+    @property
+    def devices(self) -> int:
+        """How many devices it lists."""
+        return sum(listed.devices for listed in self.lists)
+
+
+def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
+    """Return the transcripts in a plugin's source folder; none where it has no such files. Raises ValueError."""
+    file = folder / FOLDER / SOURCES
+    if not file.is_file():
+        return ()
+    entries = yaml.safe_load(file.read_text("utf-8")) or {}
+    if not isinstance(entries, dict):
+        raise ValueError(f"{FOLDER / SOURCES} must have a key a file")
+    return tuple(_transcript(file.parent / str(name), entry) for name, entry in entries.items())
+
+
+def _transcript(path: Path, entry: object) -> Transcript:
+    said: Mapping[str, Any] = entry if isinstance(entry, dict) else {"source": entry}
+    if unknown := set(said) - KEYS:
+        raise ValueError(f"{FOLDER / SOURCES}: {path.name}.{min(map(str, unknown))} is none of {', '.join(KEYS)}")
+    lists = said.get("lists") or []
+    try:
+        listed = tuple(Listed(**each) for each in (lists if isinstance(lists, list) else [lists]))
+    except TypeError as error:
+        raise ValueError(f"{FOLDER / SOURCES}: {path.name}.lists: {error}") from error
+    return Transcript(
+        name=path.name,
+        text=path.read_text("utf-8", "replace") if path.is_file() else "",
+        source=str(said.get("source") or ""),
+        tool=str(said.get("tool") or ""),
+        lists=listed,
+    )
