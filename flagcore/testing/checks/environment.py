@@ -6,12 +6,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.testing import fakes
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.examples import task_on
+from flagcore.testing.kit import Problem
 from flagcore.testing.subject import Subject
 from flagcore.vendorkit.parts import SOURCE_SAYS
+from flagcore.vendorkit.variables import Variable
 
 
 def variables_have_names_and_texts(plugin: Subject) -> Iterator[Problem]:
@@ -88,18 +93,35 @@ def trials_are_given_the_variables_that_have_a_value(plugin: Subject) -> Iterato
                     )
 
 
-def a_value_of_the_users_shell_is_kept(plugin: Subject) -> Iterator[Problem]:
-    given = [each for each in plugin.variables if each.value]
-    if not given:
-        raise Skip("environment.yaml gives no variable a value")
-    own = {each.name: "the user's own" for each in given}
+def what_trials_are_given_does_not_depend_on_the_users_shell(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_environment")
     for chip in plugin.own_chips():
-        with mock.patch.dict(os.environ, own), fakes.quiet():
-            said = {engine: plugin.loaded.environment(chip, engine) for engine in plugin.engines}
-        for engine, variables in said.items():
-            for name in sorted(set(variables) & set(own)):
-                if variables[name] != own[name]:
-                    yield Problem(
-                        message=f"flagcore_environment sets {name} for {engine} though the user's shell has set it",
-                        fix="answer environment(PACKAGE, chip, engine): it keeps the user's value and tells",
-                    )
+        for engine in plugin.engines:
+            given = plugin.loaded.environment(chip, engine)
+            with mock.patch.dict(os.environ, dict.fromkeys(given, "the user's own")), fakes.quiet():
+                again = plugin.loaded.environment(chip, engine)
+            for name in sorted(name for name in given if again.get(name) != given[name]):
+                yield Problem(
+                    message=f"flagcore_environment answers {again.get(name)!r} for {name} where the shell has set it",
+                    fix="answer what trials need: the core keeps the user's values, and tells where they conflict",
+                )
+
+
+def several_nodes_keep_what_one_needs(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_environment")
+    for chip in plugin.own_chips():
+        nodes = NodeGroup(chip=chip, nodes=2, devices_per_node=chip.devices_per_node)
+        task = replace(task_on(chip), cluster=Cluster(groups=(nodes,)))
+        one = plugin.loaded.environment(chip, "megatron", None, task_on(chip))
+        two = plugin.loaded.environment(chip, "megatron", None, task)
+        for name in sorted(set(one) - set(two)):
+            yield Problem(
+                message=f"flagcore_environment gives {name} to one node of {chip.name}, but not to two",
+                fix="add variables for several nodes to those of one",
+            )
+    yield from plugin.told("flagcore_environment")
+
+
+def _is_given(each: Variable, chip: Chip, engine: str) -> bool:
+    """Return whether one node must be given a variable, whatever is found on it."""
+    return each.concerns(chip, engine) and each.holds(None, None) and not each.condition and "{" not in str(each.value)
