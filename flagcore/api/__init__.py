@@ -2,6 +2,7 @@
 
 from flagcore.api.account import Account, explain_candidate
 from flagcore.api.calibrating import calibrate, calibrations, forget, summary
+from flagcore.api.comparing import Comparison, compare
 from flagcore.api.estimating import Estimate, estimate
 from flagcore.api.explaining import Explanation, explain
 from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
@@ -15,6 +16,7 @@ from flagcore.spec.flagscale import Imported, read_tree
 __all__ = [
     "AT_ONCE",
     "Account",
+    "Comparison",
     "Estimate",
     "Explanation",
     "Imported",
@@ -24,6 +26,7 @@ __all__ = [
     "calibrate",
     "calibrations",
     "chip_table",
+    "compare",
     "devices",
     "doctor",
     "estimate",

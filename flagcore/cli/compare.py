@@ -56,12 +56,30 @@ def explain_command(spec: str, candidate: str | None, chip: str | None, form: st
         raise NothingFits(found.nothing_fits)
 
 
-def _tell(found: api.Account, form: str) -> None:
+@click.command("compare")
+@click.argument("a")
+@click.argument("b")
+@click.option("--spec", type=click.Path(), metavar="SPEC", help="A and B are candidates of this spec.")
+@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
+@options.output
+@options.plugins
+def compare_command(a: str, b: str, spec: str | None, chip: str | None, form: str, without: tuple[str, ...]) -> None:
+    """Compare two candidates part by part: knobs, predicted time and memory, what was measured, and why they differ.
+
+    A and B are RUN:CANDIDATE, or RUN for its best; with --spec both are CANDIDATE alone. A CANDIDATE is told as for
+    `flag explain`.
+    """
+    from flagcore import api
+
+    _tell(api.compare(a, b, spec=spec, chip=chip, without=without), form)
+
+
+def _tell(found: api.Account | api.Comparison, form: str) -> None:
     """Print what is known of candidates: text for people, or one record."""
     from flagcore.report.formats import render
 
     if form == "csv":
-        raise click.UsageError("one candidate told in full has no columns: use another --format than csv")
+        raise click.UsageError("candidates told in full have no columns: use another --format than csv")
     data = found.as_data()
     if form == "table":
         click.echo(str(found))

@@ -21,6 +21,7 @@ from flagcore.errors import FlagError
 
 COMMANDS = {
     "calibrate": "flagcore.cli.calibrate",
+    "compare": "flagcore.cli.compare",
     "devices": "flagcore.cli.inspect",
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.predict",

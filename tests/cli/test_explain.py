@@ -135,7 +135,7 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
 
 
 def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, project: Project) -> None:
-    assert "has no columns" in flag("explain", project.spec(), "best", "--format", "csv").err
+    assert "have no columns" in flag("explain", project.spec(), "best", "--format", "csv").err
     flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
     assert "goes with a spec" in flag("explain", str(project.run_dir), "best", "--chip", "cpu").err
     assert flag("explain", str(project.folder), "best").code == 2

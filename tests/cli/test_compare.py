@@ -1,0 +1,70 @@
+"""`flag compare`: two candidates part by part, and whether their difference is more than noise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Project, Ran
+
+Flag = Callable[..., Ran]
+
+
+@pytest.fixture
+def compared(flag: Flag) -> Callable[..., Any]:
+    def call(*arguments: object) -> Any:
+        ran = flag("compare", *map(str, arguments), "--json")
+        assert ran.code == 0, ran.err
+        return json.loads(ran.out)
+
+    return call
+
+
+def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
+    compared: Callable[..., Any], flag: Flag, project: Project
+) -> None:
+    arguments = ("--spec", project.spec(cluster={"memory_per_device": "2GiB"}), "tp=2, mbs=2", "DP 2, MBS 4")
+    both = compared(*arguments)
+    assert (both["sure"], both["tasks"]) == ("as predicted", [])
+    assert both["differs"]["micro_batch_size"] == [2, 4]
+    for place, side in enumerate((both["a"], both["b"])):
+        step, used = side["predicted"]["step_time_s"]["value"], side["predicted"]["memory"]["device_used_gib"]
+        assert sum(pair[place] for pair in both["time"].values()) == pytest.approx(step)
+        assert sum(pair[place] for pair in both["memory"].values()) == pytest.approx(used, abs=0.003)
+    steps = [both[side]["predicted"]["step_time_s"]["value"] for side in "ab"]
+    assert both["gap"] == pytest.approx(steps[1] / steps[0] - 1)
+    text = flag("compare", *arguments).out
+    assert "They differ in DP 1 -> 2, TP 2 -> 1, MBS 2 -> 4." in text
+    assert "as predicted; not both were measured" in text
+
+
+def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(
+    compared: Callable[..., Any], project: Project, flag: Flag, tmp_path: Path
+) -> None:
+    spec = project.spec(control={"max_trials": 5})
+    assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 0
+    both = compared(project.run_dir, f"{project.run_dir}:baseline")
+    assert both["sure"] == "surely"
+    assert both["gap"] == pytest.approx(0.1975 / 0.1025 - 1)
+    assert both["a"]["measured"]["runs"] == both["b"]["measured"]["runs"] == 2
+    assert "measured +92.7% in time" in both["because"][0]
+    again = compared(project.run_dir, project.run_dir)
+    assert (again["gap"], again["sure"], again["differs"]) == (0.0, "perhaps", {})
+    other = project.spec(control={"max_trials": 1}, train={"seq_length": 512})
+    assert flag("tune", other, "--run-dir", str(tmp_path / "other"), "-q").code == 0
+    apart = compared(f"{project.run_dir}:baseline", tmp_path / "other")
+    assert apart["tasks"] == ["work.seq_length: 1024 -> 512"]
+    assert apart["gap"] == pytest.approx(1.0, abs=1e-6)  # half the tokens in the same time
+
+
+def test_illegal_candidate_and_unknown_run_are_told(compared: Callable[..., Any], flag: Flag, project: Project) -> None:
+    both = compared("--spec", project.spec(), "best", "mbs=3")
+    assert (both["gap"], both["sure"], both["time"]) == (None, "unknown", {})
+    assert both["because"][0].startswith("B is illegal: global_batch_size")
+    ran = flag("compare", "nowhere:best", "nothing")
+    assert (ran.code, ran.out) == (2, "")
+    assert "nowhere:best is no run; give RUN or RUN:CANDIDATE, or --spec SPEC" in ran.err
