@@ -118,8 +118,10 @@ def _chip(loaded: plugins.LoadedPlugins, chip: Chip) -> dict[str, Any]:
         "peak_precision": best,
         "precisions": list(chip.dense_flops_per_second),
         "devices_per_node": chip.devices_per_node,
+        "devices_per_card": chip.devices_per_card,
         "link": chip.link.name if chip.link else None,
         "link_gbytes_per_second": scaled(chip.link.bytes_per_second, 1e9) if chip.link else None,
+        "host_gbytes_per_second": scaled(chip.host_bytes_per_second, 1e9),
         "nic_gbytes_per_second": scaled(chip.nic_bytes_per_second, 1e9),
     }
 

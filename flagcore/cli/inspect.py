@@ -74,8 +74,10 @@ def plugins_chips(form: str, without: tuple[str, ...]) -> None:
         "peak TFLOP/s": "peak_tflops",
         "precision": "peak_precision",
         "devices/node": "devices_per_node",
+        "devices/card": "devices_per_card",
         "link": "link",
         "link GB/s": "link_gbytes_per_second",
+        "host GB/s": "host_gbytes_per_second",
         "nic GB/s": "nic_gbytes_per_second",
         "aliases": "aliases",
     }

@@ -60,8 +60,8 @@ class Chip:
     """One model of accelerator, as software sees one device of it.
 
     `aliases` are the strings under which drivers and frameworks report it. `dense_flops_per_second` maps a
-    precision (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. A figure that nobody
-    published or measured is absent, never guessed.
+    precision (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is what the
+    interface to the host carries in one direction. A figure that nobody published or measured is absent, never guessed.
     """
 
     name: str
@@ -71,7 +71,9 @@ class Chip:
     memory_bandwidth_bytes_per_second: Fact | None = None
     dense_flops_per_second: Mapping[str, Fact] = field(default_factory=dict)
     devices_per_node: int = 8
+    devices_per_card: int = 1
     link: Link | None = None
+    host_bytes_per_second: Fact | None = None
     nic_bytes_per_second: Fact | None = None
     notes: str = ""
 

@@ -34,12 +34,15 @@ def read_chip(text: str, file: str) -> Chip:
         memory_bandwidth_bytes_per_second=chip.fact("memory_bandwidth_bytes_per_second"),
         dense_flops_per_second=chip.facts("dense_flops_per_second", PRECISIONS),
         devices_per_node=chip.optional("devices_per_node", int, 8),
+        devices_per_card=chip.optional("devices_per_card", int, 1),
         link=_link(chip.part("link")),
+        host_bytes_per_second=chip.fact("host_bytes_per_second"),
         nic_bytes_per_second=chip.fact("nic_bytes_per_second"),
         notes=chip.optional("notes", str, ""),
     )
-    if made.devices_per_node < 1:
-        raise chip.wrong("devices_per_node", "must be at least 1")
+    for key in ("devices_per_node", "devices_per_card"):
+        if getattr(made, key) < 1:
+            raise chip.wrong(key, "must be at least 1")
     chip.finish()
     return made
 

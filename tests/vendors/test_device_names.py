@@ -40,6 +40,7 @@ def loaded() -> LoadedPlugins:
         ("BI-V150", "BI-V150"),
         ("Iluvatar BI-V100", "BI-V100"),
         ("Iluvatar MR-V100", "MR-V100"),
+        ("Iluvatar MR-V100 DUO", "MR-V100-DUO"),
         ("Iluvatar MR-V50", "MR-V50"),
         ("MLU370-X8", "MLU370-X8"),
         ("Cambricon MLU370-X8", "MLU370-X8"),

@@ -1,0 +1,63 @@
+"""What the catalogues of all vendors say of chips: sources, plausible figures, and what stays empty."""
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+from flagcore.domain.chip import Chip, Fact
+
+VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
+CHIPS = [chip for name in VENDORS for chip in importlib.import_module(f"flagcore_{name}.hooks").flagcore_chips()]
+BY_NAME = {chip.name: chip for chip in CHIPS}
+
+
+def facts(chip: Chip) -> Iterator[Fact]:
+    yield from chip.dense_flops_per_second.values()
+    others = (chip.memory_bytes, chip.memory_bandwidth_bytes_per_second, chip.host_bytes_per_second)
+    link = chip.link.bytes_per_second if chip.link else None
+    yield from (fact for fact in (*others, chip.nic_bytes_per_second, link) if fact is not None)
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_each_figure_says_where_it_is_from(chip: Chip) -> None:
+    for fact in facts(chip):
+        assert fact.source.kind in ("measured", "published", "datasheet", "estimated")
+        assert len(fact.source.detail) > 10
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_peaks_are_dense_and_ordered_by_precision(chip: Chip) -> None:
+    peak = {name: fact.value for name, fact in chip.dense_flops_per_second.items()}
+    assert peak.get("bf16") == peak.get("fp16")
+    if "fp32" in peak:
+        assert peak["fp32"] <= peak.get("tf32", peak["bf16"]) <= peak["bf16"]
+    if "fp8" in peak:
+        assert 1.9 < peak["fp8"] / peak["bf16"] < 2.1
+    if "fp4" in peak:
+        assert 1.9 < peak["fp4"] / peak["fp8"] < 3.4
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_only_what_was_measured_by_this_project_says_measured(chip: Chip) -> None:
+    if any(fact.source.kind == "measured" for fact in facts(chip)):
+        assert chip.name == "H200"
+
+
+@pytest.mark.parametrize(("name", "devices"), [("BI-V150", 2), ("BI-V150S", 2), ("MR-V100-DUO", 2), ("MLU370-X8", 2)])
+def test_a_card_of_two_devices_is_told_and_its_figures_are_of_one(name: str, devices: int) -> None:
+    assert BY_NAME[name].devices_per_card == devices
+    memory = BY_NAME[name].memory_bytes
+    assert memory is not None
+    assert memory.value <= 32 * 2**30
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("C500X", "C588", "C600-A", "N260", "BI-V150S", "MR-V100-DUO", "MR-V50"),
+        *("MLU580", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
+    ],
+)
+def test_peaks_that_nobody_published_are_empty(name: str) -> None:
+    assert not BY_NAME[name].dense_flops_per_second
