@@ -20,6 +20,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.physics.collectives.curves import CollectiveTable
@@ -50,6 +51,13 @@ class ChipHooks:
         """Return the chips that this plugin knows, found or not. Asked once a command.
 
         SI units, each figure with its source; what nobody published or measured is left out.
+        """
+
+    @hookspec
+    def flagcore_maturity(self) -> Maturity | None:
+        """Return how well founded what this plugin says is: run on devices, checked on transcripts, or from documents.
+
+        Shown by `flag plugins list`, in full as JSON; None says nothing. Asked once a command that lists plugins.
         """
 
     @hookspec(firstresult=True)

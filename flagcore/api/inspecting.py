@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Collection
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +13,7 @@ from packaging.requirements import Requirement
 from flagcore import __version__, plugins
 from flagcore.api.telling import loaded_plugins
 from flagcore.domain.chip import Chip, Fact, Support
+from flagcore.domain.maturity import Maturity
 from flagcore.errors import FlagError, NoDevice
 
 
@@ -35,6 +37,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "distribution": plugin.distribution,
             "version": plugin.version,
             "status": "loaded",
+            "maturity": _maturity(loaded.maturity(plugin)),
             "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
             "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
         }
@@ -47,6 +50,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "distribution": failure.distribution,
             "version": None,
             "status": "failed",
+            "maturity": None,
             "chips": [],
             "problem": str(failure),
         }
@@ -54,6 +58,11 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
         if failure.name not in known
     ]
     return records
+
+
+def _maturity(said: Maturity | None) -> dict[str, Any] | None:
+    """Return what a plugin says of itself; `word` is hardware, transcripts or documents, the best of it."""
+    return {"word": said.word, **asdict(said)} if said else None
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:

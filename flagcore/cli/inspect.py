@@ -42,7 +42,10 @@ def plugins_command() -> None:
 @options.output
 @options.plugins
 def plugins_list(form: str, without: tuple[str, ...]) -> None:
-    """List every plugin with its chips; one that failed with the reason."""
+    """List every plugin with its chips; one that failed with the reason.
+
+    Maturity is the best that a plugin's word stands on: hardware that it was run on, transcripts of tools, documents.
+    """
     from flagcore import api
     from flagcore.report.formats import render
 
@@ -52,6 +55,7 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
         "distribution": "distribution",
         "version": "version",
         "status": "status",
+        "maturity": "maturity.word",
         "chips": "chips",
         "problem": "problem",
     }

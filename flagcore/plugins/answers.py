@@ -21,6 +21,7 @@ from flagcore.domain.chip import Chip, Device, Fact
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.curves import CollectiveTable, problem
@@ -38,6 +39,12 @@ def devices(answer: object) -> tuple[Device, ...]:
 def chips(answer: object) -> tuple[Chip, ...]:
     """Return `answer` as chips."""
     return tuple(data(Sequence[Chip], answer))
+
+
+def maturity(answer: object) -> Maturity:
+    """Return `answer` as maturity."""
+    found: Maturity = data(Maturity, answer)
+    return found
 
 
 def support(answer: object) -> EngineSupport:

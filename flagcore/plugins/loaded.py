@@ -12,6 +12,7 @@ from flagcore.domain.chip import Chip, Device, Support, bare
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
@@ -89,6 +90,10 @@ class LoadedPlugins:
         """Return all chips. Asked once. Of two chips with one name or alias the first plugin's is kept."""
         self._known_chips()
         return tuple(self._chips)
+
+    def maturity(self, plugin: Plugin) -> Maturity | None:
+        """Return how well founded a plugin says it is; None if it says nothing."""
+        return self._ask(plugin, "flagcore_maturity", answers.maturity)
 
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the first plugin's answer, or None to derive the levels from the chip."""

@@ -6,33 +6,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from flagcore.domain.maturity import Claim, Maturity
 from flagcore.vendorkit.parts import Part, read_parts
 
 FILE = "maturity.yaml"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """One thing that is said of some chips. `by` is a tool, or software with its date; `files` are transcripts."""
-
-    what: str
-    chips: tuple[str, ...]
-    by: str = ""
-    files: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Maturity:
-    """How well founded a plugin is, the best first."""
-
-    run_on_hardware: tuple[Claim, ...]
-    checked_on_transcripts: tuple[Claim, ...]
-    from_documents: tuple[Claim, ...]
-    not_checked: tuple[str, ...]
 
 
 @cache

@@ -10,10 +10,12 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import failure_patterns, forced, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
@@ -41,6 +43,12 @@ def flagcore_devices() -> Sequence[Device]:
 def flagcore_topology(group: NodeGroup) -> Topology | None:
     """Return the bridge groups of an MLU370-X8 node; the other chips' links say it all."""
     return x8_topology(group) if group.chip.name == "MLU370-X8" else None
+
+
+@hookimpl
+def flagcore_maturity() -> Maturity:
+    """Return what `maturity.yaml` says."""
+    return maturity("flagcore_cambricon")
 
 
 @hookimpl

@@ -12,10 +12,12 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.maturity import maturity
 from flagcore_cpu import discover
 from flagcore_cpu.machine import Processor, this_machine
 from flagcore_cpu.memory import CpuMemory
@@ -48,6 +50,12 @@ def flagcore_chips() -> Sequence[Chip]:
 def flagcore_devices() -> Sequence[Device]:
     """Return one device a usable core."""
     return discover.devices()
+
+
+@hookimpl
+def flagcore_maturity() -> Maturity:
+    """Return what `maturity.yaml` says."""
+    return maturity("flagcore_cpu")
 
 
 @hookimpl

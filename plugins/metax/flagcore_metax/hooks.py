@@ -10,6 +10,7 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
@@ -18,6 +19,7 @@ from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
 from flagcore.vendorkit.knobs import knobs
+from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import failure_patterns, forced, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
@@ -48,6 +50,12 @@ def flagcore_topology(group: NodeGroup) -> Topology | None:
     if group.chip.name != "C500":
         return None
     return c500_topology(group, island_size(group, discover.topo()), discover.adapters() if group.nodes > 1 else None)
+
+
+@hookimpl
+def flagcore_maturity() -> Maturity:
+    """Return what `maturity.yaml` says."""
+    return maturity("flagcore_metax")
 
 
 @hookimpl

@@ -10,6 +10,7 @@ from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
@@ -18,6 +19,7 @@ from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs, serving_costs
 from flagcore.vendorkit.knobs import knobs
+from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import failure_patterns, forced, notes, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
@@ -38,6 +40,12 @@ def flagcore_chips() -> Sequence[Chip]:
 def flagcore_devices() -> Sequence[Device]:
     """Return what nvidia-smi lists."""
     return discover.devices()
+
+
+@hookimpl
+def flagcore_maturity() -> Maturity:
+    """Return what `maturity.yaml` says."""
+    return maturity("flagcore_nvidia")
 
 
 @hookimpl

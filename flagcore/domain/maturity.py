@@ -1,0 +1,32 @@
+"""How well founded what a plugin says is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One thing that is said of some chips. `by` is a tool, or software with its date; `files` are transcripts."""
+
+    what: str
+    chips: tuple[str, ...]
+    by: str = ""
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maturity:
+    """What of a plugin was run on real devices, checked on transcripts of others, or taken from documents."""
+
+    run_on_hardware: tuple[Claim, ...] = ()
+    checked_on_transcripts: tuple[Claim, ...] = ()
+    from_documents: tuple[Claim, ...] = ()
+    not_checked: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """The best of them in one word."""
+        if self.run_on_hardware:
+            return "hardware"
+        return "transcripts" if self.checked_on_transcripts else "documents"
