@@ -34,6 +34,24 @@ def page() -> str:
 
 def _overview() -> Iterator[str]:
     said = {vendor: maturity(f"flagcore_{vendor}") for vendor in VENDORS}
+    rows = [
+        [vendor, each.word, _claims(each.run_on_hardware), _claims(each.checked_on_transcripts), _not(each.not_checked)]
+        for vendor, each in said.items()
+    ]
+    yield "## How well founded\n"
+    yield table(["vendor", "best", "run on hardware", "checked on transcripts", "not checked"], rows)
+
+
+def _claims(claims: Sequence[Claim]) -> str:
+    return "; ".join(f"{each.what} ({each.by}; {', '.join(each.chips) or 'no chip'})" for each in claims) or "nothing"
+
+
+def _not(sentences: Sequence[str]) -> str:
+    return "; ".join(sentences)
+
+
+def _vendor(package: str) -> Iterator[str]:
+    yield "### Chips\n"
     rows = []
     for chip in chips(package):
         found = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
