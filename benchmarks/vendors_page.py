@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
 from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.maturity import Claim
 from flagcore.domain.plugin_knob import Factor
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.knobs import all_knobs
