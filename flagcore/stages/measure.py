@@ -17,12 +17,17 @@ from dataclasses import replace
 from flagcore.contracts import Platform, Running, Telemetry, Workload
 from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
 from flagcore.domain.launch import Exit
+from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
 HOPELESS = 1.5
 POLL_SECONDS = 0.5
+MEMORY = "memory_used_bytes"
+"""What telemetry calls the memory that a device shows in use."""
+OTHERS = 0.1
+"""Where others had more than this share of it before a trial, a reading says nothing of the trial's own."""
 
 
 def measure(
@@ -48,7 +53,7 @@ def measure(
         raise
     outcome = _outcome(ended, hopeless, platform, workload, trial, folder)
     if outcome.measurement:
-        outcome = replace(outcome, measurement=replace(outcome.measurement, telemetry=readings.summary()))
+        outcome = replace(outcome, measurement=_with_readings(outcome.measurement, readings, platform))
     return replace(outcome, duration_s=ended.duration_s)
 
 
@@ -67,11 +72,19 @@ def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload
     return replace(trial, state=state, reason=reason)
 
 
+def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
+    """Return a measurement with what devices showed; it is their memory in use where the trial did not tell it."""
+    used = None if platform.support.shared_devices else readings.memory_used()
+    told = measured.device_used_bytes
+    return replace(measured, telemetry=readings.summary(), device_used_bytes=used if told is None else told)
+
+
 def _judged(platform: Platform, trial: Trial) -> Trial:
     """Return a trial that ran to its end as measured, unless what it measured is not what was asked for."""
     measured, group = trial.measurement, platform.task.cluster.groups[0]
     assert measured is not None
-    budget = group.memory_bytes if platform.support.shared_devices else None
+    ranks = platform.support.shared_devices and isinstance(platform.task.spec.work, TrainSpec)
+    budget = group.memory_bytes if ranks else None  # servers are held together, by the limit of all their processes
     if budget and measured.device_used_bytes and measured.device_used_bytes > budget:
         used = measured.device_used_bytes
         reason = f"one rank used {used / 2**30:.2f} GiB of a budget of {budget / 2**30:.2f} GiB"
@@ -104,6 +117,8 @@ class _Readings:
         self._readers = list(readers)
         self._samples: dict[str, list[float]] = {}
         self._next = 0.0
+        self._before = math.inf
+        """The most memory that a device had in use at the first reading."""
 
     def take(self) -> None:
         """Read every device, at most once a second; a reader that raises is not asked again."""
@@ -118,6 +133,15 @@ class _Readings:
             except Exception as error:
                 LOG.warning("telemetry of a device is left out: %s", error)
                 self._readers.remove(reader)
+        if math.isinf(self._before):
+            self._before = max(self._samples.get(MEMORY, []), default=math.inf)
+
+    def memory_used(self) -> int | None:
+        """Return the most that a device showed in use; None if nobody read it, or others had much of it before."""
+        used = self._samples.get(MEMORY, [])
+        if not used or self._before > OTHERS * max(used):
+            return None
+        return int(max(used))
 
     def summary(self) -> dict[str, float]:
         """Return mean figures by name, and `peak_` ones."""

@@ -242,6 +242,39 @@ def test_telemetry_is_averaged_and_a_reader_that_raises_hurts_nobody(
     }
 
 
+SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+
+
+@pytest.mark.parametrize(
+    ("used", "support", "known"),
+    [
+        (([1e9, 60e9], [1e9, 70e9]), None, 70e9),
+        (([20e9, 60e9], [1e9, 70e9]), None, None),  # somebody else's
+        (([1e9, 60e9], [1e9, 70e9]), SHARED, None),  # the machine's own memory
+        (([], []), None, None),
+    ],
+)
+def test_the_fullest_device_tells_the_memory_that_a_trial_did_not_tell_itself(
+    used: tuple[list[float], list[float]],
+    support: EngineSupport | None,
+    known: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: float(next(clock)))
+    readers = tuple(Reader(*({"memory_used_bytes": each} for each in device)) for device in used if device)
+    platform = small.platform(TASK, telemetry=readers)
+    platform = replace(platform, support=support) if support else platform
+    done = measured(Ran(ended(), polls=2), tmp_path, platform=platform)
+    assert done.measurement is not None
+    assert done.measurement.device_used_bytes == known
+    own = Engine(result=replace(MEASURED, device_used_bytes=5))
+    told = measured(Ran(ended()), tmp_path, own, platform=replace(platform, telemetry=()))
+    assert told.measurement is not None
+    assert told.measurement.device_used_bytes == 5
+
+
 def test_a_guard_that_was_killed_is_no_lack_of_memory() -> None:
     state, reason = classify(ended(-9, "guard"), "", ())
     assert state is TrialState.FAILED

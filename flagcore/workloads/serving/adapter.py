@@ -132,8 +132,8 @@ class Serving:
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return what a trial measured. Raises NoMetrics with what is missing."""
         kinds = unequal.parts(task, self.columns(task, candidate.as_dict()))
-        devices = int(kinds.total(self.engine.settings(task, kinds.columns).devices)[0])
-        return reading.read(task, candidate, folder, max(1, min(devices, task.cluster.devices)))
+        each = np.repeat(self.engine.settings(task, kinds.columns).devices, kinds.count)
+        return reading.read(task, candidate, folder, each.tolist())
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
         """Raise SpecError."""

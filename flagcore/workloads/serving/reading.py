@@ -15,6 +15,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import FlagError
 from flagcore.files import read_regular
+from flagcore.workloads.serving.engines.place import Place
 from flagcore.workloads.serving.trial.job import METRICS, NOT_AS_AGREED
 
 PER_DEVICE = "output_tokens_per_s_per_device"
@@ -26,13 +27,15 @@ class NoMetrics(FlagError):
     """A trial ended without the figures that it should have left."""
 
 
-def read(task: Task, candidate: Candidate, folder: str, devices: int) -> Measurement:
-    """Return what the trial program measured of a candidate that computes with `devices`.
+def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> Measurement:
+    """Return what the trial program measured of a candidate whose instances compute with so many devices `each`.
 
     A figure is the median of its repeats. Of several load points that one is told which is best by the objective among
-    those that keep the SLO; if none does, the one that misses it by least. Raises NoMetrics.
+    those that keep the SLO; if none does, the one that misses it by least. Memory in use is known on cores: what the
+    processes of the fullest instance have resident, a core's share of it, as it is predicted. Raises NoMetrics.
     """
-    data = _metrics(Path(folder, METRICS))
+    data, devices = _metrics(Path(folder, METRICS)), max(1, min(sum(each), task.cluster.devices))
+    on_cores = Place.of(task).on_cores
     try:
         points = [_Point(task, point, devices) for point in data["points"]]
         told = min(points, key=lambda point: (point.missed, point.step_s))
@@ -43,7 +46,8 @@ def read(task: Task, candidate: Candidate, folder: str, devices: int) -> Measure
             tokens_per_second_per_device=told.figures["total_tokens_per_s"] / devices,
             effective=_effective(candidate, data),
             versions={name: str(version) for name, version in data["versions"].items()},
-            figures=told.figures | _counted(data),
+            device_used_bytes=_resident(data, each) if on_cores else None,
+            figures=told.figures | _counted(data) | _memory(data, each if on_cores else [1] * len(each)),
             points=tuple(point.plain() for point in points),
             broken=told.broken,
         )
@@ -102,6 +106,21 @@ def _counted(data: Mapping[str, Any]) -> dict[str, float]:
     """Return what explains a score: the servers' counters, and how long the slowest took to start."""
     counters = {name: float(value) for name, value in data["counters"].items()}
     return {**counters, "startup_s": max(float(each) for each in data["startup_s"])}
+
+
+def _resident(data: Mapping[str, Any], each: Sequence[int]) -> int | None:
+    """Return the resident bytes of a core of the fullest instance; None where the system did not tell."""
+    shares = [bytes_ / max(cores, 1) for bytes_, cores in zip(data.get("resident_bytes", ()), each, strict=False)]
+    return int(max(shares, default=0)) or None
+
+
+def _memory(data: Mapping[str, Any], parts: Sequence[int]) -> dict[str, float]:
+    """Return what engines say of memory: GiB of the fullest device, an instance's over so many, and all tokens."""
+    told: dict[str, list[float]] = {}
+    for memory, devices in zip(data.get("memory", ()), parts, strict=False):
+        for name, value in memory.items():
+            told.setdefault(name, []).append(float(value) / (max(devices, 1) if name.endswith("_gib") else 1))
+    return {name: max(values) if name.endswith("_gib") else sum(values) for name, values in told.items()}
 
 
 def _spread(steps_s: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ from flagcore.vendorkit.costfile import kernel_costs
 from flagcore.vendorkit.maturity import maturity
 from flagcore_cpu import discover
 from flagcore_cpu.machine import Processor, this_machine
-from flagcore_cpu.memory import CpuMemory
+from flagcore_cpu.memory import CONTEXT_BYTES, SERVER_BYTES, CpuMemory
 
 OUT_OF_MEMORY = FailurePattern(
     pattern=r"DefaultCPUAllocator: (can't|not enough).*memory|std::bad_alloc|\bMemoryError\b|Cannot allocate memory",
@@ -59,11 +59,11 @@ def flagcore_maturity() -> Maturity:
 
 
 @hookimpl
-def flagcore_memory_model(group: NodeGroup) -> MemoryModel | None:
+def flagcore_memory_model(group: NodeGroup, engine: str) -> MemoryModel | None:
     """Return what a rank may use of the machine's memory."""
     if not _mine(group.chip):
         return None
-    return CpuMemory(group.memory_bytes or _share(group))
+    return CpuMemory(group.memory_bytes or _share(group), SERVER_BYTES.get(engine, CONTEXT_BYTES))
 
 
 @hookimpl

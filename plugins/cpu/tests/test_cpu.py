@@ -118,7 +118,9 @@ def test_without_cpuinfo_the_catalogues_own_figures_stay(tmp_path: Path) -> None
 def test_more_ranks_than_cores_share_the_memory() -> None:
     chip = known_chip()
     models = [
-        hooks.flagcore_memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node * times))
+        hooks.flagcore_memory_model(
+            NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node * times), "megatron"
+        )
         for times in (1, 4)
     ]
     one, four = (model.capacity_bytes() for model in models if model is not None)

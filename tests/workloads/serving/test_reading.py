@@ -35,9 +35,10 @@ def rate(tokens: float, ttft: float = 0.1) -> dict[str, float]:
 
 
 def read(folder: Path, where: Task, *points: dict[str, Any], **changes: Any) -> Measurement:
+    knobs = {name: changes.pop(name) for name in ("instances", "instance_sizes") if name in changes}
     data = {"points": points, "effective": {}, "versions": {}, "counters": {}, "startup_s": [1.0], **changes}
     (folder / "metrics.json").write_text(json.dumps(data))
-    return LLAMACPP.read(where, Candidate.of(LLAMACPP.engine.defaults(where)), str(folder))
+    return LLAMACPP.read(where, Candidate.of({**LLAMACPP.engine.defaults(where), **knobs}), str(folder))
 
 
 def test_a_figure_is_the_median_of_its_repeats_and_they_are_the_steps(tmp_path: Path) -> None:
@@ -92,3 +93,25 @@ def test_metrics_that_are_none_are_told(text: str | None, tmp_path: Path) -> Non
 def test_a_rate_of_nothing_is_no_measurement(tmp_path: Path) -> None:
     with pytest.raises(NoMetrics, match="not a positive number"):
         read(tmp_path, task(), point(8, rate(0.0)))
+
+
+def on_cores(**given: Any) -> Task:
+    made = serving("llamacpp", devices=4, on_cores=True, **given)
+    return dataclasses.replace(made, spec=dataclasses.replace(made.spec, objective="output_tokens_per_s"))
+
+
+def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_path: Path) -> None:
+    figures = {"resident_bytes": [8000, 6000]}
+    assert read(tmp_path, on_cores(), point(4, rate(100)), **figures, instances=2).device_used_bytes == 4000
+    split = read(tmp_path, on_cores(), point(4, rate(100)), **figures, instance_sizes="3+1")
+    assert split.device_used_bytes == 6000
+    assert read(tmp_path, on_cores(), point(4, rate(100)), resident_bytes=[0]).device_used_bytes is None
+    assert read(tmp_path, task(), point(4, rate(100)), **figures, instances=2).device_used_bytes is None
+
+
+def test_what_engines_say_of_memory_is_of_the_fullest_device_and_tokens_of_all(tmp_path: Path) -> None:
+    told = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
+    found = read(tmp_path, task(), point(4, rate(100)), memory=told, instances=2)
+    assert (found.figures["weights_gib"], found.figures["kv_cache_tokens"]) == (6.0, 300.0)
+    shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=told, instances=2)
+    assert (shared.figures["weights_gib"], shared.figures["kv_cache_tokens"]) == (3.0, 300.0)

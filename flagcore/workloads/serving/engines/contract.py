@@ -17,6 +17,8 @@ PORT = "{port}"
 INSTANCES = "instances"
 SIZES = "instance_sizes"
 """Devices of each instance where they are not equal, as a word: 4+2+2. It stands in for the two knobs beside it."""
+MEMORY = ("weights_gib", "kv_cache_gib", "graphs_gib", "compute_gib", "kv_cache_tokens")
+"""What engines tell of memory: GiB of the device that has most of it, tokens of all caches of the instance."""
 TP, PP, DP, EP = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -117,6 +119,9 @@ class Engine(Protocol):
 
     def counters(self, fetch: Callable[[str], str]) -> Mapping[str, float]:
         """Return figures of a running server that explain a score: preemptions, waiting requests, cache in use."""
+
+    def memory(self, log: str) -> Mapping[str, float]:
+        """Return what one instance says of its memory, by names of `MEMORY`; what it does not tell is left out."""
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what this engine's own log lines mean."""

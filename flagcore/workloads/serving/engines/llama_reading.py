@@ -63,6 +63,23 @@ def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
     return told
 
 
+_BUFFER_LINE = re.compile(r"(\w+)\s+(model|KV|compute) buffer size\s*=\s*([\d.]+) MiB")
+_KINDS = {"model": "weights_gib", "KV": "kv_cache_gib", "compute": "compute_gib"}
+_CELLS_LINE = re.compile(r"llama_kv_cache: size = .*\(\s*(\d+) cells,.*?(\d+)/\d+ seqs\)")
+
+
+def memory(log: str) -> dict[str, float]:
+    """Return its buffers, those of one kind on one device added; a unified cache has its cells once for all slots."""
+    buffers: dict[tuple[str, str], float] = {}
+    for device, kind, size in dict.fromkeys(_BUFFER_LINE.findall(log)):
+        buffers[kind, device] = buffers.get((kind, device), 0.0) + float(size) / 1024
+    told = {
+        _KINDS[kind]: max(size for (other, _), size in buffers.items() if other == kind) for kind, _ in sorted(buffers)
+    }
+    cells = [int(count) * int(streams) for count, streams in _CELLS_LINE.findall(log)]
+    return told | ({"kv_cache_tokens": float(max(cells))} if cells else {})
+
+
 FAILURES = (
     FailurePattern(
         pattern=r"(cudaMalloc failed|hipMalloc failed): out of memory|insufficient memory \(attempted to allocate|"

@@ -103,6 +103,10 @@ class LlamaCpp:
         """Return how full the slots were, and what waited."""
         return metrics.counters(fetch, llama_reading.COUNTERS)
 
+    def memory(self, log: str) -> Mapping[str, float]:
+        """Return what the log says of weights, cache and the rest."""
+        return llama_reading.memory(log)
+
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what llama.cpp's log lines mean."""
         return llama_reading.FAILURES

@@ -31,6 +31,15 @@ def labels(text: str, name: str) -> dict[str, str]:
     return {}
 
 
+def largest(log: str, patterns: Mapping[str, str], scale: float = 1.0) -> dict[str, float]:
+    """Return by name the largest number that a pattern's only group finds in a log, times `scale`."""
+    found = {}
+    for name, pattern in patterns.items():
+        with suppress(ValueError):
+            found[name] = scale * max(float(each.replace(",", "")) for each in re.findall(pattern, log))
+    return found
+
+
 def counters(fetch: Callable[[str], str], named: Mapping[str, str]) -> dict[str, float]:
     """Return figures of /metrics under our names; none where the server does not answer."""
     try:

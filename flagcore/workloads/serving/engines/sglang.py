@@ -100,6 +100,10 @@ class SGLang:
         """Return what explains a score: waiting requests, cache in use, requests taken back."""
         return metrics.counters(fetch, sglang_reading.COUNTERS)
 
+    def memory(self, log: str) -> Mapping[str, float]:
+        """Return what the log says of weights, cache and the rest."""
+        return sglang_reading.memory(log)
+
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what SGLang's log lines mean."""
         return sglang_reading.FAILURES

@@ -13,6 +13,7 @@ from typing import Any
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
+from flagcore.workloads.serving.engines import metrics
 from flagcore.workloads.serving.engines.contract import DP, EP, PP, TP
 from flagcore.workloads.serving.engines.sglang_knobs import (
     CHUNK,
@@ -78,6 +79,20 @@ def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
             if number := re.search(rf"\b{name}=(\d+)", pool[0]):
                 told[knob] = int(number[1]) * (data if knob == RUNNING else 1)
     return told
+
+
+_SIZES = {
+    "weights_gib": r"Load weight end\..*mem usage=([\d.]+) GB",
+    "graphs_gib": r"[Cc]apture .*graph end\..*mem usage=([\d.]+) GB",
+    "kv_cache_tokens": r"max_total_num_tokens=(\d+)",
+}
+_CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V size: ([\d.]+) GB|KV size: ([\d.]+) GB)")
+
+
+def memory(log: str) -> dict[str, float]:
+    """Return what each rank tells of its weights, pools and graphs; its GB are GiB."""
+    pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
+    return metrics.largest(log, _SIZES) | ({"kv_cache_gib": max(pools)} if pools else {})
 
 
 def _server_info(fetch: Callable[[str], str]) -> dict[str, Any]:

@@ -96,6 +96,10 @@ class Vllm:
         """Return what explains a score: preemptions, waiting requests, cache in use."""
         return metrics.counters(fetch, vllm_reading.COUNTERS)
 
+    def memory(self, log: str) -> Mapping[str, float]:
+        """Return what the log says of weights, cache and the rest."""
+        return vllm_reading.memory(log)
+
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what vLLM's log lines mean."""
         return vllm_reading.FAILURES

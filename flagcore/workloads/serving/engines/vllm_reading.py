@@ -79,6 +79,19 @@ def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
     return told
 
 
+_SIZES = {
+    "weights_gib": r"Model loading took ([\d.]+) GiB",
+    "kv_cache_gib": r"Available KV cache memory: ([\d.]+) GiB",
+    "graphs_gib": r"Graph capturing finished in \S+ secs?, took ([\d.]+) GiB",
+    "kv_cache_tokens": r"KV cache size: ([\d,]+) tokens",
+}
+
+
+def memory(log: str) -> dict[str, float]:
+    """Return what each rank tells when it has loaded, profiled and captured."""
+    return metrics.largest(log, _SIZES)
+
+
 def _value(text: str) -> KnobValue:
     if text in ("True", "False"):
         return text == "True"

@@ -44,6 +44,8 @@ def run(job: Job, folder: Path) -> None:
         effective = _read_back(engine, servers)
         points = _loaded(job, servers, folder, deadline)
         counters = [_counters(engine, server) for server in servers]
+        memory = [dict(engine.memory(log_text(server.log))) for server in servers]
+        resident = [server.resident_bytes() for server in servers]
         _must_live(servers, "after the load")
         metrics = {
             "schema_version": 1,
@@ -52,6 +54,8 @@ def run(job: Job, folder: Path) -> None:
             "points": points,
             "counters": _summed(counters),
             "startup_s": [server.startup_s for server in servers],
+            "memory": memory,
+            "resident_bytes": resident,
         }
     _write(folder / METRICS, metrics)
 

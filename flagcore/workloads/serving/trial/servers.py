@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import signal
 import subprocess
 import time
@@ -138,6 +139,10 @@ class Server:
                 total += sum(each.cpu_times()[:4])  # user and system, its own and of children that have ended
         return total
 
+    def resident_bytes(self) -> int:
+        """Return the most memory that its processes have had resident, their peaks added (proc(5): VmHWM)."""
+        return sum(_peak_bytes(each.pid) for each in self._family())
+
     def ask_to_stop(self) -> None:
         """Send it SIGTERM."""
         if self._process is not None:
@@ -189,3 +194,13 @@ class Server:
             return error.code, ""
         except (ValueError, http.client.HTTPException) as error:
             raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the peak of a process's resident memory; 0 of one that has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0

@@ -10,9 +10,12 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.errors import NoDevice
+from flagcore.workloads.serving.adapter import Serving
 from flagcore.workloads.serving.engines import metrics, program
+from flagcore.workloads.serving.engines.contract import MEMORY
 from flagcore.workloads.serving.engines.place import Place, longest, most_in_flight
 from flagcore.workloads.serving.engines.sizes import cache_bytes_per_token, fewest_devices, parameters
+from flagcore.workloads.serving.workloads import LLAMACPP, SGLANG, VLLM
 from tests.small import DENSE
 from tests.workloads.serving.engines.tasks import serving
 
@@ -107,3 +110,53 @@ def test_a_program_that_is_not_there_is_said_with_its_name(tmp_path: Path) -> No
     (tmp_path / "run").touch(mode=0o755)
     spec = serving("vllm", command=("./run", "x"), directory=str(tmp_path)).spec
     assert program.found(spec, ("vllm",)) == (str(tmp_path / "run"), "x")
+
+
+LLAMA_LOG = """\
+load_tensors:   CPU_Mapped model buffer size =    51.00 MiB
+load_tensors:        CUDA0 model buffer size =  2048.00 MiB
+load_tensors:        CUDA1 model buffer size =  1024.00 MiB
+llama_kv_cache:      CUDA0 KV buffer size =   512.00 MiB
+llama_kv_cache:      CUDA0 KV buffer size =   256.00 MiB
+llama_kv_cache: size =  512.00 MiB (  1024 cells,   6 layers,  4/4 seqs), K (f16):  256.00 MiB, V (f16):  256.00 MiB
+sched_reserve:       CUDA0 compute buffer size =   102.40 MiB
+"""
+VLLM_LOG = """\
+(EngineCore_DP0 pid=2) INFO 10-06 12:00:31 [gpu_model_runner.py:3480] Model loading took 15.27 GiB and 3.9 seconds
+(EngineCore_DP0 pid=2) INFO 10-06 12:00:31 [gpu_worker.py:721] Available KV cache memory: 55.23 GiB
+(EngineCore_DP0 pid=2) INFO 10-06 12:00:31 [kv_cache_utils.py:1087] GPU KV cache size: 402,176 tokens
+(EngineCore_DP0 pid=2) INFO 10-06 12:00:40 [gpu_model_runner.py:3480] Graph capturing finished in 8 secs, took 0.31 GiB
+"""
+SGLANG_LOG = """\
+[2025-11-04 05:27:13 TP0] Load weight end. type=LlamaForCausalLM, avail mem=75.11 GB, mem usage=15.02 GB.
+[2025-11-04 05:27:13 TP0] KV Cache is allocated. #tokens: 524288, K size: 17.16 GB, V size: 17.16 GB
+[2025-11-04 05:27:32 TP0] Capture cuda graph end. Time elapsed: 8.04 s. mem usage=0.80 GB. avail mem=10.30 GB.
+[2025-11-04 05:27:32 TP0] max_total_num_tokens=524288, chunked_prefill_size=8192, max_running_requests=2048
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "log", "told"),
+    [
+        (
+            LLAMACPP,
+            LLAMA_LOG,
+            {"weights_gib": 2.0, "kv_cache_gib": 0.75, "compute_gib": 0.1, "kv_cache_tokens": 4096.0},
+        ),
+        (
+            VLLM,
+            VLLM_LOG,
+            {"weights_gib": 15.27, "kv_cache_gib": 55.23, "graphs_gib": 0.31, "kv_cache_tokens": 402176.0},
+        ),
+        (
+            SGLANG,
+            SGLANG_LOG,
+            {"weights_gib": 15.02, "kv_cache_gib": 34.32, "graphs_gib": 0.8, "kv_cache_tokens": 524288.0},
+        ),
+    ],
+    ids=lambda each: getattr(each, "name", ""),
+)
+def test_what_engines_log_of_their_memory_is_read(engine: Serving, log: str, told: dict[str, float]) -> None:
+    assert engine.engine.memory(log) == pytest.approx(told)
+    assert engine.engine.memory("") == {}
+    assert set(told) <= set(MEMORY)

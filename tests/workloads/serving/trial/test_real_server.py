@@ -63,6 +63,8 @@ def test_two_instances_answer_all_that_was_asked_and_run_what_was_asked(weights:
     assert done.measurement.versions["llamacpp"]
     figures = done.measurement.figures
     assert figures["ttft_s.p50"] > 0
+    assert figures["kv_cache_tokens"] == 2 * 4 * 256
+    assert 10 * 2**20 < (done.measurement.device_used_bytes or 0) < 2**30
     assert figures["output_tokens_per_s_per_device"] == pytest.approx(figures["output_tokens_per_s"] / 2)
     assert all_gone(weights.parent)
 
