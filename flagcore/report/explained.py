@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagcore.domain.serving import LATENCIES, RATES, STATISTICS
+from flagcore.domain.serving import STATISTICS
 from flagcore.report.formats import table
 
 COMPONENTS = {
@@ -51,6 +51,30 @@ PARTS = {
 }
 """What reports call the parts of a step."""
 
+VERDICT = {True: "; it fits", False: "; it does not fit", None: "; nobody knows how much the device has"}
+
+RATES_IN_WORDS = {
+    "output_tokens_per_s": "output tokens a second",
+    "total_tokens_per_s": "tokens a second, prompts included",
+    "requests_per_s": "requests a second",
+    "goodput_requests_per_s": "requests a second that keep the SLO",
+    "output_tokens_per_s_per_device": "output tokens a second and device",
+}
+LATENCIES_IN_WORDS = {
+    "ttft_s": "time to first token (TTFT)",
+    "tpot_s": "time per token after it (TPOT)",
+    "itl_s": "between two pieces (ITL)",
+    "e2e_s": "whole answer (e2e)",
+}
+PARTS_IN_WORDS = {
+    "queue_s": ("queue", "waiting for a place, and for the prompts of others"),
+    "prefill_s": ("prefill", "computing its own prompt"),
+    "decode_s": ("decode", "computing its answer, token by token"),
+    "collectives_s": ("collectives", "messages between devices"),
+    "host_s": ("host", "scheduling, sampling, launching, and the HTTP front end"),
+}
+"""What reports call the parts of a request's time, and what they are."""
+
 
 def explained(record: Mapping[str, Any]) -> str:
     """Return a prediction with its model's parts as text. What is not known is said to be unknown."""
@@ -63,15 +87,40 @@ def explained(record: Mapping[str, Any]) -> str:
 
 
 def served_text(record: Mapping[str, Any]) -> str:
-    """Return what is predicted of a server: its rates and latencies, where an iteration's time goes, and its memory."""
-    latencies = {name: record[name] for name in LATENCIES if isinstance(record.get(name), Mapping)}
-    rows = [[name, *(f"{each.get(of, float('nan')):.4g}" for of in STATISTICS)] for name, each in latencies.items()]
-    rates = [f"{name}: ~{record[name]:,.4g}" for name in RATES if name in record]
-    parts = [[PARTS.get(name, name), f"{seconds:.4g}"] for name, seconds in record.get("time", {}).items()]
-    memory = [f"{name}: {figure}" for name, figure in record["memory"].items() if not isinstance(figure, Mapping)]
-    tables = [table(["~ s", *STATISTICS], rows)] if rows else []
-    tables += [table(["time", "s"], parts)] if parts else []
-    return "\n\n".join(["\n".join(rates), *tables, "\n".join(memory)])
+    """Return what is predicted of a server: its rates and latencies, where a request's time goes, and its memory."""
+    rates = [f"~{_number(record[name])} {words}" for name, words in RATES_IN_WORDS.items() if name in record]
+    latencies = {words: record[name] for name, words in LATENCIES_IN_WORDS.items() if name in record}
+    rows = [[words, *(_number(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
+    parts = [part for part in ("\n".join(rates), table(["~ seconds", *STATISTICS], rows) if rows else "") if part]
+    time = record.get("time", {})
+    whole = sum(time.values())
+    if whole > 0.0:
+        told = [(PARTS_IN_WORDS.get(name, (name, "")), seconds) for name, seconds in time.items()]
+        shares = [[name, _number(seconds), f"{seconds / whole:.1%}", words] for (name, words), seconds in told]
+        head = f"A request takes ~{_number(whole)} s in the mean:"
+        parts.append(f"{head}\n{table(['part', '~s', 'share', 'what it is'], shares)}")
+    elif record.get("reason"):
+        parts.append(str(record["reason"]))
+    return "\n\n".join([*parts, _served_memory(record["memory"])])
+
+
+def _served_memory(memory: Mapping[str, Any]) -> str:
+    """Return what a device that serves holds, in a sentence."""
+    cache = memory.get("kv_cache_gib", 0.0)
+    held = [
+        f"{memory['static_gib'] - cache:.2f} GiB of weights",
+        f"{memory['activation_gib']:.2f} of activations and graphs",
+    ]
+    if cache:
+        tokens = f" ({memory['kv_cache_tokens']:,.0f} tokens over all instances)" if "kv_cache_tokens" in memory else ""
+        held.append(f"{cache:.2f} of cache for keys and values{tokens}")
+    capacity = f" of {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    used = f"~{memory['device_used_gib']:.2f}{capacity} GiB are in use{VERDICT[memory.get('fits')]}."
+    return f"A device holds ~{', ~'.join(held)}; {used}"
+
+
+def _number(figure: float) -> str:
+    return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
 
 
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -106,7 +155,6 @@ def memory_text(memory: Mapping[str, Any]) -> str:
     totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
     for name, row in ((LEFT_OVER, rest), ("Total", totals)):
         rows.append([name, f"{row.get('params', 0.0):,.0f}", *(_gib(row.get(key, 0.0)) for key in figures)])
-    verdict = {True: "; it fits", False: "; it does not fit", None: "; nobody knows how much the device has"}
     capacity = f" of {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     return "\n".join(
         [
@@ -116,7 +164,7 @@ def memory_text(memory: Mapping[str, Any]) -> str:
             f"Theoretical memory footprints: weight and optimizer={static * 1024:.2f} MB, "
             f"activation={activation * 1024:.2f} MB, total={(static + activation) * 1024:.2f} MB",
             f"Peak allocated {memory['peak_allocated_gib']:.2f} GiB, reserved {memory['reserved_gib']:.2f} GiB, "
-            f"in use on the device {memory['device_used_gib']:.2f}{capacity} GiB{verdict[memory.get('fits')]}",
+            f"in use on the device {memory['device_used_gib']:.2f}{capacity} GiB{VERDICT[memory.get('fits')]}",
         ]
     )
 

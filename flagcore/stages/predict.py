@@ -89,7 +89,6 @@ def _served(objective: str, prediction: Prediction) -> dict[str, object]:
         bounds = sorted((told(objective, low), told(objective, high)))
         data["objective"] = {"value": told(objective, seconds), "low": bounds[0], "high": bounds[1]}
         data["step_time_s"] = {"value": seconds, "low": low, "high": high}
-        data["time"] = dict(prediction.time_s)
     return data | {"memory": _memory(prediction) | cache}
 
 

@@ -55,9 +55,8 @@ class Roofline:
         left, out = m * k, m * n
         traffic = (left + k * n) * (narrow / rate) + out * (max(narrow, 2.0) / rate)
         seconds = _larger(arithmetic, traffic) + curve.kernel_seconds
-        if narrow < 2.0:
-            seconds = seconds + self.memory_seconds(left * (2.0 + 2.0 * narrow))
-        return seconds
+        cast = cast_bytes(m, k, precision)
+        return seconds if cast is None else seconds + self.memory_seconds(cast)
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
         """Return the time of causal attention forward: two products over the scores that the mask leaves.
@@ -125,6 +124,12 @@ class Roofline:
     def _bandwidth(self) -> float:
         fact = self.chip.memory_bandwidth_bytes_per_second
         return fact.value if fact is not None else float("nan")
+
+
+def cast_bytes(m: FloatArray, k: FloatArray, precision: str) -> FloatArray | None:
+    """Return what a product moves to cast A[m,k] from 16 bits, see `Roofline.gemm_seconds`; None for no cast."""
+    narrow = BYTES.get(precision, 2.0)
+    return m * k * (2.0 + 2.0 * narrow) if narrow < 2.0 else None
 
 
 def _larger(one: FloatArray, other: FloatArray) -> FloatArray:

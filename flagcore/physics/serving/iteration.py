@@ -38,11 +38,14 @@ class IterationCosts:
     `sampled` the output head for sequences that get a token. `cached` is the time to read one cached token of one
     sequence, `pair` that of one query that attends to one key of a prompt, both in all layers. `fixed` is added to
     each iteration and `sequence` for each running sequence. An iteration of more than `captured` tokens takes `floor`
-    at least, however little it computes.
+    at least, however little it computes. `messages` and `exchanged` are what of `local` and `shared` devices spend on
+    each other.
     """
 
     local: FloatArray
     shared: FloatArray
+    messages: FloatArray
+    exchanged: FloatArray
     sampled: FloatArray
     cached: FloatArray
     pair: FloatArray
@@ -75,18 +78,22 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
     attention = _projections(serving, column, kernels, tokens) + over.attention + reduce
     if model.multi_latent_attention:
         attention = attention + over.latent
-    local = model.num_layers * attention
+    local, messages = model.num_layers * attention, model.num_layers * reduce
     if model.num_layers > moe:
         ffn = _ffn(serving, kernels, tokens, model.ffn_hidden_size / column.tensor)
         local = local + (model.num_layers - moe) * (ffn + over.ffn + reduce)
-    shared = np.zeros_like(local)
+        messages = messages + (model.num_layers - moe) * reduce
+    shared = exchanged = np.zeros_like(local)
     if moe:
         if model.moe_shared_expert_intermediate_size:
             width = model.moe_shared_expert_intermediate_size / column.tensor
             local = local + moe * _ffn(serving, kernels, tokens, width)
-        shared = moe * (experts(serving, column, kernels, tokens) + exchange(serving, column, costs, tokens))
-        local = local + moe * np.where(column.data > 1.0, 0.0, reduce)
-    local = local + _stages(serving, column, costs, tokens)
+        exchanged = moe * exchange(serving, column, costs, tokens)
+        shared = moe * experts(serving, column, kernels, tokens) + exchanged
+        last = moe * np.where(column.data > 1.0, 0.0, reduce)
+        local, messages = local + last, messages + last
+    stages = _stages(serving, column, costs, tokens)
+    local, messages = local + stages, messages + stages
     head = linear(kernels, tokens, float(model.hidden_size), model.vocab_size / column.tensor, serving, wide=True)
     passes = NODES / tokens
     cached, pair = _attention_rates(serving, split, kernels)
@@ -98,6 +105,8 @@ def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCo
     return IterationCosts(
         local=local * passes / column.cores,
         shared=shared * passes / column.cores,
+        messages=messages * passes / column.cores,
+        exchanged=exchanged * passes / column.cores,
         sampled=head / column.cores,
         cached=cached / split.cores,
         pair=pair / split.cores,

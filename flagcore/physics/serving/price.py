@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import ceil
 
 from flagcore.physics.serving.iteration import NODES, IterationCosts
 
@@ -79,6 +80,19 @@ class Price:
         if batch > self._captured or not self.lane.mixes:
             time = max(time, self._floor)
         return time + self._fixed + self._sequence * sequences
+
+    def pieces(self, sequences: int, tokens: float, pairs: float, count: int) -> float:
+        """Return the time of `count` iterations of `tokens` each of one long prompt beside `sequences` that decode.
+
+        `pairs` are those of the first; each has `tokens` squared more than the one before.
+        """
+        first, most = (self.mixed(sequences, tokens, tokens, pairs + each * tokens**2, 0) for each in (0, count - 1))
+        more = self.pair * tokens**2
+        if count < 3 or more <= 0.0:
+            return 0.5 * count * (first + most)
+        waits = max(0, ceil(count - 1 - (most - first) / more - 1e-6))  # in so many the host is slower
+        rest = count - waits
+        return waits * first + rest * most - more * (rest * (rest - 1) / 2.0)
 
 
 def _at(table: list[float], tokens: float) -> float:

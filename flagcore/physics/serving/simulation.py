@@ -15,6 +15,13 @@ from math import ceil, inf
 
 from flagcore.physics.serving.price import Price
 
+TOGETHER = 128
+"""Requests that came at one moment and are parsed side by side: all of them are through when the last one is. So the
+first tokens of bursts of 64 and 128 say; of larger ones as many at a time."""
+
+MANY_PIECES = 4
+"""Iterations that one prompt fills, from which on they are one step."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -67,12 +74,14 @@ class _Simulation:
             Request(times[place] if place < len(times) else inf, int(prompt), max(int(output), 1))
             for place, (prompt, output) in enumerate(lengths)
         ]
-        self.ready = [inf] * len(self.requests)
+        self.doors: list[float] = []
+        self.through = [0] * len(self.requests)
         self.queue: deque[Request] = deque()
         self.partial: deque[Request] = deque()
         self.heap: list[tuple[int, int, Request]] = []
         self.order: list[Request] = []
-        self.now = self.door = self.stalled = self.used = 0.0
+        self.now = self.stalled = self.used = 0.0
+        self.came, self.together = -1.0, 0
         self.step = self.running = self.offset = self.finish = self.promised = self.tickets = self.next = 0
         self.sent = len(times)
         self.out = Outcome(self.requests)
@@ -86,22 +95,31 @@ class _Simulation:
             if not (self.queue or self.partial or self.running):
                 if self.next >= self.sent:
                     break
-                self.now = self.ready[self.next]
+                self.now = self._ready()
             elif not self._prompts():
                 self._decode()
         self.out.duration = self.now
         return self.out
 
     def _enter(self, place: int) -> None:
-        """A request passes the front end, which takes in one after the other."""
-        self.door = max(self.door, self.requests[place].arrival) + self.lane.entry
-        self.ready[place] = self.door + self.lane.request
+        """A request passes the front end, which shares its time among those that came at one moment."""
+        arrival = self.requests[place].arrival
+        if not self.doors or arrival != self.came or self.together >= TOGETHER:
+            self.doors.append(max(self.doors[-1] if self.doors else 0.0, arrival))
+            self.came, self.together = arrival, 0
+        self.doors[-1] += self.lane.entry
+        self.together += 1
+        self.through[place] = len(self.doors) - 1
+
+    def _ready(self) -> float:
+        """Return when the scheduler sees the next request that was sent."""
+        return self.doors[self.through[self.next]] + self.lane.request
 
     def _look(self) -> None:
         """Take in what has come; a busy engine looks every `receive` iterations."""
         if self.running and self.step % self.lane.receive:
             return
-        while self.next < self.sent and self.ready[self.next] <= self.now:
+        while self.next < self.sent and self._ready() <= self.now:
             self.queue.append(self.requests[self.next])
             self.next += 1
 
@@ -130,6 +148,8 @@ class _Simulation:
         """Compute an iteration with pieces of prompts, if there are any to compute."""
         decoding = self.running if self.lane.mixes else 0
         left = self.lane.budget - decoding
+        if self.partial and self._pieces(self.partial[0], decoding, left):
+            return True
         tokens = pairs = longest = 0.0
         ended: list[Request] = []
         while left > 0 and (self.partial or self._admit(len(ended))):
@@ -153,6 +173,28 @@ class _Simulation:
         for request in ended:
             self._start(request)
         self._finish()
+        return True
+
+    def _pieces(self, request: Request, decoding: int, left: float) -> bool:
+        """Compute those iterations in one step of which a long prompt takes all the room, unless there are hardly any.
+
+        The last piece is not among them, and no sequence ends before the last of them.
+        """
+        if left <= 0.0 or request.prompt + request.made - request.done <= MANY_PIECES * left:
+            return False
+        count = ceil((request.prompt + request.made - request.done) / left) - 1
+        if decoding:
+            count = min(count, self.heap[0][0] - self.step)
+        time = self.price.pieces(decoding, left, left * (request.done + 0.5 * left), count)
+        request.done += count * left
+        if decoding:
+            read = self.price.cached(self.running)
+            context = self.offset + self.running * self.step
+            self._advance(count, time + read * count * (context + self.running * (count - 1) / 2.0))
+            self._finish()
+        else:
+            self.now += time
+            self.stalled += time if self.running else 0.0
         return True
 
     def _start(self, request: Request) -> None:
@@ -220,7 +262,7 @@ class _Simulation:
         )
         grow = self.price.cached(self.running) * self.running
         if self.next < self.sent:
-            wait = self.ready[self.next] - self.now
+            wait = self._ready() - self.now
             come = self.step + (_steps(base, grow, wait, most) if wait > 0.0 else 0)
             look = -(-max(come, self.step + 1) // self.lane.receive) * self.lane.receive
             most = min(most, look - self.step)

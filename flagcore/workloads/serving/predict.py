@@ -18,7 +18,7 @@ from flagcore.workloads.serving.engines.contract import Settings
 from flagcore.workloads.serving.engines.unequal import Parts, alone
 from flagcore.workloads.serving.overheads import overheads_of, release
 from flagcore.workloads.serving.published import RECEIVE
-from flagcore.workloads.serving.scene import Scene, expected_figures
+from flagcore.workloads.serving.scene import Scene, expected_figures, time_parts
 
 GRAPH_TOKENS, MORE_GRAPH_TOKENS, MORE_SINCE = 512, 1024, (0, 18)
 """The largest batch that engines capture as a graph if nobody asks for more, and that of vLLM on chips that compute in
@@ -77,6 +77,7 @@ def predict(
     figures = expected_figures(scene)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
     figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
+    figures |= {f"time.{part}": seconds for part, seconds in time_parts(scene, figures).items()}
     return _predictions(task.spec.objective, figures, memory, settings, costs, kinds)
 
 

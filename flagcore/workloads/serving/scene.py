@@ -13,6 +13,7 @@ from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.serving.iteration import IterationCosts
 from flagcore.physics.serving.memory import ServingMemory
+from flagcore.physics.serving.parts import parts
 from flagcore.physics.serving.price import Lane, Price
 from flagcore.physics.serving.steady import ClosedLoop, steady
 from flagcore.physics.serving.work import Overheads, Split
@@ -138,26 +139,39 @@ def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objecti
     return min(each, key=order)
 
 
+def time_parts(scene: Scene, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    """Return where the mean seconds of a request go, by part; `figures` are what is expected of the candidates.
+
+    Of kinds of instances each counts as often as there are instances of it.
+    """
+    expected, kinds = Expected.of(scene.serve.loads[0]), scene.kinds
+    lanes = np.minimum(scene.split.instances, expected.flight(1))
+    e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
+    found = parts(scene.times, scene.overheads, _closed_loop(scene, expected), e2e, rate / lanes * (e2e - ttft))
+    count = kinds.total(np.ones(kinds.owner.size))
+    return {name: kinds.total(seconds) / count for name, seconds in found.items()}
+
+
+def _closed_loop(scene: Scene, expected: Expected) -> ClosedLoop:
+    """Return a lane of each candidate and its share of the load, in the mean."""
+    split, settings, tokens = scene.split, scene.settings, scene.memory.cache_tokens
+    prompt, output = (np.full(tokens.shape, mean) for mean in expected.means)
+    return ClosedLoop(
+        flight=np.maximum(float(expected.flight(1)) / split.instances, 1.0),
+        prompt=prompt,
+        output=output,
+        budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
+        running=np.maximum(settings.max_running, 1.0) * split.data,
+        cache_tokens=np.where(tokens < expected.longest, ENDLESS, tokens),
+        ranks=split.data,
+        stages=split.pipeline,
+    )
+
+
 def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
     """Return the figures that a steady state of the first load point has, percentiles as means."""
-    split, settings = scene.split, scene.settings
-    lanes = split.instances
-    flight, tokens = np.maximum(float(expected.flight(1)) / lanes, 1.0), scene.memory.cache_tokens
-    prompt, output = (np.full(lanes.shape, mean) for mean in np.mean(expected.lengths, axis=0))
-    found = steady(
-        scene.times,
-        scene.overheads,
-        ClosedLoop(
-            flight=flight,
-            prompt=prompt,
-            output=output,
-            budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
-            running=np.maximum(settings.max_running, 1.0) * split.data,
-            cache_tokens=np.where(tokens < expected.longest, ENDLESS, tokens),
-            ranks=split.data,
-            stages=split.pipeline,
-        ),
-    )
+    loop = _closed_loop(scene, expected)
+    found, lanes = steady(scene.times, scene.overheads, loop), scene.split.instances
     kinds, share = scene.kinds, np.minimum(lanes, expected.flight(1)) / lanes
     rate = kinds.total(found.rate * share)
 
@@ -166,7 +180,7 @@ def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
         return kinds.total(found.rate * share * values) / rate
 
     ttft, tpot = mean(found.ttft), mean(found.tpot)
-    whole = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + float(output[0]) * tpot}
+    whole = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + expected.means[1] * tpot}
     return {name: whole.get(name.partition(".")[0], rate) for name in NAMES}
 
 

@@ -6,8 +6,10 @@ import random
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 
+from flagcore.physics.serving import simulation
 from flagcore.physics.serving.price import Lane, Price
 from flagcore.physics.serving.simulation import Outcome, simulate
 from tests.served import times
@@ -25,12 +27,15 @@ def token_by_token(
     """First and last token of each request, of an engine without preemption that looks at each iteration."""
     lane, count = price.lane, len(lengths)
     ready = [inf] * count
-    door, now, sent, taken = 0.0, 0.0, 0, 0
+    now, sent, taken, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
 
     def send(place: int, when: float) -> None:
-        nonlocal door
-        door = max(door, when) + lane.entry
-        ready[place] = door + lane.request
+        if not groups or groups[-1][0] != when:
+            groups.append((when, max(when, groups[-1][1] if groups else 0.0), []))
+        came, door, together = groups.pop()
+        groups.append((came, door + lane.entry, [*together, place]))
+        for each in groups[-1][2]:
+            ready[each] = groups[-1][1] + lane.request
 
     for place in range(count if arrivals is not None else min(concurrency, count)):
         send(place, arrivals[place] if arrivals is not None else 0.0)
@@ -100,12 +105,32 @@ def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mi
         assert got == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.parametrize("floor", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_many_pieces_of_a_long_prompt_at_once_take_as_long_as_one_after_the_other(
+    mixes: bool, floor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = replace(LANE, budget=96.0, mixes=mixes)
+    price = Price(replace(times(), floor=np.array([floor]), pair=np.array([1e-7])), 0, lane)
+    lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
+    at_once = simulate(price, lengths, None, 3)
+    monkeypatch.setattr(simulation, "MANY_PIECES", 1e9)
+    for got, wanted in zip(ends(at_once), ends(simulate(price, lengths, None, 3)), strict=True):
+        assert got == pytest.approx(wanted, rel=1e-9)
+
+
 def test_one_request_waits_for_the_front_end_and_its_prompt_and_then_an_iteration_a_token() -> None:
     price = priced()
     (request,) = simulate(price, [(1000, 3)], None, 1).requests
     prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)
     assert request.first == pytest.approx(6e-3 + prompt)
     assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
+
+
+def test_requests_that_come_together_share_the_front_end_and_are_seen_together() -> None:
+    one, two, later = simulate(priced(), [(16, 4)] * 3, [0.0, 0.0, 60.0], 3).requests
+    assert one.first == two.first
+    assert later.first - later.arrival < one.first
 
 
 def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:

@@ -36,10 +36,13 @@ async def ask(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream
     """
     sent = time.perf_counter()
     try:
-        async with http.post(url, data=body) as response:
+        async with http.post(url, data=body, allow_redirects=False) as response:
             if response.status != 200:
                 said = message_of(await response.content.read(_ERROR_BYTES))
                 raise NotAnswered(ProblemKind.STATUS, f"HTTP {response.status} {response.reason or ''}: {said}")
+            coding = response.headers.get("Content-Encoding", "identity")
+            if coding.lower() != "identity":
+                raise NotAnswered(ProblemKind.BROKEN, f"the stream is compressed ({coding}), which was not asked for")
             content = response.content
             while not stream.done:
                 data = await content.readany()

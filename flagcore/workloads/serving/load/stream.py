@@ -59,10 +59,11 @@ class Stream:
     def answer(self, *, sent_s: float, start_s: float, input_tokens: int, output_tokens: int, target: int) -> Answer:
         """Return the answer if it is what was asked for; `sent_s` is on the clock of `feed`."""
         usage = self._usage
-        if usage is None and not self.done:
+        if not self.done:
             if (rest := self._rest.strip()).startswith(b"{"):
                 self._unstreamed(rest)
-            raise NotAnswered(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, unfinished")
+            how = "unfinished" if usage is None else "without [DONE]"
+            raise NotAnswered(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {how}")
         if usage is None:
             raise NotAnswered(ProblemKind.NO_USAGE, "the stream ended without the token counts that were asked for")
         if self._finish not in _ENDED:
@@ -86,8 +87,12 @@ class Stream:
 
     def _check_counts(self, usage: dict[str, Any], input_tokens: int, output_tokens: int) -> None:
         made, read = usage.get("completion_tokens"), usage.get("prompt_tokens")
-        if not isinstance(made, int):
+        if type(made) is not int or made < 0:
             raise NotAnswered(ProblemKind.NO_USAGE, f"completion_tokens is {made!r}")
+        if made == 0 and self._pieces:
+            raise NotAnswered(
+                ProblemKind.NO_USAGE, f"0 tokens are counted, but {len(self._pieces)} events carried text"
+            )
         if made != output_tokens:
             why = (
                 "ignore_eos is not kept"
@@ -126,6 +131,8 @@ class Stream:
         if isinstance(usage, dict):
             self._usage = usage
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+            if len(choices) > 1 or choices[0].get("index"):
+                raise NotAnswered(ProblemKind.BROKEN, "the answer has several choices, and one was asked for")
             self._choice(choices[0], now)
             if choices[0].get("finish_reason") is None and usage is None:
                 self._learn(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import socket
@@ -211,7 +212,76 @@ async def bad_chunks(asked: Asked, wire: Wire) -> None:
     await wire.raw(b"zz\r\nnot a chunk\r\n")
 
 
+async def all_but_the_end(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(5, wire)
+    await wire.event(piece("", "length"))
+    await wire.event(usage(asked))
+    await wire.end()
+
+
+def counted(made: object) -> Behaviour:
+    async def behave(asked: Asked, wire: Wire) -> None:
+        await wire.head()
+        await pieces(5, wire)
+        await wire.event({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": made}})
+        await wire.event("[DONE]")
+        await wire.end()
+
+    behave.__name__ = f"counts_{made}"
+    return behave
+
+
+async def resets_after_the_head(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    wire.cut()
+
+
+async def is_busy(asked: Asked, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 8\r\n\r\noverload")
+
+
+async def leads_elsewhere(asked: Asked, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
+
+
+async def compresses(asked: Asked, wire: Wire) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n"
+    packed = gzip.compress(b"data: [DONE]\n\n")
+    await wire.raw(head + f"Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
+
+
+async def promises_more_than_it_sends(asked: Asked, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: {")
+
+
+async def two_choices_in_an_event(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event({"choices": [{"index": 0, "text": " a"}, {"index": 1, "text": " b"}]})
+    await rest(asked, wire)
+
+
+async def two_choices_in_turn(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event(piece())
+    await wire.event({**piece(), "choices": [{"index": 1, "text": " b", "finish_reason": None}]})
+    await rest(asked, wire)
+
+
 MISBEHAVING = [
+    (all_but_the_end, ProblemKind.CONNECTION_LOST, "the stream ended after 6 events, without [DONE]"),
+    (counted(0), ProblemKind.NO_USAGE, "0 tokens are counted, but 5 events carried text"),
+    (counted(-5), ProblemKind.NO_USAGE, "completion_tokens is -5"),
+    (counted(True), ProblemKind.NO_USAGE, "completion_tokens is True"),
+    (counted(5.0), ProblemKind.NO_USAGE, "completion_tokens is 5.0"),
+    (counted(4), ProblemKind.WRONG_LENGTH, "4 tokens instead of 5"),
+    (resets_after_the_head, ProblemKind.CONNECTION_LOST, "after 0 events"),
+    (is_busy, ProblemKind.STATUS, "HTTP 503 Service Unavailable: overload"),
+    (leads_elsewhere, ProblemKind.STATUS, "HTTP 302 Found"),
+    (compresses, ProblemKind.BROKEN, "the stream is compressed (gzip), which was not asked for"),
+    (promises_more_than_it_sends, ProblemKind.CONNECTION_LOST, "after 0 events"),
+    (two_choices_in_an_event, ProblemKind.BROKEN, "several choices"),
+    (two_choices_in_turn, ProblemKind.BROKEN, "several choices"),
     (cut_short, ProblemKind.WRONG_LENGTH, "3 tokens instead of 5; prompt and answer do not fit into the context"),
     (stops_at_the_end_token, ProblemKind.WRONG_LENGTH, "2 tokens instead of 5; ignore_eos is not kept"),
     (says_more_than_asked, ProblemKind.WRONG_LENGTH, "7 tokens instead of 5; max_tokens is not kept"),
@@ -257,6 +327,25 @@ def test_server_that_misbehaves_gives_a_problem_of_its_class_and_no_figures(
     assert result.completed == 0
     assert not result.figures
     assert not result.requests
+
+
+async def keeps_alive_and_spells_it_differently(asked: Asked, wire: Wire) -> None:
+    """Comments, no space after `data:`, CRLF, bytes of one character in two chunks: an answer all the same."""
+    await wire.head()
+    await wire.send(b": keep-alive\r\n\r\n")
+    events = [{"choices": [{"index": 0, "text": "\u00e9\u6f22", "finish_reason": None}]}] * 5
+    events += [{"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}, usage(asked)]
+    data = b"".join(b"data:" + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n" for event in events)
+    for place in range(0, len(data), 7):
+        await wire.send(data[place : place + 7])
+    await wire.send(b":\r\n\r\ndata:[DONE]\r\n\r\n")
+    await wire.end()
+
+
+def test_an_answer_counts_however_its_stream_is_spelt_and_cut() -> None:
+    result = loaded(keeps_alive_and_spells_it_differently)
+    assert (result.problems, result.completed) == ((), 4)
+    assert {(each.output_tokens, len(each.gaps_s)) for each in result.requests} == {(5, 4)}
 
 
 def test_one_wrong_answer_among_right_ones_voids_the_load() -> None:

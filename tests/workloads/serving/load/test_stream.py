@@ -156,7 +156,9 @@ def test_event_is_parsed_only_where_it_differs_in_more_than_its_text(monkeypatch
 def test_finish_among_events_that_look_alike_is_noticed() -> None:
     stream = Stream()
     stream.feed(event() * 3 + event(" z", choice={"finish_reason": "abort"}), 11.0)
-    stream.feed(line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}), 12.0)
+    stream.feed(
+        line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}) + b"data: [DONE]\n\n", 12.0
+    )
     with pytest.raises(NotAnswered, match="finish_reason is 'abort'"):
         answer(stream)
 
