@@ -22,6 +22,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+import flagcore
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.physics.schedules.named import SCHEDULES
@@ -104,6 +105,27 @@ def test_extras_and_commands_that_a_page_names_exist(page: str) -> None:
     known = set(re.findall(r'"(\w+)"', (ROOT / "hatch_build.py").read_text()))
     assert extras <= known
     assert set(re.findall(r"`flag ([a-z]+)", TEXT[page])) <= set(COMMANDS)
+
+
+def test_python_snippets_work_in_order(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workshop)
+    names: dict[str, Any] = {}
+    for language, block in FENCE.findall(TEXT["docs/python.md"]):
+        assert language == "python"
+        exec(block, names)
+    assert names["run"].best == names["outcome"].plan.best
+    assert "2 spec: " in capsys.readouterr().out
+
+
+def test_python_page_has_every_name_and_every_error() -> None:
+    page = TEXT["docs/python.md"]
+    public = set(flagcore.__all__) - {"__version__", "FlagError"}
+    assert {name for name in public if f"`{name}" not in page} == set()
+    table = page.split("## Errors")[1]
+    kinds = {kind.__name__ for kind in _kinds(errors.FlagError) if kind.__module__ == "flagcore.errors"}
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == kinds - {"FlagError"}
 
 
 def test_reference_has_the_help_of_every_command_and_of_no_other() -> None:

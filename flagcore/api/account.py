@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flagcore.api.given import SpecLike
 from flagcore.api.nearby import changes, differing, nearest_measured, scale, scaled_times
 from flagcore.api.posing import Known, known
 from flagcore.api.reasons import OPEN, RAN, all_trials, broken_rule, legality, state_of
@@ -71,14 +71,14 @@ class Account:
 
 
 def explain_candidate(
-    where: Path | str, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
+    where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
 ) -> Account:
-    """Tell all that is known of one candidate of a spec file, or of a run's folder.
+    """Tell all that is known of one candidate of a spec, or of a run's folder.
 
     `candidate` is `best`, `baseline`, a number (of a trial of the run; of a spec the place in the list of `estimate`,
     from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
     """
-    return account(known(Path(where), chip, without), candidate)
+    return account(known(where, chip, without), candidate)
 
 
 def account(found: Known, name: str) -> Account:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from flagcore.api.account import Account, account
+from flagcore.api.given import SpecLike
 from flagcore.api.nearby import differing
 from flagcore.api.posing import Known, known
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -123,19 +124,18 @@ class _Side:
 
 
 def compare(
-    a: str, b: str, *, spec: Path | str | None = None, chip: str | None = None, without: Collection[str] = ()
+    a: str, b: str, *, spec: SpecLike | None = None, chip: str | None = None, without: Collection[str] = ()
 ) -> Comparison:
     """Compare two candidates: `RUN:CANDIDATE`, or `RUN` for its best; a spec file may stand for RUN.
 
     With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` goes with specs.
     Raises the errors of `flagcore.errors`.
     """
-    pairs = [(Path(spec), name) for name in (a, b)] if spec is not None else [_place(a), _place(b)]
-    found: dict[Path, Known] = {}
-    for where, _ in pairs:
-        if where not in found:
-            found[where] = known(where, chip, without)
-    first, second = (_Side(found[where], account(found[where], name)) for where, name in pairs)
+    pairs: list[tuple[SpecLike, str]] = [_place(a), _place(b)] if spec is None else [(spec, a), (spec, b)]
+    (where, name), (there, other) = pairs
+    found = known(where, chip, without)
+    beside = found if where == there else known(there, chip, without)
+    first, second = _Side(found, account(found, name)), _Side(beside, account(beside, other))
     return _compared(first, second)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flagcore.api.extras import plugin_notes
+from flagcore.api.given import SpecLike
 from flagcore.api.posing import pose_spec
 from flagcore.contracts import Workload
 from flagcore.domain.knowledge import Lessons
@@ -19,11 +19,14 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.problem import Problem, fastest, must_fit
+from flagcore.report.formats import lookup
+from flagcore.report.notebook import as_html
+from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing import no_time
 from flagcore.stages.predict import model_table, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """The best predicted candidates of a spec, and where all others went.
 
@@ -43,21 +46,40 @@ class Estimate:
     runs: str = ""
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        best = candidate_line("best", self.candidates[0]) if self.candidates else "nothing fits"
+        return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
+
+    def _repr_html_(self) -> str:
+        columns = {"#": "number", **candidate_columns(self.candidates), **FIGURES}
+        shown = {name: key for name, key in columns.items() if any(lookup(each, key) for each in self.candidates)}
+        return as_html(repr(self).strip("<>"), self.candidates, shown)
+
+
+FIGURES = {
+    "~step s": "step_time_s.value",
+    "~objective": "objective.value",
+    "~tok/s/dev": "tokens_per_second_per_device.value",
+    "~used GiB": "memory.device_used_gib",
+    "limited by": "limit",
+}
+"""What a notebook shows of each candidate, as far as it is there."""
+
 
 def estimate(
-    spec_file: Path | str,
+    spec: SpecLike,
     *,
     chip: str | None = None,
     top: int = 10,
     without: Collection[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> Estimate:
-    """Predict all candidates of `spec_file` and return the `top` fastest. Nothing runs, no hardware is needed.
+    """Predict all candidates of a spec and return the `top` fastest. Nothing runs, no hardware is needed.
 
     `chip` names a chip to plan for instead of the spec's, `data` is what the file says if it was imported. Raises the
     errors of `flagcore.errors`.
     """
-    problem, workload = pose_spec(Path(spec_file), chip, without, data)
+    problem, workload = pose_spec(spec, chip, without, data)
     must_fit(problem)
     order = fastest(problem)
     untimed = np.isnan(problem.predictions.step_time_s[order])

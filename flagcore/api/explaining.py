@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flagcore.api.estimating import before_trials
 from flagcore.api.extras import knob_record, plugin_notes
+from flagcore.api.given import SpecLike
 from flagcore.api.posing import known
 from flagcore.api.reasons import legality
 from flagcore.domain.plan import Counts
@@ -42,12 +42,12 @@ class Explanation:
         return as_html(repr(self).strip("<>"), rows, {"rule": "rule", "took": "took", "says": "says"})
 
 
-def explain(where: Path | str, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
+def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
     """Tell where every combination of a spec file went, or of a run's folder with what its trials taught.
 
     Raises the errors of `flagcore.errors`.
     """
-    found = known(Path(where), chip, without)
+    found = known(where, chip, without)
     problem, workload, task = found.problem, found.workload, found.task
     counts, because = before_trials(problem), None
     if found.run is not None:
@@ -55,7 +55,7 @@ def explain(where: Path | str, *, chip: str | None = None, without: Collection[s
             counts, because = Counts(**found.run.data["counts"]), str(found.run.data["stopped_because"])
         except (KeyError, TypeError) as error:
             raise RunError(
-                f"{Path(where, 'result.json')} cannot be read ({error!r}); `flag tune` writes it when it ends"
+                f"{found.where / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
             ) from None
     pruning = (*workload.pruning_rules(task), *problem.platform.pruning_rules)
     says = {rule.name: rule.says for rule in legality(found)} | {rule.name: rule.says for rule in pruning}

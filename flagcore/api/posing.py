@@ -9,6 +9,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.experienced import past as past_of
+from flagcore.api.given import UNNAMED, SpecLike, given
 from flagcore.api.runs import SPEC, Run, load_run
 from flagcore.api.telling import loaded_plugins, parsed, tell_of_problem
 from flagcore.calibration import Experience
@@ -21,7 +22,6 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.errors import UsageError
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem, pose
-from flagcore.spec import spec_as_data
 from flagcore.stages.learn import learn
 from flagcore.stages.missing import no_time
 from flagcore.stages.predict import record
@@ -61,33 +61,34 @@ class Known:
 
 
 def pose_spec(
-    spec_file: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+    spec: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
 ) -> tuple[Problem, Workload]:
     """Return the problem that a spec poses, for another chip if one is named. Raises the errors of a spec."""
-    spec = _spec(spec_file, chip, without, data)
-    workload = plugins.workload_of(spec.work)
+    wanted = _spec(spec, chip, without, data)
+    workload = plugins.workload_of(wanted.work)
     with loaded_plugins(without) as loaded:
-        problem = pose(spec, loaded, workload)
+        problem = pose(wanted, loaded, workload)
     tell_of_problem(problem, workload)
     return problem, workload
 
 
-def known(where: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Known:
-    """Return what is known of a spec file, or of the run in a folder. Raises the errors of `flagcore.errors`."""
-    if not where.is_dir():
-        problem, workload = pose_spec(where, chip, without, data)
-        return _known(where, problem, workload, learn(()), Past.nothing())
-    run = load_run(where)
+def known(where: SpecLike, chip: str | None, without: Collection[str]) -> Known:
+    """Return what is known of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
+    place = UNNAMED if isinstance(where, Mapping) else Path(where)
+    if isinstance(where, Mapping) or not place.is_dir():
+        problem, workload = pose_spec(where, chip, without)
+        return _known(place, problem, workload, learn(()), Past.nothing())
+    run = load_run(place)
     if chip is not None:
-        raise UsageError(f"--chip {chip} goes with a spec; the run {where} has a chip of its own")
+        raise UsageError(f"--chip {chip} goes with a spec; the run {place} has a chip of its own")
     home = run_home(run)
     said = RunDirectory(home).known() or {"run": "", "fixed": {}}
-    spec = replace(_spec(home / SPEC, None, without, None), baseline=said["fixed"].get("baseline"))
+    spec = replace(_spec(home / SPEC, None, without), baseline=said["fixed"].get("baseline"))
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = pose(spec, loaded, workload)
         past = _past(problem, workload, loaded, said["run"])
-        found = _known(where, problem, workload, run.knows, past)
+        found = _known(place, problem, workload, run.knows, past)
     tell_of_problem(problem, workload)
     return replace(found, run=run)
 
@@ -113,11 +114,11 @@ def _past(problem: Problem, workload: Workload, loaded: LoadedPlugins, name: str
     return past_of(records, chip, loaded, workload, spec.objective)
 
 
-def _spec(spec_file: Path, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None) -> Spec:
-    given = spec_as_data(spec_file) if data is None else data
-    spec = parsed(given, file=str(spec_file), base=spec_file.parent, without=without)
+def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:
+    file, told = given(asked, data)
+    spec = parsed(told, file=str(file), base=file.parent, without=without)
     if chip is None:
         return spec
     if spec.cluster.groups:
-        raise UsageError(f"--chip {chip} goes with a spec of one chip, but {spec_file} gives cluster.groups")
+        raise UsageError(f"--chip {chip} goes with a spec of one chip, but {file} gives cluster.groups")
     return replace(spec, cluster=replace(spec.cluster, chip=chip))

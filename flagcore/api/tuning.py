@@ -10,6 +10,7 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.engines import each_engine
 from flagcore.api.experienced import past as past_of
+from flagcore.api.given import SpecLike, given
 from flagcore.api.telling import loaded_plugins, parsed, tell, tell_of_problem
 from flagcore.api.winner import Outcome, keep
 from flagcore.calibration import Experience
@@ -25,7 +26,6 @@ from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
 from flagcore.report.served import impossible
 from flagcore.report.text import drift_text
-from flagcore.spec import spec_as_data
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
@@ -36,7 +36,7 @@ PROBER = "learned"
 
 
 def tune(
-    spec_file: Path | str,
+    spec: SpecLike,
     *,
     run_dir: Path | str | None = None,
     new: bool = False,
@@ -46,17 +46,16 @@ def tune(
     on_event: OnEvent | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Tune `spec_file` and keep everything in `run_dir` (default: `runs/` and the file's name).
+    """Tune a spec, a file or its data, and keep everything in `run_dir` (default: `runs/` and the file's name).
 
     An existing run goes on where it was; `new` moves it aside first. `without` names plugins to leave out,
     `storage` any optuna storage to use instead of the run's own journal. `fidelity` (`estimate`, `probe` or `run`) goes
-    before the spec's; a run may go on at a higher one. `data` is what the file says if it is no spec itself but was
-    imported. Raises the errors of
-    `flagcore.errors`; the result is written all the same once a trial has run. A spec with several engines tunes one
-    after the other, and the outcome is that of the best.
+    before the spec's; a run may go on at a higher one. `on_event` is told when a trial starts and ends. `data` is what
+    the file says if it is no spec itself but was imported. Raises the errors of `flagcore.errors`; the result is
+    written all the same once a trial has run. A spec with several engines tunes one after the other, and the outcome is
+    that of the best.
     """
-    file = Path(spec_file)
-    data = spec_as_data(file) if data is None else dict(data)
+    file, data = given(spec, data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
 
     def one(some: Mapping[str, Any], where: Path) -> Outcome:

@@ -20,6 +20,7 @@ from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import Ending
 from flagcore.problem import Problem, why_not_launched
 from flagcore.report.formats import as_yaml
+from flagcore.report.notebook import as_html
 from flagcore.report.result import result
 from flagcore.report.text import candidate_text, plan_text
 from flagcore.stages.launch import prepared
@@ -29,9 +30,9 @@ MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where the ranks of a best configuration meet if nobody says; each trial gets a free port from its launcher."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Outcome:
-    """What a tune found: the plan, the folder that holds it, and the same as plain data and as text.
+    """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
 
     `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
     stands.
@@ -46,6 +47,15 @@ class Outcome:
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))
+
+    def __repr__(self) -> str:
+        best = self.plan.best
+        told = f"best trial {best.number}: {candidate_text(best.candidate)}" if best else "no best"
+        gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
+        return f"<Outcome in {self.run_dir}: {told}{gain}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self).strip("<>"), [], {}, below=str(self))
 
 
 def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:

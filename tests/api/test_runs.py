@@ -1,0 +1,86 @@
+"""A run's folder as Python users read it, and what importing flagcore costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flagcore
+from flagcore.errors import RunError
+from flagcore.store import OptunaStore
+from tests.cli.conftest import Project
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_importing_flagcore_imports_nothing_else() -> None:
+    code = "import sys; before = set(sys.modules); import flagcore; print(*(set(sys.modules) - before))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout.split() == ["flagcore"]
+    assert set(flagcore.__all__) <= set(dir(flagcore))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = flagcore.nothing  # type: ignore[attr-defined]
+
+
+def test_run_says_what_the_outcome_and_its_result_say(project: Project) -> None:
+    outcome = flagcore.tune(project.spec(control={"max_trials": 4}), run_dir=project.run_dir)
+    run = flagcore.load_run(project.run_dir)
+    assert (run.trials, run.repeats, run.best, run.gains) == (
+        outcome.plan.trials,
+        outcome.plan.repeats,
+        outcome.plan.best,
+        outcome.plan.gains,
+    )
+    assert run.gain == outcome.data["gain"]
+    assert run.data == json.loads(json.dumps(outcome.data))
+    assert run.stopped_because == outcome.plan.stopped_because
+    measured = [each["measured"] for each in run.predictions]
+    assert measured == [each["measured"]["step_time_s"]["median"] for each in run.data["trials"]]
+    assert run.predictions[-1]["believed"] is None or run.predictions[-1]["believed"] > 0
+    for shown in (run, outcome):
+        assert "\n" not in repr(shown)
+        assert "best trial" in shown._repr_html_()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.fidelity = "run"  # type: ignore[misc]
+
+
+def test_run_that_goes_on_is_read_without_a_trace_in_its_folder(project: Project) -> None:
+    flagcore.tune(project.spec(control={"max_trials": 2}), run_dir=project.run_dir)
+    known = json.loads((project.run_dir / "task.json").read_text())["run"]
+    run = flagcore.load_run(project.run_dir)
+    (project.run_dir / "result.json").unlink()
+    store = OptunaStore(project.run_dir, {}, run=known)
+    store.begin(run.trials[0].candidate, run.trials[0].role, {})
+    before = {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")}
+    again = flagcore.load_run(project.run_dir)
+    assert again.trials == run.trials  # the one that runs is no trial yet
+    assert (dict(again.data), again.stopped_because) == ({}, None)
+    assert {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")} == before
+
+
+def test_run_of_which_nothing_ran_holds_its_predictions(project: Project) -> None:
+    outcome = flagcore.tune(project.spec(), run_dir=project.run_dir, fidelity="estimate")
+    run = flagcore.load_run(project.run_dir)
+    assert [trial.candidate for trial in run.trials] == [trial.candidate for trial in outcome.plan.trials]
+    assert run.best is not None
+    assert run.best.number == outcome.data["best"]["number"]
+    assert run.gain == outcome.data["gain"]
+
+
+def test_folder_without_a_run_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run"):
+        flagcore.load_run(tmp_path)
+    for wrong in ("{", "[]", '{"schema_version": 99}'):
+        (tmp_path / "result.json").write_text(wrong)
+        with pytest.raises(RunError, match=r"result\.json cannot be read"):
+            flagcore.load_run(tmp_path)
