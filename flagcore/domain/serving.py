@@ -21,6 +21,10 @@ RATES = (
 """Of the whole cluster, but the last. Goodput counts the requests that keep the SLO."""
 
 
+USUAL_CLIENTS = 64
+"""Requests in flight where nobody says how many, nor how often or when they come."""
+
+
 def nested(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return figures by name, those of a latency together: `ttft_s.p50` as `ttft_s` with `p50`."""
     data: dict[str, Any] = {}

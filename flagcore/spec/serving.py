@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.serving import USUAL_CLIENTS, Load, ServeSpec
 from flagcore.spec.plain import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
-
-USUAL_CLIENTS = 64
-"""Requests in flight where a profile says neither how many nor how often they come."""
 
 
 def serve_of(
@@ -113,7 +110,7 @@ def _loads(profile: ProfileSection, base: Path, file: str) -> tuple[Load, ...]:
     if rates:
         return tuple(Load(**given, request_rate=math.inf if rate == "inf" else float(rate)) for rate in rates)
     if profile.trace is not None and profile.concurrency is None:
-        return (Load(**given),)  # the trace says when requests come
+        return (Load(**given),)  # the trace may say when requests come
     clients = _several(profile.concurrency) or [min(USUAL_CLIENTS, profile.num_prompts)]
     return tuple(Load(**given, concurrency=each) for each in clients)
 

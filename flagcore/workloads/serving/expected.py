@@ -12,7 +12,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.physics.serving.price import Price
 from flagcore.physics.serving.simulation import Outcome, simulate
-from flagcore.workloads.serving.load.traffic import traffic
+from flagcore.workloads.serving.load.traffic import in_flight, traffic
 from flagcore.workloads.serving.served import Served
 
 WAVES = 10
@@ -43,7 +43,7 @@ class Expected:
     @classmethod
     def of(cls, load: Load) -> Expected:
         """Draw the requests of `load`. Raises SpecError for one that cannot be sent, or an unreadable trace."""
-        sent = load
+        sent = load = in_flight(load)
         if load.num_prompts is None and load.trace is None:
             flight = load.concurrency or OPEN
             count = max(min(WAVES * flight, MOST_REQUESTS), 2 * flight, 16)

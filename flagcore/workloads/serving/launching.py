@@ -16,7 +16,7 @@ from flagcore.workloads.serving import winner
 from flagcore.workloads.serving.engines.contract import Engine
 from flagcore.workloads.serving.engines.place import Place
 from flagcore.workloads.serving.engines.unequal import Seat, seats
-from flagcore.workloads.serving.load.traffic import traffic
+from flagcore.workloads.serving.load.traffic import in_flight, traffic
 from flagcore.workloads.serving.trial.job import SERVE, Instance, Job, as_text
 
 PROGRAM = "flagcore.workloads.serving.trial"
@@ -36,7 +36,7 @@ def ready(spec: Spec, engine: Engine) -> None:
         )
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
-        traffic(load)
+        traffic(in_flight(load))
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
         problem, fix = "counts the requests that keep the SLO, and there is none", "give serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
@@ -60,7 +60,7 @@ def launch(
         job = Job(
             engine=where,
             instances=instances,
-            loads=serve.loads,
+            loads=tuple(in_flight(load) for load in serve.loads),
             vocab_size=platform.task.spec.model.vocab_size,
             timeout_s=platform.task.spec.control.max_time_per_task,
             repeats=serve.repeats,

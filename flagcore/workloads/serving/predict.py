@@ -51,9 +51,8 @@ def predict(
 
     `settings` are those of `kinds` of instances, or, without, of candidates whose instances are all alike. Memory is
     that of the fullest device.
-    Of several load points a candidate's figures are those of the one that is best for the objective among those that
-    keep the SLO, or, where none does, of the one that is nearest to it. `overheads` are those of the engine's release
-    unless they are given.
+    Of several load points a candidate's figures are those of one, as `flagcore.workloads.serving.reading.read` tells
+    measured ones. `overheads` are those of the engine's release unless they are given.
     """
     serve = task.spec.serve
     over = overheads or overheads_of(serve.engine, serve.engine_version, on_host=costs.synchronous)

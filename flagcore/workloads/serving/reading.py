@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.objective import figure_name, seconds
+from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import FlagError
@@ -30,15 +30,17 @@ class NoMetrics(FlagError):
 def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> Measurement:
     """Return what the trial program measured of a candidate whose instances compute with so many devices `each`.
 
-    A figure is the median of its repeats. Of several load points that one is told which is best by the objective among
-    those that keep the SLO; if none does, the one that misses it by least. Memory in use is known on cores: what the
-    processes of the fullest instance have resident, a core's share of it, as it is predicted. Raises NoMetrics.
+    A figure is the median of its repeats. Of several load points one is told: for a rate the best among those that keep
+    the SLO, or, if none does, the one that misses it by least; for a latency, which the lightest load would always win,
+    the one that misses the SLO by most, or, if none does, where it is longest. Memory in use is known on cores: what
+    the processes of the fullest instance have resident, a core's share of it, as it is predicted. Raises NoMetrics.
     """
     data, devices = _metrics(Path(folder, METRICS)), max(1, min(sum(each), task.cluster.devices))
     on_cores = Place.of(task).on_cores
     try:
         points = [_Point(task, point, devices) for point in data["points"]]
-        told = min(points, key=lambda point: (point.missed, point.step_s))
+        pick = min if is_rate(task.spec.objective) else max
+        told = pick(points, key=lambda point: (point.missed, point.step_s))
         return Measurement(
             step_times_s=told.steps_s,
             step_time_s=told.step_s,

@@ -53,8 +53,8 @@ class Scene:
 def expected_figures(scene: Scene) -> dict[str, FloatArray]:
     """Return the figures of each candidate by name; NaN where its costs are not known.
 
-    Candidates that the engine treats alike are simulated once. Of several load points the best for the objective among
-    those that keep the SLO counts, or else the one that is nearest to it.
+    Candidates that the engine treats alike are simulated once. Of several load points one counts, as it is told
+    of a measurement.
     """
     loads = [Expected.of(load) for load in scene.serve.loads]
     times, members = scene.times, scene.kinds.members
@@ -89,9 +89,8 @@ def expected_figures(scene: Scene) -> dict[str, FloatArray]:
 
 
 def _telling(scene: Scene, loads: Sequence[Expected]) -> Expected:
-    """Return the load point that ranks candidates: most requests in flight for a rate, fewest for a latency."""
-    pick = max if is_rate(scene.objective) else min
-    return pick(loads, key=lambda load: load.flight(1))
+    """Return the load point that ranks candidates: that with most requests in flight."""
+    return max(loads, key=lambda load: load.flight(1))
 
 
 def _key(scene: Scene, loads: Sequence[Expected], row: int) -> Key:
@@ -130,13 +129,13 @@ def _lane(scene: Scene, expected: Expected, row: int) -> Lane:
 
 
 def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
-    """Return the load point that is best for the objective among those nearest to the SLO; keeping it is nearest."""
+    """Return the load point that is told, as `flagcore.workloads.serving.reading.read` tells measured ones."""
 
     def order(figures: Mapping[str, float]) -> tuple[float, float]:
         over = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
         return max(over, 1.0), seconds(objective, figures.get(figure_name(objective), figures["output_tokens_per_s"]))
 
-    return min(each, key=order)
+    return (min if is_rate(objective) else max)(each, key=order)
 
 
 def time_parts(scene: Scene, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:

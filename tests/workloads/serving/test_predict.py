@@ -149,6 +149,12 @@ def test_of_several_loads_the_best_that_keeps_the_limit_counts() -> None:
     assert figure(bound) == figure(predicted(task(loads[1])))
 
 
+def test_a_latency_of_several_loads_is_that_of_the_heaviest() -> None:
+    loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
+    found = predicted(task(*loads, objective="ttft_s.p99"))
+    assert figure(found, "ttft_s.p99") == figure(predicted(task(loads[-1], objective="ttft_s.p99")), "ttft_s.p99")
+
+
 def test_an_impossible_limit_tells_the_nearest_load() -> None:
     loads = [replace(LOAD, concurrency=clients) for clients in (4, 32)]
     assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(predicted(task(loads[0])))
@@ -282,6 +288,13 @@ def test_a_trace_is_served_at_its_own_times(tmp_path: Path) -> None:
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = predicted(task(Load(trace=str(trace), num_prompts=None)))
     assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_trace_without_times_has_the_usual_clients(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"input_len": 200, "output_len": 20}) + "\n" for _ in range(200)))
+    bare, told = Load(trace=str(trace)), Load(trace=str(trace), concurrency=64)
+    assert figure(predicted(task(bare))) == figure(predicted(task(told)))
 
 
 def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:

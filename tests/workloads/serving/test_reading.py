@@ -115,3 +115,18 @@ def test_what_engines_say_of_memory_is_of_the_fullest_device_and_tokens_of_all(t
     assert (found.figures["weights_gib"], found.figures["kv_cache_tokens"]) == (6.0, 300.0)
     shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=told, instances=2)
     assert (shared.figures["weights_gib"], shared.figures["kv_cache_tokens"]) == (3.0, 300.0)
+
+
+def test_a_latency_is_told_where_it_is_longest_not_at_the_lightest_load(tmp_path: Path) -> None:
+    points = point(1, rate(50, ttft=0.2)), point(8, rate(90, ttft=0.9)), point(64, rate(200, ttft=0.6))
+    found = read(tmp_path, task("ttft_s.p99", ttft_s__p99=1.0), *points)
+    assert (found.figures["ttft_s.p99"], found.step_time_s, found.broken) == (0.9, 0.9, ())
+    over = read(tmp_path, task("tpot_s", ttft_s__p99=0.5), *(_with_tpot(each) for each in points))
+    assert over.figures["ttft_s.p99"] == 0.9
+    assert over.broken
+
+
+def _with_tpot(given: dict[str, Any]) -> dict[str, Any]:
+    for repeat in given["repeats"]:
+        repeat["figures"]["tpot_s.mean"] = 0.01
+    return given

@@ -20,7 +20,7 @@ from flagcore.workloads.serving.load.machine import NEAR_LIMIT, Meter
 from flagcore.workloads.serving.load.prompts import body, prompts, warmup_prompts
 from flagcore.workloads.serving.load.result import Answer, LoadResult, NotAnswered, ProblemKind, Target
 from flagcore.workloads.serving.load.stream import Stream
-from flagcore.workloads.serving.load.traffic import traffic
+from flagcore.workloads.serving.load.traffic import in_flight, traffic
 
 if TYPE_CHECKING:
     import aiohttp
@@ -50,6 +50,7 @@ def measure(
     arrivals do not. All is over after `timeout_s`, and at once when a request fails. `on_progress` is told the requests
     answered and in all. Raises SpecError for a load that cannot be sent. Not to be called inside an event loop.
     """
+    load = in_flight(load)
     asked = traffic(load)
     fresh = (load.seed, seed)
     texts = prompts(asked, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.domain.serving import Load
+from flagcore.domain.serving import USUAL_CLIENTS, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.errors import SpecError
 from flagcore.workloads.serving.load.traces import Trace, read_trace
@@ -49,6 +49,16 @@ def traffic(load: Load) -> Traffic:
         blocks=trace.blocks if trace else (),
         notes=trace.notes if trace else (),
     )
+
+
+def in_flight(load: Load) -> Load:
+    """Return a load of which is known how its requests come: of a trace without times, USUAL_CLIENTS are in flight.
+
+    Raises SpecError for an unreadable trace.
+    """
+    if load.trace is None or load.concurrency is not None or load.request_rate is not None:
+        return load
+    return load if read_trace(load.trace).arrive_s is not None else replace(load, concurrency=USUAL_CLIENTS)
 
 
 def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
