@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.spec.limits import PRECISIONS
@@ -21,10 +22,17 @@ def no_time(task: Task, costs: Costs) -> str:
     """Return why no time can be told for a candidate of `task`: each rate that nobody knows, and how it can be had."""
     unknown: dict[str, list[str]] = {}
     unlisted = dict.fromkeys(chain(*(_unlisted(*pair, task.spec.work.precision) for pair in _pairs(task, costs))))
-    for what, how in _unknown(task, costs) or ([] if unlisted else [("a rate that it needs", MEASURED)]):
+    for what, how in _unknown(task, costs) or ([] if unlisted else [_other(task)]):
         unknown.setdefault(how, []).append(what)
     rates = ", ".join(f"{' and '.join(rates)} ({how})" for how, rates in unknown.items())
     return "; ".join([*unlisted, *([f"nobody knows {rates}"] if rates else [])])
+
+
+def _other(task: Task) -> tuple[str, str]:
+    """Return what is not known where all rates are: of servers, layers that are not on their devices."""
+    if isinstance(task.spec.work, ServeSpec):
+        return "how fast the host computes the layers that are not on a device", "trials measure that"
+    return "a rate that it needs", MEASURED
 
 
 def _pairs(task: Task, costs: Costs) -> list[tuple[NodeGroup, Costs]]:

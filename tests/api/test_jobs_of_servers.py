@@ -74,6 +74,16 @@ def test_what_an_engine_lacks_goes_without_saying_only_where_it_is_off() -> None
         assert f"{name} is no knob of llamacpp" in answer("llamacpp", **{name: value})["reason"]
 
 
+def test_layers_on_the_host_have_no_time_and_no_memory_of_the_device() -> None:
+    part, whole = answer("llamacpp", n_gpu_layers=4), answer("llamacpp", n_gpu_layers=9)
+    assert whole == answer("llamacpp", n_gpu_layers=-1) == answer("llamacpp", n_gpu_layers=99)
+    assert part["status"] == "ok"
+    assert part["reason"].startswith("no time: nobody knows how fast the host computes the layers")
+    assert "output_tokens_per_s" not in part or part["output_tokens_per_s"] is None
+    assert part["memory"]["static_gib"] < 0.5 * whole["memory"]["static_gib"]
+    assert answer("llamacpp", n_gpu_layers=0)["memory"]["static_gib"] == 0.0
+
+
 def test_unequal_instances_are_predicted_and_lie_between_their_equal_neighbours() -> None:
     wide, narrow = rate("vllm", instances=2, tensor_model_parallel_size=4), rate("vllm", instances=4)
     assert min(wide, narrow) < rate("vllm", instance_sizes="4+2+2") < 2 * max(wide, narrow)

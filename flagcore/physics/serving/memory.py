@@ -81,9 +81,15 @@ def weight_bytes(serving: Serving, split: Split) -> FloatArray:
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / split.tensor
         total = total + moe * ((routed + shared) * width + 2.0 * h * count)
     stage = np.ceil(model.num_layers / split.pipeline) / model.num_layers
+    result: FloatArray = total * stage / split.cores + table_bytes(model, split)
+    return result
+
+
+def table_bytes(model: Model, split: Split) -> FloatArray:
+    """Return the tables of tokens on the fullest device, in 16 bits."""
     tables = np.where(split.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
-    result: FloatArray = total * stage + tables * 2.0 * model.vocab_size * h / split.tensor
-    return result / split.cores
+    whole: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / split.tensor
+    return whole / split.cores
 
 
 def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:

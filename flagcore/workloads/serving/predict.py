@@ -12,7 +12,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.physics.serving.iteration import iteration_costs
-from flagcore.physics.serving.memory import ServingMemory, serving_memory
+from flagcore.physics.serving.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.physics.serving.work import Overheads, Serving, Split
 from flagcore.workloads.serving.engines.contract import Settings
 from flagcore.workloads.serving.engines.unequal import Parts, alone
@@ -127,7 +127,7 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
     capacity = costs.memory.capacity_bytes()
     none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0
     budget = settings.memory_fraction * (np.inf if capacity is None else capacity) - none
-    return serving_memory(
+    memory = serving_memory(
         serving,
         split,
         budget=budget,
@@ -135,6 +135,16 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
         batched_tokens=settings.max_batched_tokens.astype(np.float64),
         running=settings.max_running.astype(np.float64),
     )
+    return memory if settings.on_device is None else _offloaded(serving, split, memory, settings.on_device)
+
+
+def _offloaded(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
+    """Return what a device holds of a model whose other layers, tables and their cache are the host's."""
+    model = serving.model
+    part = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
+    layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * part
+    weights = np.where(on_device < 1.0, layers, memory.weights)
+    return replace(memory, weights=weights, cache=memory.cache * part, token=memory.token * part)
 
 
 def _predictions(

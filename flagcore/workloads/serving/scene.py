@@ -51,7 +51,8 @@ class Scene:
 
 
 def expected_figures(scene: Scene) -> dict[str, FloatArray]:
-    """Return the figures of each candidate by name; NaN where its costs are not known.
+    """Return the figures of each candidate by name; NaN where its costs are not known,
+    or where the host computes layers, whose costs nobody tells.
 
     Candidates that the engine treats alike are simulated once. Of several load points one counts, as it is told
     of a measurement.
@@ -59,6 +60,8 @@ def expected_figures(scene: Scene) -> dict[str, FloatArray]:
     loads = [Expected.of(load) for load in scene.serve.loads]
     times, members = scene.times, scene.kinds.members
     known = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
+    if scene.settings.on_device is not None:
+        known &= scene.settings.on_device >= 1.0
     alike: dict[tuple[Key, ...], list[int]] = {}
     for candidate, kinds in enumerate(members):
         if known[kinds].all():

@@ -39,7 +39,8 @@ class Settings:
     cache has `cache_bytes` of its own on each device, which are NaN otherwise. `max_batched_tokens` bounds what one
     iteration computes of prompts, and of all where the engine counts both, `max_running` the sequences in it, both for
     one group of attention DP; `context_len` bounds one sequence. `pass_tokens` is what one pass through the model
-    takes: a larger iteration has several. Where `chunked` is False a prompt is computed in one piece.
+    takes: a larger iteration has several. Where `chunked` is False a prompt is computed in one piece. `on_device` is
+    the share of the layers, the output head counted as one, that devices have where the host has the others; None: all.
     """
 
     instances: IntArray
@@ -59,6 +60,7 @@ class Settings:
     memory_fraction: FloatArray
     cache_bytes: FloatArray
     cache_element_bytes: FloatArray
+    on_device: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
-from flagcore.domain.space import Columns, IntArray
+from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import FlagError, SpecError
 from flagcore.spec import gguf
@@ -207,4 +207,11 @@ def settings(task: Task, columns: Columns) -> Settings:
         memory_fraction=np.full(devices.shape, np.nan),
         cache_bytes=pool * cache_bytes_per_token(task.spec.model, 1.0) * element / devices,
         cache_element_bytes=element,
+        on_device=_on_device(task, get[LAYERS]),
     )
+
+
+def _on_device(task: Task, layers: IntArray) -> FloatArray:
+    """Return the share of the layers that devices have: the output head comes last, and -1 is as many as fit."""
+    every = task.spec.model.num_layers + 1
+    return np.where(layers < 0, 1.0, np.minimum(layers / every, 1.0))
