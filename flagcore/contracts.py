@@ -153,7 +153,8 @@ class Costs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """All that plugins said about one task, asked once in discover. `knobs` are all that plugins bring, whether the
-    task has them or not, `conflicts` tells where the user's own variables win over those of plugins."""
+    task has them or not, `conflicts` tells where the user's own variables win over those of plugins,
+    `read_devices` which device each telemetry is of: its number on this machine."""
 
     task: Task
     costs: Costs
@@ -166,6 +167,7 @@ class Platform:
     knobs: tuple[PluginKnob, ...] = ()
     engine_version: str | None = None
     conflicts: tuple[str, ...] = ()
+    read_devices: tuple[int, ...] = ()
 
     def prepared(self, planned: Launch) -> Launch:
         """Return `planned` with the plugins' environment, then the spec's, and whatever plugins change in it."""

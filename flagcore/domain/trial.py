@@ -51,8 +51,9 @@ class Measurement:
     range. `effective` are the values that the engine says it used, and `partial` marks a trial that was
     ended early. Where an engine serves, a step is the seconds of the objective in one run of the load, `figures` are
     those of the load point that is told, `points` are all load points, and `broken` says in words which limits were
-    not kept. Of a probe, `modelled_s` of the step are modelled, and `low_s` to `high_s` is an 80% interval of the
-    step.
+    not kept. `devices` are figures of single ones, each with its number `device` over all nodes: what the management
+    tool showed, and the speed test of a rank; `slow` names those that stand out. Of a probe, `modelled_s` of the step
+    are modelled, and `low_s` to `high_s` is an 80% interval of the step.
     """
 
     step_times_s: tuple[float, ...]
@@ -73,6 +74,8 @@ class Measurement:
     figures: Mapping[str, float] = field(default_factory=dict)
     points: tuple[Mapping[str, float], ...] = ()
     broken: tuple[str, ...] = ()
+    devices: tuple[Mapping[str, float], ...] = ()
+    slow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,8 +41,18 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
         "probes": [trial(each) for each in plan.probes],
+        "slow_devices": slow_devices(plan),
         **({"front": [nested(point) for point in front(plan)]} if plan.objective in SERVING else {}),
     }
+
+
+def slow_devices(plan: Plan) -> dict[str, list[int]]:
+    """Return what was said of devices that stand out, without the figures, and the trials in which it was."""
+    found: dict[str, list[int]] = {}
+    for each in (*plan.trials, *plan.repeats):
+        for line in each.measurement.slow if each.measurement else ():
+            found.setdefault(" ".join(line.split()[:5]), []).append(each.number)
+    return found
 
 
 def medians(plan: Plan) -> dict[int, float]:
@@ -81,6 +91,8 @@ def _measured(measured: Measurement) -> dict[str, Any]:
         "effective": dict(measured.effective),
         "versions": dict(measured.versions),
         "telemetry": dict(measured.telemetry),
+        "devices": [dict(each) for each in measured.devices],
+        "slow_devices": list(measured.slow),
     }
     for name in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"):
         figure = getattr(measured, name)

@@ -51,9 +51,19 @@ def plan_text(plan: Plan) -> str:
         trials_table(plan),
         served.front_table(plan),
         learned_table(plan),
+        slow_text(plan),
         funnel(plan.counts, plan.fidelity),
     ]
     return "\n\n".join([*(part for part in parts if part), f"It ended because {plan.stopped_because}."])
+
+
+def slow_text(plan: Plan) -> str:
+    """Return which devices stood out, with the trials that showed it; nothing where none did."""
+    lines = []
+    for each in (*plan.trials, *plan.repeats):
+        lines += [f"trial {each.number}: {line}" for line in (each.measurement.slow if each.measurement else ())]
+    told = "A device that holds the others up (they wait for it in every step):"
+    return "\n".join([told, *lines]) if lines else ""
 
 
 def learned_table(plan: Plan) -> str:

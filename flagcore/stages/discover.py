@@ -45,6 +45,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]
     here = [device for device in devices if any(chip.answers_to(device.chip) for chip in chips)]
+    read = [(device, plugins.telemetry(device)) for device in here]
+    readers = [(device, reader) for device, reader in read if reader is not None]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
     told = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
     environment = {name: value for given in reversed(environments) for name, value in given.items()}
@@ -56,7 +58,8 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         environment={name: os.environ.get(name, value) for name, value in environment.items()},
         pruning_rules=plugins.pruning_rules(task),
         failure_patterns=tuple(pattern for patterns in told for pattern in patterns),
-        telemetry=tuple(reader for device in here if (reader := plugins.telemetry(device)) is not None),
+        telemetry=tuple(reader for _, reader in readers),
+        read_devices=tuple(device.index for device, _ in readers),
         prepare_launch=lambda launch: plugins.prepare_launch(launch, task),
         knobs=tuple(knob for knob in first if all(knob in each for each in others)),
         engine_version=engine_version,

@@ -11,10 +11,11 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flagcore.contracts import Platform, Running, Telemetry, Workload
+from flagcore.domain.devices import SLOWER, SLOWER_CORES, slow_devices
 from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
 from flagcore.domain.launch import Exit
 from flagcore.domain.spec import TrainSpec
@@ -38,7 +39,7 @@ def measure(
     `best` is the trial to beat (None: never end early). KeyboardInterrupt ends the trial's processes, and
     passes.
     """
-    readings, progress = _Readings(platform.telemetry), workload.progress(platform.task, folder)
+    readings, progress = _Readings(platform), workload.progress(platform.task, folder)
     warmup = platform.task.spec.control.warmup_iters
     hopeless = False
     try:
@@ -57,6 +58,24 @@ def measure(
     return replace(outcome, duration_s=ended.duration_s)
 
 
+def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
+    """Return a measurement with what was read of the devices meanwhile, and the names of those that stand out.
+
+    It is their memory in use where the trial did not tell it.
+    """
+    by_device = {int(each["device"]): dict(each) for each in measured.devices}
+    if not platform.support.shared_devices:  # else a reading is of the whole machine
+        for number, figures in readings.by_device().items():
+            by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
+    devices = tuple(by_device[number] for number in sorted(by_device))
+    slower = SLOWER_CORES if platform.support.shared_devices else SLOWER
+    slow = slow_devices(devices, platform.task.cluster.groups[0].devices_per_node, slower)
+    used = None if platform.support.shared_devices else readings.memory_used()
+    if measured.device_used_bytes is not None:
+        used = measured.device_used_bytes
+    return replace(measured, telemetry=readings.summary(), device_used_bytes=used, devices=devices, slow=slow)
+
+
 def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload, trial: Trial, folder: str) -> Trial:
     if (ended.code == 0 and ended.ended_by is None) or hopeless:
         try:
@@ -70,13 +89,6 @@ def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = classify(ended, log_tail(folder), patterns)
     return replace(trial, state=state, reason=reason)
-
-
-def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
-    """Return a measurement with what devices showed; it is their memory in use where the trial did not tell it."""
-    used = None if platform.support.shared_devices else readings.memory_used()
-    told = measured.device_used_bytes
-    return replace(measured, telemetry=readings.summary(), device_used_bytes=used if told is None else told)
 
 
 def _judged(platform: Platform, trial: Trial) -> Trial:
@@ -111,11 +123,12 @@ def _hopeless(steps: Sequence[float], warmup: int, best: Trial) -> bool:
 
 
 class _Readings:
-    """Telemetry about once a second: the mean of each figure, and the peak of memory."""
+    """Telemetry about once a second: the mean of each figure, and the peak of memory, over all devices and of each."""
 
-    def __init__(self, readers: Sequence[Telemetry]) -> None:
-        self._readers = list(readers)
-        self._samples: dict[str, list[float]] = {}
+    def __init__(self, platform: Platform) -> None:
+        numbers = platform.read_devices or tuple(range(len(platform.telemetry)))
+        self._readers: list[tuple[int, Telemetry]] = list(zip(numbers, platform.telemetry, strict=True))
+        self._samples: dict[int, dict[str, list[float]]] = {}
         self._next = 0.0
         self._before = math.inf
         """The most memory that a device had in use at the first reading."""
@@ -125,25 +138,40 @@ class _Readings:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + 1.0
-        for reader in list(self._readers):
+        for number, reader in list(self._readers):
             try:
                 for name, value in reader.sample().items():
                     if math.isfinite(value):
-                        self._samples.setdefault(name, []).append(float(value))
+                        self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
             except Exception as error:
-                LOG.warning("telemetry of a device is left out: %s", error)
-                self._readers.remove(reader)
+                LOG.warning("telemetry of device %s is left out: %s", number, error)
+                self._readers.remove((number, reader))
         if math.isinf(self._before):
-            self._before = max(self._samples.get(MEMORY, []), default=math.inf)
+            self._before = max(self._memory(), default=math.inf)
 
     def memory_used(self) -> int | None:
         """Return the most that a device showed in use; None if nobody read it, or others had much of it before."""
-        used = self._samples.get(MEMORY, [])
+        used = self._memory()
         if not used or self._before > OTHERS * max(used):
             return None
         return int(max(used))
 
+    def _memory(self) -> list[float]:
+        return [value for samples in self._samples.values() for value in samples.get(MEMORY, [])]
+
     def summary(self) -> dict[str, float]:
-        """Return mean figures by name, and `peak_` ones."""
-        means = {name: statistics.fmean(values) for name, values in self._samples.items()}
-        return means | {f"peak_{name}": max(values) for name, values in self._samples.items()}
+        """Return mean figures by name, and `peak_` ones, over all devices."""
+        joined: dict[str, list[float]] = {}
+        for samples in self._samples.values():
+            for name, values in samples.items():
+                joined.setdefault(name, []).extend(values)
+        return _means_and_peaks(joined)
+
+    def by_device(self) -> dict[int, dict[str, float]]:
+        """Return the same of each device, by its number on this machine."""
+        return {number: _means_and_peaks(samples) for number, samples in self._samples.items()}
+
+
+def _means_and_peaks(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    means = {name: statistics.fmean(values) for name, values in samples.items()}
+    return means | {f"peak_{name}": max(values) for name, values in samples.items()}

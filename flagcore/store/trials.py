@@ -25,7 +25,7 @@ from flagcore.files import read_regular
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
-LISTS = ("step_times_s", "losses", "points", "broken")
+LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow")
 """Fields of a measurement that hold several values in order."""
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 

@@ -279,3 +279,28 @@ def test_a_guard_that_was_killed_is_no_lack_of_memory() -> None:
     state, reason = classify(ended(-9, "guard"), "", ())
     assert state is TrialState.FAILED
     assert "guard" in reason
+
+
+class Reads:
+    """Telemetry of one device that always says the same."""
+
+    def __init__(self, **figures: float) -> None:
+        self.figures = figures
+
+    def sample(self) -> Mapping[str, float]:
+        return self.figures
+
+
+def test_telemetry_is_kept_of_each_device_and_one_with_a_low_clock_is_named(tmp_path: Path) -> None:
+    readers = [Reads(clock_hertz=clock, power_watts=watts) for clock, watts in ((2e9, 300), (2e9, 310), (1e9, 100))]
+    platform = small.platform(TASK, telemetry=tuple(readers), read_devices=(0, 1, 3))
+    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
+    assert done.measurement is not None
+    assert [(each["device"], each["power_watts"]) for each in done.measurement.devices] == [
+        (0, 300),
+        (1, 310),
+        (3, 100),
+    ]
+    assert done.measurement.telemetry["peak_power_watts"] == 310
+    assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the others (1 GHz)",)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import FlagError
@@ -62,6 +63,11 @@ def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
             device_used_bytes=_most(ranks, "device_used_bytes"),
             effective=dict(data["effective"]),
             versions={name: str(version) for name, version in data["versions"].items()},
+            devices=tuple(
+                {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}
+                for rank in ranks
+                if SPEED_TEST in rank
+            ),
         )
     except NOT_AS_AGREED as error:
         raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
+from flagcore.domain.devices import SPEED_TEST
 from flagcore.workloads.megatron.trial import cpu, metrics
 from flagcore.workloads.megatron.trial.device import RankDevice, open_device
 from flagcore.workloads.megatron.trial.job import Job, JobError
 from flagcore.workloads.megatron.trial.model import Built, build
+from flagcore.workloads.megatron.trial.speed import speed_test
 from flagcore.workloads.megatron.trial.training import Step, train
 
 _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has lost its partner
@@ -108,6 +110,7 @@ def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, 
         "own_steps": [
             {"forward_backward_s": step.own_forward_backward_s, "optimizer_s": step.own_optimizer_s} for step in steps
         ],
+        SPEED_TEST: speed_test(job, rank_device),
     }
     counted = metrics.counted_parameters(built)
     stage = groups.get_pipeline_model_parallel_rank()
