@@ -8,6 +8,7 @@ from flagcore.api.explaining import Explanation, explain
 from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
 from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.probing import Probed, probe
+from flagcore.api.reporting import REPORT, report
 from flagcore.api.runs import Run, load_run
 from flagcore.api.tuning import tune
 from flagcore.api.winner import Outcome, run_best
@@ -15,6 +16,7 @@ from flagcore.spec.flagscale import Imported, read_tree
 
 __all__ = [
     "AT_ONCE",
+    "REPORT",
     "Account",
     "Comparison",
     "Estimate",
@@ -38,6 +40,7 @@ __all__ = [
     "plugin_table",
     "probe",
     "read_tree",
+    "report",
     "run_best",
     "summary",
     "tune",

@@ -11,6 +11,7 @@ from flagcore import plugins
 from flagcore.api.engines import each_engine
 from flagcore.api.experienced import past as past_of
 from flagcore.api.given import SpecLike, given
+from flagcore.api.reporting import keep_report, keep_report_of_engines
 from flagcore.api.telling import loaded_plugins, parsed, tell, tell_of_problem
 from flagcore.api.winner import Outcome, keep
 from flagcore.calibration import Experience
@@ -66,7 +67,7 @@ def tune(
     for engine in engines:
         parsed(only(data, engine), file=str(file), base=file.parent, without=without)
     outcome: Outcome = each_engine(_anywhere(data, file.parent), engines, directory, one)
-    return outcome
+    return replace(outcome, reported=keep_report_of_engines(directory))
 
 
 def _tune(
@@ -134,6 +135,7 @@ def _tune(
             ending = run_loop(replace(spec, baseline=baseline), parts)
             tell(filter(None, [drift_text(ending.plan)]))
             outcome = keep(ending, workload, directory.path, _with_fidelity(_anywhere(data, file.parent)))
+            outcome = replace(outcome, reported=keep_report(directory.path, ending, workload, outcome.data))
             _remember(experience, name, ending)
         finally:
             directory.close()

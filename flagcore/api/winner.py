@@ -35,7 +35,7 @@ class Outcome:
     """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
 
     `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
-    stands.
+    stands, `reported` that the run's page was written.
     """
 
     plan: Plan
@@ -44,6 +44,7 @@ class Outcome:
     run_best: bool
     can_start: bool = True
     heading: str = ""
+    reported: bool = False
 
     def __str__(self) -> str:
         return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))

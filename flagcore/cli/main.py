@@ -29,6 +29,7 @@ COMMANDS = {
     "import": "flagcore.cli.importing",
     "plugins": "flagcore.cli.inspect",
     "probe": "flagcore.cli.probe",
+    "report": "flagcore.cli.report",
     "run": "flagcore.cli.tune",
     "schema": "flagcore.cli.inspect",
     "tune": "flagcore.cli.tune",

@@ -72,7 +72,8 @@ def tune_command(
         click.echo(render([found.data] if form == "yaml" else trials, form, columns))
     if not quiet:
         start = f"start the best with `flag run {found.run_dir}`" if found.can_start else "best.sh says what it lacks"
-        options.say(f"Kept in {found.run_dir}; {start}.")
+        page = f"look at {found.run_dir / api.REPORT}; " if found.reported else ""
+        options.say(f"Kept in {found.run_dir}; {page}{start}.")
     if found.run_best:
         api.run_best(found.run_dir, stdout=2)
 

@@ -71,7 +71,7 @@ def learned_table(plan: Plan) -> str:
     if plan.off is None:
         return ""
     over = f"{plan.off.trials} trial{'s' if plan.off.trials > 1 else ''}"
-    line = f"Over {over} predictions were off by {_far(plan.off.before)}, after learning by {_far(plan.off.after)}"
+    line = f"Over {over} predictions were off by {far(plan.off.before)}, after learning by {far(plan.off.after)}"
     what = served.heading(plan.objective) if served.serves(plan) else "step s"
     headings = ["trial", f"~{what}", "believed", what, "off", "after learning"]
     rows = []
@@ -91,7 +91,7 @@ def _told(plan: Plan, seconds: float) -> str:
     return f"{figure_of(plan.objective, seconds) if served.serves(plan) else seconds:.4g}"
 
 
-def _far(share: float) -> str:
+def far(share: float) -> str:
     """Return how far one of two figures is above the other."""
     return f"{share:.1%}" if share < 1.0 else f"a factor of {1.0 + share:.3g}"
 

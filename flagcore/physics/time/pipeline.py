@@ -36,9 +36,8 @@ def pipeline_time(
     messages take over it; else all messages take the mean. `found` are stages in their order, the last one last; one
     that is not among them is like the one before it.
     """
-    blocking = np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
-    launching = float(np.max([each.kernels.launch_seconds() for each in costs.groups]))
-    messages, refill = Messages.of(train, layout, costs, place), blocking * REFILL_LAUNCHES * launching
+    messages, blocking = Messages.of(train, layout, costs, place), sender_waits(train, layout)
+    refill = blocking * _refill_seconds(costs)
     mean = messages.mean(layout, place) + refill
     send = mean if messages.longer is None else np.where(blocking > 0, messages.usual + refill, mean)
     total = layout.microbatches * times[-1].busy
@@ -69,6 +68,22 @@ def pipeline_time(
         barrier = not SCHEDULES[name].post_validation
         total[rows] = named.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
     return total, np.where(layout.pipeline > 1.0, mean, 0.0)
+
+
+def sender_waits(train: Training, layout: Layout) -> FloatArray:
+    """Return 1 where the sender of a message computes nothing meanwhile, else 0."""
+    return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
+
+
+def message_seconds(train: Training, layout: Layout, costs: Costs, place: Placement) -> FloatArray:
+    """Return the seconds of one message between two stages: the mean over a pipeline's borders."""
+    refill = sender_waits(train, layout) * _refill_seconds(costs)
+    seconds: FloatArray = Messages.of(train, layout, costs, place).mean(layout, place) + refill
+    return seconds
+
+
+def _refill_seconds(costs: Costs) -> float:
+    return REFILL_LAUNCHES * float(np.max([each.kernels.launch_seconds() for each in costs.groups]))
 
 
 def _together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.domain.passes import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.kernels.longer import LongerKernels
 from flagcore.physics.layout import Layout, Training, pick
@@ -17,7 +19,7 @@ from flagcore.physics.placement import Placement
 from flagcore.physics.time.layer import embedding_time, head_time, layer_time
 from flagcore.physics.time.optimizer import gradient_time, optimizer_time
 from flagcore.physics.time.passes import Block, Seconds, StageTime, quiet
-from flagcore.physics.time.pipeline import pipeline_time
+from flagcore.physics.time.pipeline import message_seconds, pipeline_time, sender_waits
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
@@ -69,11 +71,7 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
     place, groups = Placement.of(layout, costs), costs.groups
     found = stages(train.model, layout, train.options, place.starts)
     held = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
-    made = [(each, _parts(train, layout, each)) for each in groups]
-    times = [
-        _on_groups(place, stage, [_stage_time(train, layout, *each, stage, have) for each in made])
-        for stage, have in zip(found, held, strict=True)
-    ]
+    times = _stage_times(train, layout, groups, place, found, held)
     slowest = _chosen(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward = slowest.forward, slowest.backward
 
@@ -97,6 +95,34 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
         "dp_comm_exposed_s": gradient_time(train, layout, most, slowest),
         "optimizer_s": np.maximum.reduce(steps),
     }
+
+
+def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
+    """Return the passes of the first candidate's pipeline.
+
+    None where a cost is not known, or where node groups differ: messages between them take times of their own.
+    """
+    layout, costs = layout.rows(slice(0, 1)), _in_a_run(costs)
+    if costs.further:
+        return None
+    place, count = Placement.of(layout, costs), int(layout.pipeline[0])
+    found = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
+    held = [split_parameters(stage_parameters(train, layout, each)) for each in found]
+    times = _stage_times(train, layout, costs.groups, place, found, held)
+    forward = tuple(float(time.forward.total[0]) for time in times)
+    backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
+    send = float(message_seconds(train, layout, costs, place)[0]) if count > 1 else 0.0
+    if not np.isfinite([*forward, *backward, send]).all():
+        return None
+    return Passes(
+        schedule=train.options.schedule or "interleaved",
+        microbatches=int(layout.microbatches[0]),
+        virtual=int(layout.virtual[0]),
+        forward_s=forward,
+        backward_s=backward,
+        send_s=send,
+        sender_waits=bool(sender_waits(train, layout)[0]),
+    )
 
 
 def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -126,6 +152,22 @@ def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
     moe = layer_time(train, few, costs, moe=True) if train.model.num_moe_experts is not None else dense
     made = Parts(dense, moe, embedding_time(train, few, costs), head_time(train, few, costs))
     return Parts(*(getattr(made, name).rows(which) for name in ("dense", "moe", "embedding", "head")))
+
+
+def _stage_times(
+    train: Training,
+    layout: Layout,
+    groups: Sequence[Costs],
+    place: Placement,
+    found: Sequence[Stage],
+    held: Sequence[tuple[FloatArray, FloatArray]],
+) -> list[StageTime]:
+    """Return the times of some stages, each with the costs of the node group on which it lies."""
+    made = [(each, _parts(train, layout, each)) for each in groups]
+    return [
+        _on_groups(place, each, [_stage_time(train, layout, *costs, each, have) for costs in made])
+        for each, have in zip(found, held, strict=True)
+    ]
 
 
 def _stage_time(

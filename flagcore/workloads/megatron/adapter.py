@@ -10,6 +10,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
@@ -72,6 +73,10 @@ class Megatron:
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
         """Return the figures of one rank of one candidate."""
         return predict.rank_figures(task, columns, rank, costs)
+
+    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
+        """Return the passes of one candidate's pipeline."""
+        return predict.passes(task, columns, costs)
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
         """Return the sizes of a device's matrix products, as logarithms to base 2."""

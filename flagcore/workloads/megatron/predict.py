@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import Costs
+from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
@@ -12,6 +13,7 @@ from flagcore.physics.layout import Layout, Training
 from flagcore.physics.memory.in_use import memory_in_use
 from flagcore.physics.memory.training import component_table, rank_memory, stage_of_rank
 from flagcore.physics.placement import Placement
+from flagcore.physics.time import step
 from flagcore.physics.time.step import rank_time, step_time
 from flagcore.physics.transformer import model_flops
 from flagcore.workloads.megatron.flags import implementation_of_command
@@ -84,6 +86,11 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
         compute_time_s=compute,
         optimizer_time_s=optimizer,
     )
+
+
+def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
+    """Return the passes of the first row's pipeline, None where they are not known."""
+    return step.passes(training(task), layout_of(task, columns), costs)
 
 
 def training(task: Task) -> Training:

@@ -1,0 +1,23 @@
+"""The passes of a pipeline: what a timeline of a training step is drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of one micro-batch on each pipeline stage of one candidate, in order; all its virtual stages together.
+
+    `backward_s` has recomputation, and the gradients of activations and weights. `send_s` is one message from a stage
+    to the next, `sender_waits` says that its sender computes nothing meanwhile. `schedule` is a name of
+    `flagcore.physics.schedules.named`.
+    """
+
+    schedule: str
+    microbatches: int
+    virtual: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    send_s: float
+    sender_waits: bool

@@ -1,0 +1,74 @@
+"""Traces and layouts of charts that read without colour: each series has a colour, and a pattern, symbol or dash."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flagcore.report.formats import shown
+
+COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
+"""Each at least 3:1 against light and dark paper (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
+PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
+SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-open", "cross", "hexagon-open")
+WIDELY = 8.0
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+
+
+def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Return horizontal bars: lengths `x` at the places `y`."""
+    look: dict[str, Any] = {"shape": PATTERNS[min(series, len(PATTERNS) - 1)], "size": 7, "solidity": 0.2}
+    if series >= len(PATTERNS):
+        look = {"shape": PATTERNS[1 + series % (len(PATTERNS) - 1)], "size": 4, "solidity": 0.5}
+    pattern = {"fillmode": "overlay", "fgcolor": "rgba(0,0,0,0.6)", **look}
+    marker = {"color": COLOURS[series % len(COLOURS)], "pattern": pattern, "line": {"width": 0.5, "color": "#555555"}}
+    return {"type": "bar", "orientation": "h", "name": name, "x": list(x), "y": list(y), "marker": marker, **more}
+
+
+def points(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Return markers; `mode` may ask for lines as well."""
+    colour = COLOURS[series % len(COLOURS)]
+    marker = {"color": colour, "symbol": SYMBOLS[series % len(SYMBOLS)], "size": 9, "line": {"width": 1.5}}
+    trace = {"type": "scatter", "mode": "markers", "name": name, "x": list(x), "y": list(y), "marker": marker}
+    return {**trace, "line": {"color": colour, "dash": DASHES[series % len(DASHES)]}, **more}
+
+
+def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """Return a line without markers."""
+    return points(name, series, x, y, mode="lines", **more)
+
+
+def limit_line(name: str, x: float) -> dict[str, Any]:
+    """Return a line across a chart at `x`, for its layout's `shapes`; the legend has its name."""
+    style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
+    ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    return {"type": "line", "name": name, "showlegend": True, "line": style, **ends}
+
+
+def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
+    """Return a layout with titles of both axes. `more` goes before what is here; axes are merged."""
+    axes = {
+        "xaxis": {"title": {"text": x}, "automargin": True, **more.pop("xaxis", {})},
+        "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
+    }
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+    legend["traceorder"] = "normal"
+    margin = {"l": 10, "r": 16, "t": 10, "b": 10}
+    return {"height": height, "margin": margin, "legend": legend, "dragmode": False, **axes, **more}
+
+
+def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, Any]:
+    """Return a layout for horizontal bars, the first at the top, as high as there are rows."""
+    yaxis: Mapping[str, Any] = {"autorange": "reversed", "type": "category", **more.pop("yaxis", {})}
+    return layout(x, "", height=130 + each * max(rows, 2), yaxis=yaxis, **more)
+
+
+def spread_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return a logarithmic axis for positive figures that differ by more than a factor of `WIDELY`, else nothing."""
+    if not values or min(values) <= 0 or max(values) <= WIDELY * min(values):
+        return {}
+    ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
+    few = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
+    ticks = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in few]
+    return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}

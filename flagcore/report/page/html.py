@@ -1,0 +1,60 @@
+"""A page as one HTML file that opens without a network: style, script and plotly's library are inside.
+
+Everything that comes from a run is escaped: text by jinja2, the charts' data so that it cannot end its script element.
+What the page may do is bounded by a policy of its own: it loads nothing, and runs only the scripts that are written
+here.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from hashlib import sha256
+from importlib.resources import files
+
+from flagcore import __version__
+from flagcore.report.page.blocks import Block, Chart, Page
+
+TEMPLATES = files("flagcore.report.page") / "templates"
+
+
+def as_html(page: Page) -> str:
+    """Return a page as HTML."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
+    script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
+    library = get_plotlyjs() if charts else ""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    template = environment.from_string((TEMPLATES / "page.html").read_text(encoding="utf-8"))
+    data = [{"traces": chart.traces, "layout": chart.layout} for chart in charts]
+    numbers = {id(chart): number for number, chart in enumerate(charts)}
+
+    def number_of(block: Block) -> int:
+        return numbers[id(block)]
+
+    return template.render(
+        page=page,
+        version=__version__,
+        policy=_policy([library, script] if charts else [script]),
+        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+        charts=Markup(_inside_script(json.dumps(data, allow_nan=False))),
+        charted=bool(charts),
+        plotly=Markup(library),
+        script=Markup(script),
+        kind_of=lambda block: type(block).__name__,
+        number_of=number_of,
+    )
+
+
+def _policy(scripts: list[str]) -> str:
+    """Return the content security policy of a page with these scripts."""
+    hashes = " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in scripts)
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
+
+
+def _inside_script(text: str) -> str:
+    """Return JSON that cannot end the script element around it, nor begin a comment in it."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

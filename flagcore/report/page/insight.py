@@ -1,0 +1,130 @@
+"""What a report tells beside result.json, as plain data: it needs what was predicted of the whole space, which is there
+when a run ends and need not be later, on another machine, or with other plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Chip, Fact
+from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import of_row
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import Task
+from flagcore.errors import FlagError
+from flagcore.problem import Problem
+from flagcore.report.page.whatif import what_if
+from flagcore.stages.build import refusals
+from flagcore.stages.prune import LEARNED
+
+SCHEMA_VERSION = 1
+GIB = 2**30
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """What a workload may have beside `flagcore.contracts.Workload`, for the timeline of a pipeline."""
+
+    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
+        """Return the passes of the candidate in `columns`, which have one row; None where they are not known."""
+
+
+def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
+    """Return what was known before any trial: rules, chips, environment and, of `best`, its stages and neighbours."""
+    row = None if best is None else problem.space.find(best)
+    data: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "says": _says(problem, workload),
+        "chips": list(_chips(problem.platform.task)),
+        "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
+        "environment": dict(problem.platform.environment),
+    }
+    if row is None:
+        return data
+    return data | {
+        "stages": _stages(problem, workload, row),
+        "pipeline": _pipeline(problem, workload, row),
+        "knobs": what_if(problem, row),
+    }
+
+
+def _says(problem: Problem, workload: Workload) -> dict[str, str]:
+    """Return what each rule says that removed something."""
+    task, platform = problem.platform.task, problem.platform
+    rules = (*workload.rules(task), *refusals(workload.axes(task), platform.support))
+    says = {rule.name: rule.says for rule in rules} | {rule.name: rule.says for rule in problem.rules} | LEARNED
+    took = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
+    return {name: text for name, text in says.items() if name in took}
+
+
+def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
+    """Return what the first device of each pipeline stage holds, by component as far as the workload tells."""
+    platform, task = problem.platform, problem.platform.task
+    columns = problem.space.columns(np.array([row]))
+    count = int(columns.get("pipeline_model_parallel_size", np.ones(1))[0])
+    found = []
+    for stage in range(count):
+        parts = workload.components(task, columns, np.array([stage]), platform.costs)
+        try:
+            held = workload.rank(task, columns, stage * (task.cluster.devices // count), platform.costs)
+        except FlagError:
+            return []
+        found.append(
+            {
+                "stage": stage,
+                "rank": held.rank,
+                "static_gib": held.static_bytes / GIB,
+                "peak_allocated_gib": held.peak_allocated_bytes / GIB,
+                "reserved_gib": held.reserved_bytes / GIB,
+                "device_used_gib": held.device_used_bytes / GIB,
+                "components": {
+                    name: {
+                        key.replace("_bytes", "_gib"): value / GIB if key.endswith("_bytes") else value
+                        for key, value in part.items()
+                    }
+                    for name, part in of_row(parts, 0).items()
+                },
+            }
+        )
+    return found
+
+
+def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
+    if not isinstance(workload, Pipelined):
+        return None
+    platform = problem.platform
+    passes = workload.passes(platform.task, problem.space.columns(np.array([row])), platform.costs)
+    return None if passes is None or len(passes.forward_s) < 2 else asdict(passes)
+
+
+def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
+    """Yield the chips of a task with every fact that is known of them, in base units, and its source."""
+    for group in task.cluster.groups:
+        yield {
+            "name": group.chip.name,
+            "vendor": group.chip.vendor,
+            "nodes": group.nodes,
+            "devices_per_node": group.devices_per_node,
+            "memory_budget_bytes": group.memory_bytes,
+            "notes": group.chip.notes,
+            "facts": [
+                {"fact": name, "value": fact.value, "unit": unit, "kind": fact.source.kind, "from": fact.source.detail}
+                for name, unit, fact in _facts(group.chip)
+                if fact is not None
+            ],
+        }
+
+
+def _facts(chip: Chip) -> Iterator[tuple[str, str, Fact | None]]:
+    yield "memory", "bytes", chip.memory_bytes
+    yield "memory bandwidth", "bytes/s", chip.memory_bandwidth_bytes_per_second
+    for precision, fact in chip.dense_flops_per_second.items():
+        yield f"peak of dense matrix products in {precision}", "flops/s", fact
+    if chip.link:
+        yield f"link {chip.link.name} ({chip.link.topology})", "bytes/s", chip.link.bytes_per_second
+    yield "network of a device", "bytes/s", chip.nic_bytes_per_second

@@ -1,0 +1,185 @@
+"""A run as its page needs it: the result, what was predicted beside it, and files of its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.objective import SERVING, told
+from flagcore.files import open_regular, read_regular
+from flagcore.report import served
+from flagcore.report.formats import lookup, shown
+from flagcore.report.text import values_text
+
+INSIGHT = "insight.json"
+TAIL_LINES, TAIL_BYTES = 25, 4000
+"""The end of a log that is told: so many lines at most, of so many bytes."""
+MOST_FILE = 1 << 20
+"""Bytes of a file that is shown whole."""
+SECRET = re.compile(
+    r"^((?:.*\W)?\w*(?:_token|secret|secret_key|passwor[dt]|passwd|api_?key|access_key|credentials?)[\"']?\s*[:=]\s*).+$",
+    re.IGNORECASE | re.MULTILINE,
+)
+COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """A run's result as in result.json, and its `insight` (see `flagcore.report.page.insight`), empty if unknown.
+
+    `folder` has the trials' files. `called` is how the user names the run's folder, for commands. `notes` are to be
+    told before all else.
+    """
+
+    result: Mapping[str, Any]
+    folder: Path
+    called: str
+    insight: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def objective(self) -> str:
+        """The objective's name."""
+        return str(self.result["objective"]["name"])
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers were tuned."""
+        return self.objective in SERVING
+
+    @property
+    def fidelity(self) -> str:
+        """That of the trials."""
+        return str(self.result["fidelity"])
+
+    @property
+    def best(self) -> Mapping[str, Any] | None:
+        """The best trial."""
+        return self.result.get("best")
+
+    @property
+    def baseline(self) -> Mapping[str, Any] | None:
+        """The baseline's trial."""
+        return self.result.get("baseline")
+
+    @property
+    def trials(self) -> Sequence[Mapping[str, Any]]:
+        """One trial a candidate, in the order in which they ran."""
+        return list(self.result["trials"])
+
+    @property
+    def everything(self) -> Sequence[Mapping[str, Any]]:
+        """Probes, trials and repeats in the order in which they ran."""
+        every = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
+        return sorted(every, key=lambda trial: int(trial["number"]))
+
+    def figure(self, trial: Mapping[str, Any]) -> float | None:
+        """Return a trial's objective as measured, None without a measurement."""
+        if not trial["measured"]:
+            return None
+        if not self.serves:
+            return float(trial["measured"]["tokens_per_second_per_device"])
+        return told(self.objective, float(trial["measured"]["step_time_s"]["median"]))
+
+    def predicted(self, trial: Mapping[str, Any], bound: str = "value") -> float | None:
+        """Return a trial's objective as predicted before it ran, or a `bound` of it, `low` or `high`; None: unknown."""
+        key = "objective" if self.serves else "tokens_per_second_per_device"
+        return number(lookup(trial["predicted"], f"{key}.{bound}"))
+
+    @property
+    def unit(self) -> str:
+        """What the objective is called, with its unit."""
+        return served.heading(self.objective) if self.serves else "tokens/s/device"
+
+    def trial_folder(self, trial: Mapping[str, Any]) -> Path:
+        """Return the folder of a trial's files."""
+        return self.folder / "trials" / str(int(trial["number"]))
+
+    def metrics(self, trial: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a trial's program wrote of itself; nothing where there is nothing, or none that can be read."""
+        return json_file(self.trial_folder(trial) / "metrics.json")
+
+    def tails(self, trial: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return names and ends of a trial's logs, of its probed ranks too; empty ones are left out."""
+        folder = self.trial_folder(trial)
+        try:
+            files = sorted([*folder.glob("*.log"), *folder.glob("rank-*/*.log")], key=_log_order)
+        except OSError:
+            return []
+        ends = [(str(file.relative_to(folder)), tail(file)) for file in files]
+        return [(name, text) for name, text in ends if text.strip()]
+
+
+def number(value: Any) -> float | None:
+    """Return a figure, None for anything else."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def name_of(run: RunData, trial: Mapping[str, Any]) -> str:
+    """Return a trial's number with its role and, for another fidelity than the run's, that."""
+    role = "" if trial["role"] == "search" else f" {trial['role']}"
+    if trial["fidelity"] != run.fidelity:
+        role = f" {trial['fidelity']}"
+    best = " best" if run.best and trial["number"] == run.best["number"] else ""
+    return f"{trial['number']}{role}{best}"
+
+
+def configuration(trial: Mapping[str, Any]) -> str:
+    """Return a trial's candidate in one line."""
+    return values_text(trial["candidate"])
+
+
+def objective_text(run: RunData, figure: float | None) -> str:
+    """Return a figure of the objective with its unit, rounded as tables are."""
+    return "-" if figure is None else f"{shown(figure)} {run.unit}"
+
+
+def tail(file: Path) -> str:
+    """Return the last lines of a text file, nothing where it cannot be read."""
+    try:
+        with open_regular(file) as log:
+            size = os.fstat(log.fileno()).st_size
+            log.seek(max(0, size - TAIL_BYTES))
+            text = log.read(TAIL_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    lines = text.splitlines()
+    if size > TAIL_BYTES and len(lines) > 1:
+        lines = lines[1:]
+    return "\n".join(_printable(line) for line in lines[-TAIL_LINES:])
+
+
+def text_file(file: Path) -> str:
+    """Return a text file without its secrets, nothing where it is not there or too large.
+
+    Secrets are values whose names end like those of keys, tokens and passwords: a page is handed on.
+    """
+    try:
+        text = read_regular(file, MOST_FILE).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return SECRET.sub(r"\1(left out)", _printable(text))
+
+
+def json_file(file: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file, an empty one where there is none that can be read."""
+    try:
+        data = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _log_order(file: Path) -> tuple[str, int, str]:
+    return (str(file.parent), {"stdout.log": 0, "stderr.log": 1}.get(file.name, 2), file.name)
+
+
+def _printable(text: str) -> str:
+    """Return text without a terminal's colours and other control characters."""
+    text = COLOURS.sub("", text)
+    return "".join(letter if letter in "\n\t" or letter.isprintable() else "�" for letter in text)

@@ -1,0 +1,146 @@
+"""Servers: throughput against latency with what no other load point beats, limits, and how latencies spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flagcore.domain.serving import STATISTICS
+from flagcore.report import served
+from flagcore.report.formats import lookup, shown
+from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, label, table
+from flagcore.report.page.charts import layout, limit_line, line, points, rows_layout, spread_axis
+from flagcore.report.page.run import RunData, configuration, name_of, number
+
+RATE = "output_tokens_per_s"
+LATENCIES = ("tpot_s", "ttft_s")
+QUANTILES = STATISTICS[1:]
+
+
+def serving(run: RunData) -> Section | None:
+    """Return the figures of servers; None where nothing was served."""
+    if not run.serves:
+        return None
+    points_of = [(trial, point) for trial in run.trials for point in (trial["measured"] or {}).get("points") or []]
+    if not points_of:
+        return None
+    limits: Mapping[str, float] = run.result.get("limits") or {}
+    blocks: list[Block] = [
+        Text(f"Limits: {served.limits_text(limits)}." if limits else "No limits of latency were given.")
+    ]
+    for latency in _wanted(limits):
+        blocks += _against(run, points_of, latency, limits.get(latency))
+    for latency in LATENCIES:
+        blocks += _spread(run, latency)
+    return Section(anchor="serving", title="Throughput against latency", blocks=tuple(blocks))
+
+
+def _wanted(limits: Mapping[str, float]) -> list[str]:
+    """Return the latencies worth a chart: those with a limit, else their median."""
+    wanted = list(limits)
+    wanted += [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in limits)]
+    return wanted
+
+
+def _against(
+    run: RunData, every: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], latency: str, limit: float | None
+) -> Iterator[Block]:
+    """Yield output tokens per second against one latency, a marker a load point."""
+    known = [
+        (trial, point, float(x), float(y))
+        for trial, point in every
+        if (x := number(lookup(point, latency))) is not None and (y := number(point.get(RATE))) is not None
+    ]
+    if not known:
+        return
+    name, short = served.name_of(latency), served.SHORT_RATES[RATE]
+    front = _front([(x, y) for _, _, x, y in known])
+    rows = []
+    for trial, point, x, y in known:
+        kept = "" if limit is None else "keeps it" if x <= limit else "breaks it"
+        beaten = "" if (x, y) in front else "beaten"
+        link = f"#trial-{trial['number']}"
+        row = [Cell(name_of(run, trial), float(trial["number"]), link), configuration(trial), served.load_text(point)]
+        rows.append([*row, cell(y), cell(x), beaten or "not beaten", *([kept] if limit is not None else [])])
+    headings = ["trial", "configuration", "load", short, f"{name}, s", "by another load point"]
+    held = table(
+        f"Load points by {short} and {name}",
+        [*headings, *([f"limit {limit:g} s"] if limit is not None else [])],
+        rows,
+        sortable=True,
+    )
+    best = run.best["number"] if run.best else None
+    groups = [
+        ("others", 0, 9, [each for each in known if each[0]["number"] != best]),
+        ("the best's", 1, 14, [each for each in known if each[0]["number"] == best]),
+    ]
+    traces = [line("what no other beats", 3, [x for x, _ in front], [y for _, y in front])]
+    for group, series, size, mine in groups:
+        if mine:
+            text = [label(f"trial {trial['number']}: {served.load_text(point)}", 60) for trial, point, _, _ in mine]
+            trace = points(group, series, [x for *_, x, _ in mine], [y for *_, y in mine], text=text)
+            traces.append(trace | {"marker": {**trace["marker"], "size": size}})
+    shapes: list[Any] = []
+    x_values = [x for *_, x, _ in known]
+    if limit is not None:
+        shapes = [limit_line(f"limit {limit:g} s", limit)]
+        x_values.append(limit)
+    top = max(known, key=lambda each: each[3])
+    yield Chart(
+        title=f"{short} against {name}",
+        says=f"{len(front)} of {len(known)} load points are beaten by none; most is {shown(top[3])} {short} at "
+        f"{shown(top[2])} s {name}" + (f"; the limit is {limit:g} s." if limit is not None else "."),
+        traces=tuple(traces),
+        layout=layout(f"{name}, s", short, shapes=shapes, xaxis=spread_axis(x_values) or {"rangemode": "tozero"}),
+        table=held,
+    )
+
+
+def _front(known: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the (latency, rate) points that no other beats in both, by latency."""
+    kept: list[tuple[float, float]] = []
+    for x, y in sorted(known, key=lambda point: (point[0], -point[1])):
+        if not kept or y > kept[-1][1]:
+            kept.append((x, y))
+    return kept
+
+
+def _spread(run: RunData, latency: str) -> Iterator[Block]:
+    """Yield how one latency spreads over the requests of each load point of the best and of the baseline."""
+    rows = []
+    for name, trial in (("best", run.best), ("baseline", run.baseline)):
+        same = run.best and run.baseline and run.best["number"] == run.baseline["number"] and name == "baseline"
+        for point in () if same else ((trial or {}).get("measured") or {}).get("points") or []:
+            statistics = {each: number(lookup(point, f"{latency}.{each}")) for each in STATISTICS}
+            if statistics["p50"] is not None:
+                load = served.load_text(point)
+                rows.append((f"{name}, {load}" if load else name, statistics))
+    if not rows:
+        return
+    short = served.SHORT_LATENCIES[latency]
+    held = table(
+        f"{short} of requests, s; of each only these statistics are kept",
+        ["load point", *STATISTICS],
+        [[name, *(cell(statistics[each]) for each in STATISTICS)] for name, statistics in rows],
+    )
+    names = [label(name) for name, _ in rows]
+    x: list[float | None] = []
+    y: list[str | None] = []
+    for (_, statistics), name in zip(rows, names, strict=True):
+        x += [statistics["p50"], statistics["p99"], None]
+        y += [name, name, None]
+    grey = {"color": "#888888", "width": 3}
+    traces: list[dict[str, Any]] = [
+        {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}
+    ]
+    for series, each in enumerate(STATISTICS):
+        traces.append(points(each, series, [statistics[each] for _, statistics in rows], names))
+    first, statistics = rows[0]
+    yield Chart(
+        title=f"{short} over the requests of a load point",
+        says=f"{first}: half of the requests have a {short} of {shown(statistics['p50'])} s or less, 99 of 100 of at "
+        f"most {shown(statistics['p99'])} s.",
+        traces=tuple(traces),
+        layout=rows_layout(f"{short}, s", len(rows), xaxis={"rangemode": "tozero"}),
+        table=held,
+    )

@@ -1,0 +1,83 @@
+"use strict";
+(() => {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  const plots = [...document.querySelectorAll(".plot")];
+
+  function look(printed) {
+    const night = dark.matches && !printed;
+    const narrow = innerWidth < 600;
+    const ink = night ? "#e8e8ec" : "#1b1b1f";
+    const rule = night ? "#43464e" : "#d5d8de";
+    const changes = {
+      "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
+      "font.color": ink, "font.size": narrow ? 11 : 13, "font.family": "system-ui, sans-serif",
+    };
+    for (const axis of ["xaxis", "yaxis"]) {
+      changes[axis + ".gridcolor"] = rule;
+      changes[axis + ".zerolinecolor"] = rule;
+      changes[axis + ".linecolor"] = ink;
+    }
+    changes["xaxis.nticks"] = narrow ? 5 : 10;
+    return changes;
+  }
+
+  async function draw(plot) {
+    const chart = charts[Number(plot.dataset.chart)];
+    await Plotly.newPlot(plot, chart.traces, chart.layout, { responsive: true, displayModeBar: false, scrollZoom: false });
+    await Plotly.relayout(plot, look(false));
+    plot.dataset.drawn = "yes";
+  }
+
+  async function drawAll() {
+    for (const plot of plots) await draw(plot);
+    document.documentElement.dataset.drawn = "yes";
+  }
+
+  dark.addEventListener("change", () => plots.forEach((plot) => Plotly.relayout(plot, look(false))));
+  addEventListener("beforeprint", () => plots.forEach((plot) => Plotly.relayout(plot, { ...look(true), width: 660 })));
+  addEventListener("afterprint", () => plots.forEach((plot) => Plotly.relayout(plot, { ...look(false), width: null, autosize: true })));
+
+  function sortBy(table, column, heading) {
+    const descending = heading.getAttribute("aria-sort") === "ascending";
+    const body = table.tBodies[0];
+    const rows = [...body.rows].map((row) => {
+      const cell = row.cells[column];
+      return { row, figure: cell.dataset.value === undefined ? NaN : Number(cell.dataset.value), text: cell.textContent.trim() };
+    });
+    const figures = rows.some((each) => !Number.isNaN(each.figure));
+    const empty = (each) => (figures ? Number.isNaN(each.figure) : each.text === "-" || each.text === "");
+    const order = (a, b) => (figures ? a.figure - b.figure : a.text.localeCompare(b.text, undefined, { numeric: true }));
+    rows.sort((a, b) => empty(a) - empty(b) || (empty(a) ? 0 : descending ? order(b, a) : order(a, b)));
+    body.append(...rows.map((each) => each.row));
+    for (const each of table.tHead.rows[0].cells) each.setAttribute("aria-sort", "none");
+    heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
+    document.getElementById("said").textContent = `Sorted by ${heading.textContent.trim()}, ${descending ? "descending" : "ascending"}`;
+  }
+
+  for (const table of document.querySelectorAll("table.sortable")) {
+    [...table.tHead.rows[0].cells].forEach((heading, column) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...heading.childNodes);
+      button.addEventListener("click", () => sortBy(table, column, heading));
+      heading.append(button);
+      heading.setAttribute("aria-sort", "none");
+    });
+  }
+
+  function unfold() {
+    const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (target && target.tagName === "DETAILS") {
+      target.open = true;
+      target.scrollIntoView();
+    }
+  }
+  addEventListener("hashchange", unfold);
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest && event.target.closest('a[href^="#trial-"]');
+    if (link && link.getAttribute("href") === location.hash) unfold();
+  });
+  unfold();
+  drawAll();
+})();

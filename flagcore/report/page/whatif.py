@@ -1,0 +1,102 @@
+"""What each value of each knob would have cost, as predicted, beside what won."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.space import IntArray
+from flagcore.problem import Problem
+from flagcore.stages.predict import record
+
+CHUNK = 1 << 16
+
+
+@dataclass(slots=True)
+class _Found:
+    """The fastest row with one value of one knob, and the fastest of those that differ least from the best."""
+
+    fastest: int = -1
+    seconds: float = np.inf
+    nearest: int = -1
+    distance: int = 1 << 30
+    near_seconds: float = np.inf
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Knob:
+    values: dict[int, _Found] = field(default_factory=dict)
+
+
+def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
+    """Return, for each knob that has several values among what is predicted to fit, what each of them allows.
+
+    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of those in which fewest knobs
+    differ from row `best`. Candidates without a predicted time do not count.
+    """
+    space, own = problem.space, {knob: int(code[0]) for knob, code in problem.space.columns(np.array([best])).items()}
+    knobs = {knob: _Knob() for knob in own}
+    for rows in space.chunks(CHUNK):
+        columns = space.columns(rows)
+        seconds = problem.predictions.step_time_s[rows]
+        usable = np.flatnonzero(np.isfinite(seconds) & problem.predictions.fits[rows])
+        if not usable.size:
+            continue
+        seconds = seconds[usable]
+        columns = {knob: codes[usable] for knob, codes in columns.items()}
+        distance = np.sum([codes != own[knob] for knob, codes in columns.items()], axis=0)
+        for knob, codes in columns.items():
+            _look(knobs[knob], codes, seconds, distance, rows.start + usable)
+    told = []
+    for axis in space.axes:
+        values = knobs[axis.knob].values
+        if len(values) > 1:
+            listed = [_value(problem, axis.decode(code), values[code], best) for code in sorted(values)]
+            told.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
+    return told
+
+
+def _look(knob: _Knob, codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
+    for code in np.unique(codes).tolist():
+        mine = np.flatnonzero(codes == code)
+        found = knob.values.setdefault(code, _Found())
+        found.count += int(mine.size)
+        first = mine[np.argmin(seconds[mine])]
+        if seconds[first] < found.seconds:
+            found.fastest, found.seconds = int(rows[first]), float(seconds[first])
+        least = int(distance[mine].min())
+        near = mine[distance[mine] == least]
+        first = near[np.argmin(seconds[near])]
+        if (least, seconds[first]) < (found.distance, found.near_seconds):
+            found.nearest, found.distance, found.near_seconds = int(rows[first]), least, float(seconds[first])
+
+
+def _value(problem: Problem, value: Any, found: _Found, best: int) -> dict[str, Any]:
+    return {
+        "value": value,
+        "candidates": found.count,
+        "fastest": _candidate(problem, found.fastest, best),
+        "nearest": _candidate(problem, found.nearest, best),
+    }
+
+
+def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:
+    """Return a candidate by what differs from the best, with what is predicted of it."""
+    candidate, own = problem.space.candidate(row), problem.space.candidate(best)
+    predicted: Mapping[str, Any] = record(problem.platform.task, problem.predictions.row(row))
+    wanted = ("step_time_s", "tokens_per_second_per_device", "objective", "time", "limit", "memory")
+    return {
+        "candidate": candidate.as_dict(),
+        "differs": _differs(candidate, own),
+        "predicted": {name: predicted[name] for name in wanted if name in predicted},
+    }
+
+
+def _differs(candidate: Candidate, own: Candidate) -> dict[str, Any]:
+    known = own.as_dict()
+    return {knob: value for knob, value in candidate.items if known.get(knob) != value}

@@ -1,0 +1,145 @@
+"""Runs of every kind, made once with `flag tune` and trials that play a training run, or servers of known speed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flagcore import api
+from flagcore.contracts import Event
+from flagcore.errors import EveryTrialFailed, Interrupted
+from tests.cli.conftest import MODEL, Project
+from tests.report.page.reading import Read, read
+
+SERVER = Path(__file__).parents[2] / "workloads" / "serving" / "trial" / "server.py"
+EXPERTS = {**MODEL, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256}
+HOSTILE = "</script><script>alert('log')</script> <img src=x onerror=alert(1)> a|b `c` \x1b[31mred\x1b[0m \x07"
+BROKEN = f"""\
+import sys
+print({HOSTILE!r})
+sys.exit("ValueError: </pre><b>it is</b> | broken")
+"""
+FINISHED = ("dense", "pipeline", "experts", "serving", "resumed", "estimate")
+KINDS = (*FINISHED, "failed", "interrupted", "killed")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A run's folder and, as read back, its result and its page."""
+
+    folder: Path
+    result: dict[str, Any]
+    html: str
+    markdown: str
+    page: Read
+
+
+class Runs:
+    """Makes each kind of run once, and its page."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.projects: list[Project] = []
+        self.made: dict[str, Made] = {}
+
+    def __call__(self, kind: str) -> Made:
+        if kind not in self.made:
+            where = self.folder / kind / "run"
+            getattr(self, kind)(where)
+            html = api.report(where)
+            result = where / "result.json"
+            data = json.loads(result.read_text()) if result.exists() else {}
+            self.made[kind] = Made(where, data, html, api.report(where, "markdown"), read(html))
+        return self.made[kind]
+
+    def project(self, where: Path) -> Project:
+        where.parent.mkdir(parents=True)
+        project = Project(where.parent)
+        self.projects.append(project)
+        return project
+
+    def dense(self, where: Path) -> None:
+        project = self.project(where)
+        api.tune(project.spec(control={"repeats": 2}), run_dir=where)
+
+    def pipeline(self, where: Path) -> None:
+        project = self.project(where)
+        space = {"pipeline_model_parallel_size": [2], "micro_batch_size": [1, 2]}
+        api.tune(project.spec(auto_tuner={"space": space, "strategy": "predicted"}), run_dir=where)
+
+    def experts(self, where: Path) -> None:
+        api.tune(self.project(where).spec(model=EXPERTS, control={"repeats": 0}), run_dir=where)
+
+    def estimate(self, where: Path) -> None:
+        project = self.project(where)
+        api.tune(project.spec(control={"max_trials": 4}), run_dir=where, fidelity="estimate")
+
+    def failed(self, where: Path) -> None:
+        project = self.project(where)
+        (project.folder / "train.py").write_text(BROKEN)
+        with pytest.raises(EveryTrialFailed):
+            api.tune(project.spec(control={"max_trials": 3}), run_dir=where)
+
+    def interrupted(self, where: Path) -> None:
+        project = self.project(where)
+        ended: list[int] = []
+
+        def stop(event: Event) -> None:
+            if event.kind == "trial_finished":
+                ended.append(event.trial.number)
+                if len(ended) == 2:
+                    raise KeyboardInterrupt
+
+        with pytest.raises(Interrupted):
+            api.tune(project.spec(), run_dir=where, on_event=stop)
+
+    def resumed(self, where: Path) -> None:
+        self.interrupted(where)
+        api.tune(where.parent / "spec.yaml", run_dir=where)
+
+    def killed(self, where: Path) -> None:
+        self.interrupted(where)
+        for name in ("result.json", "insight.json", "report.html", "report.txt"):
+            (where / name).unlink()
+        for name in ("best", "best.sh", "best.yaml"):
+            gone = where / name
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+    def serving(self, where: Path) -> None:
+        project = self.project(where)
+        (project.folder / "weights.gguf").touch()
+        spec = {
+            "model": MODEL,
+            "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
+            "serve": {
+                "engine": "llamacpp",
+                "command": [sys.executable, str(SERVER), "known"],
+                "weights": "weights.gguf",
+                "profile": {"input_len": 16, "output_len": 8, "num_prompts": 4, "concurrency": 4},
+                "slo": {"ttft_s": {"p99": 100.0}},
+            },
+            "auto_tuner": {
+                "strategy": "predicted",
+                "baseline": {"parallel": 1},
+                "space": {"parallel": [1, 2, 4]},
+                "control": {"max_time_per_task": 60, "repeats": 0},
+            },
+            "envs": {"TEST_MARK": project.mark, "HF_TOKEN": "a-secret-of-mine"},
+        }
+        (project.folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+        api.tune(project.folder / "spec.yaml", run_dir=where)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    made = Runs(tmp_path_factory.mktemp("runs"))
+    yield made
+    assert all(project.all_gone() for project in made.projects)

@@ -1,0 +1,188 @@
+"""What the page tells is what result.json says, unrounded behind each figure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from flagcore.domain.plan import Counts
+from flagcore.report.formats import lookup, shown
+from tests.report.page.conftest import FINISHED, KINDS, Runs
+
+MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_the_answer_is_the_best_with_its_gain(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    best, facts = made.result["best"], made.page.facts("answer")
+    assert facts["Gain over the baseline"].value == made.result["gain"]
+    if kind == "serving":
+        told = best["measured"]["figures"]["output_tokens_per_s"]
+    elif kind == "estimate":
+        told = best["predicted"]["tokens_per_second_per_device"]["value"]
+    else:
+        told = best["measured"]["tokens_per_second_per_device"]
+        assert facts["Step"].value == best["measured"]["step_time_s"]["median"]
+    assert facts["Speed"].value == pytest.approx(told, rel=1e-12)
+    assert shown(told) in facts["Speed"].text
+
+
+def test_uncertainty_is_told_from_the_least_round_to_the_largest(runs: Runs) -> None:
+    made = runs("dense")
+    gains = made.result["gains"]
+    assert len(gains) > 1
+    told = made.page.facts("answer")["Uncertainty of the gain"].text
+    assert told.startswith(f"{min(gains):+.1%} to {max(gains):+.1%} in {len(gains)} rounds")
+    rounds = made.page.rows("answer", "Gain over the baseline in each round")
+    assert [row["gain"].value for row in rounds] == gains
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_the_command_that_starts_the_best_is_there(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    codes = [each.text for each in made.page.section("answer").every("code")]
+    assert f"flag run {made.folder}" in codes
+    assert any(text.startswith("#!/bin/sh") for text in codes)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
+def test_the_books_balance_on_the_page(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    counts = made.result["counts"]
+    assert Counts(**counts).balanced
+    first = made.page.rows("funnel", "From combinations to candidates")
+    second = made.page.rows("funnel", "What became of the candidates")
+    for rows, start, end in ((first, "combinations", "candidates"), (second, "candidates", "untried")):
+        values = [row["number"].value for row in rows]
+        assert values[0] == counts[start]
+        assert values[-1] == counts[end]
+        assert sum(value or 0.0 for value in values[:-1]) == values[-1]
+    named = {row["what"].text: row["number"].value for row in [*first, *second]}
+    assert all(named[f"illegal: {rule}"] == -count for rule, count in counts["illegal"].items())
+    assert all(named[f"pruned: {rule}"] == -count for rule, count in counts["pruned"].items())
+    assert all(row["why"].text != "-" for row in first if row["what"].text.startswith("illegal: "))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
+def test_every_trial_is_in_the_table_with_its_figures(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    every = [trial for name in ("probes", "trials", "repeats") for trial in made.result[name]]
+    rows = {int(row["trial"].value or 0): row for row in made.page.rows("trials", "All trials")}
+    assert sorted(rows) == sorted(trial["number"] for trial in every)
+    columns = {
+        "step, s": "measured.step_time_s.median",
+        "spread, s": "measured.step_time_s.spread",
+        "~step, s": "predicted.step_time_s.value",
+        "tokens/s/device": "measured.tokens_per_second_per_device",
+        "~tokens/s/device": "predicted.tokens_per_second_per_device.value",
+        "~GiB in use": "predicted.memory.device_used_gib",
+        "p99 TTFT, s": "measured.figures.ttft_s.p99",
+        "p50 TPOT, s": "measured.figures.tpot_s.p50",
+    }
+    for trial in every:
+        row = rows[trial["number"]]
+        assert row["state"].text == trial["state"]
+        seen = [heading for heading in columns if heading in row]
+        assert len(seen) >= 1
+        assert all(row[heading].value == lookup(trial, columns[heading]) for heading in seen)
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_predicted_against_measured_has_each_trial_with_its_interval(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    rows = made.page.rows("accuracy", "Measured and predicted")
+    measured = [trial for trial in made.result["trials"] if trial["measured"]]
+    assert [int(row["trial"].value or 0) for row in rows] == [trial["number"] for trial in measured]
+    key = "objective" if kind == "serving" else "step_time_s"
+    for row, trial in zip(rows, measured, strict=True):
+        bounds = trial["predicted"][key]
+        assert [row[name].value for name in ("~predicted", "~low", "~high")] == [
+            bounds[name] for name in ("value", "low", "high")
+        ]
+        inside = bounds["low"] <= (row["measured"].value or 0.0) <= bounds["high"]
+        assert row["interval"].text == ("inside" if inside else "outside")
+
+
+@pytest.mark.parametrize("kind", MEASURED)
+def test_the_best_so_far_only_gets_better_and_ends_at_the_best_first_run(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    rows = made.page.rows("progress", "Trials in the order")
+    best = [row["best so far"].value for row in rows if row["best so far"].value is not None]
+    assert best == sorted(best)
+    first = {trial["number"] for trial in made.result["trials"]}
+    heading = "output tok/s" if kind == "serving" else "tokens/s/device"
+    ran = [row[heading].value for row in rows if int(row["trial"].value or 0) in first]
+    assert best[-1] == max(value for value in ran if value is not None)
+    spent = sum(trial["duration_s"] for name in ("trials", "repeats") for trial in made.result[name])
+    assert rows[-1]["seconds spent"].value == pytest.approx(spent)
+
+
+@pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "estimate"])
+def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    rows = made.page.rows("step", "Seconds of a step by part")
+    predicted = made.result["best"]["predicted"]
+    parts = [row["~best, s"].value or 0.0 for row in rows if not row["part"].text.startswith("step")]
+    assert sorted(parts) == sorted(predicted["time"].values())
+    assert sum(parts) == pytest.approx(predicted["step_time_s"]["value"])
+
+
+@pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "estimate"])
+def test_memory_of_the_worst_stage_is_that_of_the_prediction(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    memory = made.result["best"]["predicted"]["memory"]
+    stages = made.page.rows("memory", "GiB of a device of each stage")
+    worst = stages[memory["worst_stage"]]
+    assert worst["~allocated at the peak"].value == pytest.approx(memory["peak_allocated_gib"])
+    assert worst["~in use on the device"].value == pytest.approx(memory["device_used_gib"])
+    assert len(stages) == made.result["best"]["candidate"]["pipeline_model_parallel_size"]
+    levels = {row["level"].text: row["~predicted"].value for row in made.page.rows("memory", "The device with the")}
+    assert levels["capacity"] == memory["capacity_gib"]
+    assert levels["reserved by the allocator"] == memory["reserved_gib"]
+
+
+def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> None:
+    made = runs("serving")
+    rows = made.page.rows("serving", "Load points by output tok/s and p50 TPOT")
+    kept = {int(row["trial"].value or 0) for row in rows if row["by another load point"].text == "not beaten"}
+    assert kept == {point["trial"] for point in made.result["front"]}
+    (limited,) = [chart for chart in made.page.charts if chart["layout"].get("shapes") and "TTFT" in _x(chart)]
+    assert limited["layout"]["shapes"][0]["x0"] == made.result["limits"]["ttft_s.p99"]
+
+
+def test_latencies_are_told_by_the_statistics_that_are_kept(runs: Runs) -> None:
+    made = runs("serving")
+    best = made.result["best"]["measured"]["points"][0]
+    for name, latency in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
+        row = made.page.rows("serving", f"{name} of requests")[0]
+        assert {each: row[each].value for each in best[latency]} == best[latency]
+
+
+def test_chip_facts_have_their_sources(runs: Runs) -> None:
+    rows = runs("dense").page.rows("chips", "1 x 2 cpu")
+    assert len(rows) > 3
+    assert all(row["kind of source"].text != "-" and row["source"].text for row in rows[:-1])
+
+
+def test_what_the_charts_draw_is_what_their_tables_say(runs: Runs) -> None:
+    made = runs("dense")
+    rows = made.page.rows("accuracy", "Measured and predicted")
+    (scatter,) = [each for each in made.page.charts if _x(each).startswith("measured")]
+    (drawn,) = [trace for trace in scatter["traces"] if "error_y" in trace]
+    assert drawn["x"] == [row["measured"].value for row in rows]
+    assert drawn["y"] == [row["~predicted"].value for row in rows]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_of_a_figure_is_its_figure_rounded(runs: Runs, kind: str) -> None:
+    for element in runs(kind).page.root.every("td", "th", "dd"):
+        plain = re.fullmatch(r"~?(-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?)", element.text)
+        if element.value is not None and plain:
+            assert float(plain[1].replace(",", "")) == pytest.approx(element.value, rel=6e-4, abs=0.0)
+
+
+def _x(chart: Any) -> str:
+    return str(chart["layout"]["xaxis"]["title"]["text"])

@@ -1,0 +1,114 @@
+"""What every page has, whatever the run."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from hashlib import sha256
+from html import unescape
+from itertools import pairwise
+
+import plotly.graph_objects
+import pytest
+
+from tests.report.page.conftest import KINDS, Runs
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@every_kind
+def test_headings_and_landmarks_lead_through_the_page(runs: Runs, kind: str) -> None:
+    page = runs(kind).page
+    (html,) = page.root.every("html")
+    assert html.attributes["lang"] == "en"
+    for landmark in ("header", "nav", "main", "footer"):
+        assert len(list(html.every(landmark))) == 1
+    levels = [int(each.tag[1]) for each in html.every("h1", "h2", "h3")]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    assert page.sections[0] == "answer"
+    assert all(section.attributes["aria-labelledby"] for section in html.every("section"))
+
+
+@every_kind
+def test_every_link_leads_somewhere_and_no_place_has_two_things(runs: Runs, kind: str) -> None:
+    page = runs(kind).page
+    places = [each.attributes["id"] for each in page.root.every() if "id" in each.attributes]
+    assert len(places) == len(set(places))
+    targets = [each.attributes["href"] for each in page.root.every("a")]
+    assert targets
+    assert {target.removeprefix("#") for target in targets} <= set(places)
+
+
+@every_kind
+def test_the_page_loads_nothing_and_runs_only_its_own_scripts(runs: Runs, kind: str) -> None:
+    page = runs(kind).page
+    assert not list(page.root.every("link", "img", "iframe", "object", "form"))
+    assert not [each for each in page.root.every() if {"src", "srcset", "onclick", "onerror"} & each.attributes.keys()]
+    policy = next(each.attributes["content"] for each in page.root.every("meta") if "http-equiv" in each.attributes)
+    assert "default-src 'none'" in policy
+    scripts = [each.text for each in page.root.every("script") if "type" not in each.attributes]
+    hashes = [f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in scripts]
+    assert re.findall(r"'sha256-[^']+'", policy) == hashes
+
+
+@every_kind
+def test_every_chart_is_described_and_has_its_figures_in_a_table(runs: Runs, kind: str) -> None:
+    page = runs(kind).page
+    figures = list(page.root.every("figure"))
+    assert len(figures) == len(page.charts)
+    for number, figure in enumerate(figures):
+        (plot,) = [each for each in figure.every("div") if each.attributes.get("role") == "img"]
+        assert plot.attributes["data-chart"] == str(number)
+        title = next(figure.every("h3")).text
+        assert title in plot.attributes["aria-label"]
+        assert next(figure.every("figcaption")).text.removeprefix(title)
+        assert list(next(figure.every("table")).every("td"))
+
+
+@every_kind
+def test_every_table_has_a_caption_and_headings_for_columns_and_rows(runs: Runs, kind: str) -> None:
+    for table in runs(kind).page.root.every("table"):
+        assert next(table.every("caption")).text
+        columns = [each for head in table.every("thead") for each in head.every("th")]
+        assert all(each.attributes["scope"] == "col" and each.text for each in columns)
+        for body in table.every("tbody"):
+            for row in body.every("tr"):
+                assert next(row.every("th")).attributes["scope"] == "row"
+                assert len(list(row.every("th", "td"))) == len(columns)
+
+
+@every_kind
+def test_charts_are_what_the_plotting_library_knows(runs: Runs, kind: str) -> None:
+    for chart in runs(kind).page.charts:
+        plotly.graph_objects.Figure(data=chart["traces"], layout=chart["layout"])
+
+
+@every_kind
+def test_series_of_a_chart_differ_by_more_than_colour(runs: Runs, kind: str) -> None:
+    for chart in runs(kind).page.charts:
+        looks = []
+        for trace in chart["traces"]:
+            if trace.get("showlegend", True):
+                marker = trace.get("marker", {})
+                pattern = tuple(marker.get("pattern", {}).get(key) for key in ("shape", "size"))
+                lines, markers = "lines" in trace.get("mode", ""), "markers" in trace.get("mode", "markers")
+                dash = trace["line"]["dash"] if lines else None
+                looks.append((trace["type"], marker.get("symbol") if markers else None, pattern, dash))
+        assert len(looks) == len(set(looks)), [trace["name"] for trace in chart["traces"]]
+
+
+@every_kind
+def test_the_same_sections_and_figures_are_in_the_markdown(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    titles = [next(made.page.section(anchor).every("h2")).text for anchor in made.page.sections]
+    assert re.findall(r"^## (.*)$", made.markdown, re.MULTILINE) == titles
+    tables = list(made.page.root.every("table"))
+    assert len(re.findall(r"^\| (?:---:?)", made.markdown, re.MULTILINE)) == len(tables)
+    bare = unescape(made.markdown.replace("\\", ""))
+    for table in tables:
+        for body in table.every("tbody"):
+            for row in body.every("tr"):
+                cells = [" ".join(each.text.split()) for each in row.every("th", "td")]
+                assert f"| {' | '.join(cells)} |" in bare
