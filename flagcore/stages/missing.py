@@ -14,6 +14,7 @@ from flagcore.domain.spec import Task
 from flagcore.spec.limits import PRECISIONS
 
 MEASURED = "`flag calibrate` on such a device measures that"
+BUDGET = "give cluster.memory_per_device"
 GIVEN = "give cluster.nic_bytes_per_second"
 BYTES = 2.0**20
 
@@ -25,7 +26,17 @@ def no_time(task: Task, costs: Costs) -> str:
     for what, how in _unknown(task, costs) or ([] if unlisted else [_other(task)]):
         unknown.setdefault(how, []).append(what)
     rates = ", ".join(f"{' and '.join(rates)} ({how})" for how, rates in unknown.items())
-    return "; ".join([*unlisted, *([f"nobody knows {rates}"] if rates else [])])
+    return "; ".join([*unlisted, *([f"nobody knows {rates}"] if rates else []), *_unlimited(task)])
+
+
+def _unlimited(task: Task) -> list[str]:
+    """Return which memory nobody knows: then nothing is removed for not fitting."""
+    chips = {group.chip.name: group for group in task.cluster.groups}
+    return [
+        f"nor how much memory {name} has, so all seem to fit ({BUDGET})"
+        for name, group in chips.items()
+        if group.memory_bytes is None and group.chip.memory_bytes is None
+    ]
 
 
 def _other(task: Task) -> tuple[str, str]:

@@ -1,0 +1,107 @@
+"""Prints docs/portability.md with its tables made anew: one spec on six chips, and each winner on the others.
+
+Needs no hardware: `python examples/portability.py`, and with `--write` it brings the page up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flagcore import api
+from flagcore.report.text import values_text
+
+SPEC = Path(__file__).with_name("portability.yaml")
+PAGE = Path(__file__).parents[1] / "docs" / "portability.md"
+MARKS = ("<!-- examples/portability.py -->\n", "<!-- end -->\n")
+CHIPS = ("A800-80GB", "C500", "C550", "BI-V150", "MLU370-X8", "H100-SXM")
+LAYOUTS = ("TP 2, MBS 1, SP", "TP 4, MBS 1, SP", "TP 8, MBS 1, SP")
+
+
+def winners() -> dict[str, api.Estimate]:
+    """Return the estimate on each chip with the fastest candidate alone."""
+    return {chip: api.estimate(SPEC, chip=chip, top=1) for chip in CHIPS}
+
+
+def named(found: api.Estimate) -> str:
+    """Return the winner in few words, without the data parallel size, which follows from the number of devices."""
+    values = dict(found.candidates[0]["candidate"])
+    del values["data_parallel_size"], values["use_distributed_optimizer"]
+    return values_text(values)
+
+
+def table(*rows: list[str]) -> list[str]:
+    """Return rows, of which the first is the heading, as a table."""
+    head, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return [head, "| --- " * len(rows[0]) + "|", *others, ""]
+
+
+def of_winners(found: dict[str, api.Estimate]) -> list[str]:
+    """Return the table of what is fastest on each chip."""
+    rows = [["chip", "devices", "fastest", "~step", "~tokens/s/device", "~MFU", "~memory", "limited by"]]
+    for chip, estimate in found.items():
+        best = estimate.candidates[0]
+        memory, rate = best["memory"], best["tokens_per_second_per_device"]["value"]
+        used = f"{memory['device_used_gib']:.1f} of {memory['capacity_gib']:.1f} GiB"
+        step = f"{best['step_time_s']['value']:.1f} s"
+        rows.append(
+            [
+                chip,
+                str(estimate.devices),
+                named(estimate),
+                step,
+                f"{rate:,.0f}",
+                f"{best['mfu']:.0%}",
+                used,
+                best["limit"],
+            ]
+        )
+    return table(*rows)
+
+
+def of_others(found: dict[str, api.Estimate]) -> list[str]:
+    """Return what each winner would take on each chip, and the tool's words of why it cannot be taken there."""
+    rows, words = [["fastest on", *(f"on {chip}" for chip in CHIPS)]], {}
+    for chip, estimate in found.items():
+        row = [chip]
+        for other in CHIPS:
+            account = api.explain_candidate(SPEC, f"{named(estimate)}, dist-opt", chip=other)
+            step = account.predicted["step_time_s"]["value"] if account.predicted else None
+            row.append(f"{step:.1f} s" if step else "-")
+            if account.state == "removed":
+                row[-1] += " (removed)"
+                words.setdefault((named(estimate), other), account.because[0])
+        rows.append(row)
+    return [*table(*rows), *(f"- {what} on {chip}: {why}" for (what, chip), why in words.items()), ""]
+
+
+def of_layouts() -> list[str]:
+    """Return the step time of wider tensor parallelism, and the share of its exchange, on each chip."""
+    rows = [["", *(f"on {chip}" for chip in CHIPS)]]
+    for layout in LAYOUTS:
+        row = [layout]
+        for chip in CHIPS:
+            account = api.explain_candidate(SPEC, f"{layout}, dist-opt", chip=chip)
+            assert account.predicted is not None
+            step, exchange = account.predicted["step_time_s"]["value"], account.predicted["time"]["tp_comm_s"]
+            row.append(f"{step:.1f} s, {exchange / step:.0%}")
+        rows.append(row)
+    return table(*rows)
+
+
+def page(text: str) -> str:
+    """Return `text` with new tables, each between its marks."""
+    found, done = winners(), ""
+    for lines in (of_winners(found), of_others(found), of_layouts()):
+        before, _, rest = text.partition(MARKS[0])
+        text = rest.partition(MARKS[1])[2]
+        done += "\n".join([f"{before}{MARKS[0]}", *lines, MARKS[1]])
+    return done + text
+
+
+if __name__ == "__main__":
+    now = page(PAGE.read_text("utf-8"))
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(now, "utf-8")
+    else:
+        print(now)

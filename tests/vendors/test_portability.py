@@ -1,0 +1,60 @@
+"""One spec on six chips: the page is what the tool says now, and a C500's islands cost what they must."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flagcore import api
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = ROOT / "examples" / "portability.yaml"
+UNKNOWN = (
+    *("C500X", "C588", "C600-A", "N260", "BI-V150S", "MR-V100-DUO"),
+    *("MLU580", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
+)
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    found = importlib.util.spec_from_file_location("portability", ROOT / "examples" / "portability.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_page_says_what_the_tool_says_now(example: ModuleType) -> None:
+    text = (ROOT / "docs" / "portability.md").read_text("utf-8")
+    assert example.page(text) == text, "run `python examples/portability.py --write`, and read the page again"
+
+
+def exchange(chip: str, tensor: int) -> float:
+    account = api.explain_candidate(SPEC, f"tp={tensor}, mbs=1, sp", chip=chip)
+    assert account.predicted is not None
+    return float(account.predicted["time"]["tp_comm_s"])
+
+
+def test_tensor_parallelism_over_both_islands_of_a_c500_costs_more_than_on_a_full_mesh() -> None:
+    assert exchange("C500", 8) > 2.5 * exchange("C500", 4)
+    assert exchange("C550", 8) < 2.5 * exchange("C550", 4)
+
+
+def test_tensor_parallelism_over_both_islands_of_a_c500_is_not_tried() -> None:
+    wide, narrow = (api.explain_candidate(SPEC, f"tp={size}, mbs=1, sp", chip="C500") for size in (8, 4))
+    assert wide.state == "removed"
+    assert "metax_c500_island" in wide.because[0]
+    assert narrow.state != "removed"
+    assert api.explain_candidate(SPEC, "tp=8, mbs=1, sp", chip="C550").state != "removed"
+
+
+@pytest.mark.parametrize("chip", UNKNOWN)
+def test_where_a_rate_is_unpublished_the_estimate_asks_for_calibration(chip: str) -> None:
+    found = api.estimate(SPEC, chip=chip, top=1)
+    assert found.candidates[0].get("step_time_s", {}).get("value") is None
+    assert found.untimed == found.counts.untried
+    assert f"nobody knows the peak rate of {chip} in bf16" in found.no_time
+    assert "`flag calibrate`" in found.no_time
+    assert ("give cluster.memory_per_device" in found.no_time) == (chip in ("MLU580", "MLU585", "MLU590-E"))
