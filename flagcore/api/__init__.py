@@ -2,6 +2,7 @@
 
 from flagcore.api.account import Account, explain_candidate
 from flagcore.api.calibrating import calibrate, calibrations, forget, summary
+from flagcore.api.checking import Checked, check_plugins
 from flagcore.api.comparing import Comparison, compare
 from flagcore.api.estimating import Estimate, estimate
 from flagcore.api.explaining import Explanation, explain
@@ -10,6 +11,7 @@ from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.probing import Probed, probe
 from flagcore.api.reporting import REPORT, report
 from flagcore.api.runs import Run, load_run
+from flagcore.api.starting import new_plugin
 from flagcore.api.tuning import tune
 from flagcore.api.winner import Outcome, run_best
 from flagcore.spec.flagscale import Imported, read_tree
@@ -18,6 +20,7 @@ __all__ = [
     "AT_ONCE",
     "REPORT",
     "Account",
+    "Checked",
     "Comparison",
     "Estimate",
     "Explanation",
@@ -27,6 +30,7 @@ __all__ = [
     "Run",
     "calibrate",
     "calibrations",
+    "check_plugins",
     "chip_table",
     "compare",
     "devices",
@@ -37,6 +41,7 @@ __all__ = [
     "explain_candidate",
     "forget",
     "load_run",
+    "new_plugin",
     "plugin_table",
     "probe",
     "read_tree",

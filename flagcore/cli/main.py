@@ -27,7 +27,7 @@ COMMANDS = {
     "estimate": "flagcore.cli.predict",
     "explain": "flagcore.cli.compare",
     "import": "flagcore.cli.importing",
-    "plugins": "flagcore.cli.inspect",
+    "plugins": "flagcore.cli.plugins",
     "probe": "flagcore.cli.probe",
     "report": "flagcore.cli.report",
     "run": "flagcore.cli.tune",

@@ -74,6 +74,13 @@ def _source(
     return str(Path(config_path, f"{config_name.removesuffix('.yaml')}.yaml")), found.data
 
 
+def in_one(records: list[dict[str, Any]], form: str, key: str, between: str = ", ") -> list[dict[str, Any]]:
+    """Return records whose list under `key` is one text, if they are to have columns."""
+    if form not in ("table", "csv"):
+        return records
+    return [{**record, key: between.join(record[key])} for record in records]
+
+
 def say(text: str) -> None:
     """Tell something on stderr; that nobody can hear it ends nothing."""
     with suppress(OSError, ValueError):

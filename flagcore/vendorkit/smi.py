@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import Listing, cleaned
 
 MIB = 2**20
+MOST_BYTES = 8 * MIB
+"""What a tool may print: one that floods is ended by it, before it fills the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +34,8 @@ class Printed:
 def run_tool(*argv: str, timeout_seconds: float = 10.0) -> Printed | None:
     """Run a command that only tells something; None if it is missing or cannot be started.
 
-    Nothing is executed through a shell. What hangs is killed with its children, and not waited for: a process
-    that is stuck in a driver cannot be killed.
+    Nothing is executed through a shell. What floods is ended, and what hangs is killed with its children, and not
+    waited for: a process that is stuck in a driver cannot be killed.
     """
     if shutil.which(argv[0]) is None:
         return None
@@ -44,6 +47,8 @@ def run_tool(*argv: str, timeout_seconds: float = 10.0) -> Printed | None:
         except OSError:
             return None
         status = None
+        with suppress(OSError):  # it may have ended already
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MOST_BYTES, MOST_BYTES))
         try:
             status = process.wait(timeout_seconds)
         except BaseException as error:

@@ -1,0 +1,128 @@
+"""Runs the conformance kit on plugins, each in a process of its own: what crashes there is a failed check."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from flagcore import plugins
+from flagcore.errors import UsageError
+from flagcore.plugins.installed import installed, origin
+from flagcore.testing.package import read_source
+
+SECONDS = 600.0
+"""How long the checks of one plugin may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A plugin with the result of each check: `check`, `state` (passed, failed, skipped), `message` and `fix`."""
+
+    name: str
+    version: str
+    results: tuple[dict[str, str], ...]
+
+    def of(self, state: str) -> list[dict[str, str]]:
+        """Return the results of one state."""
+        return [result for result in self.results if result["state"] == state]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The counts, and the failures with what to do."""
+        failures = [{key: result[key] for key in ("check", "message", "fix")} for result in self.of("failed")]
+        counts = {state: len(self.of(state)) for state in ("passed", "failed", "skipped")}
+        return {"name": self.name, "version": self.version, **counts, "failures": failures}
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    name: str
+    version: str
+    folder: Path | None = None
+
+
+def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
+    """Check plugins by their name or by the folder of their pyproject.toml; without any, all that are installed.
+
+    Raises UsageError for what is neither.
+    """
+    wanted = [found for target in targets for found in _wanted(target)] if targets else _all()
+    at_once = max(1, min(4, os.cpu_count() or 1))
+    checked: list[Checked] = []
+    for start in range(0, len(wanted), at_once):
+        checked += _run(wanted[start : start + at_once])
+    return checked
+
+
+def _all() -> list[_Wanted]:
+    points = installed(plugins.GROUP).points
+    return [_Wanted(name, origin(found[0]).version) for name, found in sorted(points.items())]
+
+
+def _wanted(target: str) -> list[_Wanted]:
+    points = installed(plugins.GROUP).points
+    if target in points:
+        return [_Wanted(target, origin(points[target][0]).version)]
+    folder = Path(target)
+    if folder.is_dir():
+        package = read_source(folder.resolve())
+        return [_Wanted(name, package.version, package.folder) for name in package.points]
+    near = get_close_matches(target, points, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(sorted(points)) or 'none'}"
+    raise UsageError(f"{target} is neither an installed plugin nor the folder of one; {hint}")
+
+
+def _run(wanted: Sequence[_Wanted]) -> list[Checked]:
+    with tempfile.TemporaryDirectory(prefix="flagcore-check-") as folder:
+        started = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(wanted)]
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for each, report in started:
+                running.append(_start(each, report))
+            return [_ended(each, report, process) for (each, report), process in zip(started, running, strict=True)]
+        finally:
+            for process in running:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _start(each: _Wanted, report: Path) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "flagcore.testing.child", str(report), each.name]
+    argv += [str(each.folder)] if each.folder else []
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _ended(each: _Wanted, report: Path, process: subprocess.Popen[bytes]) -> Checked:
+    try:
+        code, how = process.wait(SECONDS), ""
+    except subprocess.TimeoutExpired:
+        code, how = 1, f"it took more than {SECONDS:.0f} s"
+    records = _read(report)
+    results = [record for record in records if "state" in record]
+    if code != 0:
+        begun = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
+        how = how or (f"signal {signal.Signals(-code).name} ended the process" if code < 0 else f"exit status {code}")
+        fix = "ask native libraries in a process of their own (flagcore.vendorkit.machine), with a limit of time"
+        message = f"{each.name}: {how} during this check; the checks after it did not run"
+        results.append({"check": begun, "state": "failed", "message": message, "fix": fix})
+    return Checked(each.name, each.version, tuple(results))
+
+
+def _read(report: Path) -> list[dict[str, str]]:
+    records = []
+    with suppress(OSError):
+        for line in report.read_text("utf-8").splitlines():
+            with suppress(ValueError):  # the last one may be cut
+                records.append(json.loads(line))
+    return records

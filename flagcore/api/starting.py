@@ -1,0 +1,89 @@
+"""Starts a plugin for a new vendor: a whole distribution from the template of `flagcore.vendorkit`."""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flagcore import __version__, plugins
+from flagcore.errors import UsageError
+from flagcore.plugins.installed import installed, origin
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+SUFFIX = ".tmpl"
+
+
+def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None, directory: str = ".") -> Path:
+    """Write `directory`/flagcore-NAME and return it. Raises UsageError for a name that cannot be one, or is taken."""
+    _check_name(name)
+    vendor, chip = vendor or name.capitalize(), chip or f"{name[0].upper()}1"
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*( [\w.+-]+)*", vendor, re.ASCII):
+        raise UsageError(f"--vendor {vendor!r} must be words of letters, digits, '-', '.', '+' and '_'")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", chip, re.ASCII):
+        raise UsageError(f"--chip {chip!r} must be one word of letters, digits, '-', '.', '+' and '_'")
+    if owner := plugins.load_plugins().owner(chip):
+        raise UsageError(f"--chip {chip!r} is a chip of the plugin {owner} already; give the name of yours")
+    folder = Path(directory) / f"flagcore-{name}"
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; give another NAME or --directory, or remove it")
+    words = {
+        "name": name,
+        "NAME": name.upper(),
+        "Vendor": vendor,
+        "Class": name.title().replace("_", ""),
+        "chip": chip,
+        "file": chip.casefold(),
+        "release": ".".join(__version__.split(".")[:2]),
+        "next": _next(__version__),
+    }
+    try:
+        for path, text in _rendered(words):
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UsageError(f"{folder} cannot be written: {error.strerror}") from error
+    return folder
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise UsageError(f"NAME {name!r} must be small letters, digits and '_', begin with a letter, and be no keyword")
+    points = installed(plugins.GROUP).points
+    if name in points:
+        where = origin(points[name][0]).metadata["Name"]
+        raise UsageError(f"NAME {name!r} is a plugin that is installed already (from {where}); give another one")
+    if f"flagcore_{name}" in sys.modules or name in ("core", "testing"):
+        raise UsageError(f"NAME {name!r} is taken; give another one")
+
+
+def _rendered(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each file."""
+    for path, file in _files(files("flagcore.vendorkit").joinpath("template"), ""):
+        made = _filled(path, words).removesuffix(SUFFIX).replace("dot-", ".")
+        yield made, _filled(file.read_text("utf-8"), words)
+
+
+def _filled(text: str, words: Mapping[str, str]) -> str:
+    return re.sub(r"@(\w+)@", lambda match: words[match[1]], text)
+
+
+def _files(folder: Traversable, path: str) -> Iterator[tuple[str, Traversable]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        if entry.is_dir():
+            yield from _files(entry, f"{path}{entry.name}/")
+        elif entry.name.endswith(SUFFIX):
+            yield f"{path}{entry.name}", entry
+
+
+def _next(version: str) -> str:
+    major, minor, *_ = version.split(".")
+    return f"{major}.{int(minor) + 1}"

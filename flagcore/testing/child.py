@@ -1,0 +1,73 @@
+"""Checks one plugin in a process of its own: `python -m flagcore.testing.child REPORT NAME [FOLDER]`.
+
+REPORT receives a line of JSON a step: `{"begins": CHECK}`, then the result of the check. What a native library crashes
+is so seen as the check that began last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from flagcore.plugins import GROUP
+from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
+from flagcore.testing.checks import CHECKS
+from flagcore.testing.kit import Result, run_all
+from flagcore.testing.package import read_source
+from flagcore.testing.subject import Subject
+
+LOADS = "the_plugin_loads_and_implements_known_hooks"
+
+
+def main(arguments: list[str]) -> int:
+    """Check the plugin that the arguments name, and return 0."""
+    report, name, *folder = arguments
+    logging.getLogger("flagcore").addHandler(logging.NullHandler())
+    logging.lastResort = None
+    with open(report, "w", encoding="utf-8", buffering=1) as file:
+        for record in _records(name, Path(folder[0]) if folder else None):
+            file.write(json.dumps(record) + "\n")
+    return 0
+
+
+def _records(name: str, folder: Path | None) -> Iterator[dict[str, str]]:
+    yield {"begins": LOADS}
+    try:
+        subject = _subject(name, folder)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        fix = "mend what the import says; `python -c` with the entry point's module shows all of it"
+        yield asdict(Result(check=LOADS, state="failed", message=f"{name}: {one_line(error)}", fix=fix))
+        for check in CHECKS[1:]:
+            yield asdict(Result(check=check.__name__, state="skipped", message="the plugin does not load"))
+        return
+    for check in CHECKS:
+        yield {"begins": check.__name__}
+        yield from (asdict(result) for result in run_all([check], subject))
+
+
+def _subject(name: str, folder: Path | None) -> Subject:
+    """Import the plugin. Raises whatever the import raises."""
+    if folder is not None:
+        package = read_source(folder)
+        sys.path[:0] = [str(path) for path in package.paths if path.is_dir()]
+        module, _, attribute = package.points[name].partition(":")
+        found = importlib.import_module(module)
+        return Subject(name=name, hooks=getattr(found, attribute) if attribute else found)
+    points = installed(GROUP).points[name]
+    if len(points) > 1:
+        origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points))
+        raise BadPlugin(f"several distributions have a plugin of this name: {origins}; uninstall all but one")
+    if reason := incompatible(origin(points[0])):
+        raise BadPlugin(reason)
+    return Subject(name=name, hooks=load(points[0]), distribution=points[0].dist)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

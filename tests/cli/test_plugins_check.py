@@ -1,0 +1,94 @@
+"""`flag plugins new` and `flag plugins check`: what is written passes, and what is broken is told with what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ran
+
+Flag = Callable[..., Ran]
+
+
+@pytest.fixture
+def acme(flag: Flag, tmp_path: Path) -> Path:
+    """A new plugin, as it is written."""
+    ran = flag("plugins", "new", "acme", "--vendor", "ACME", "--directory", str(tmp_path))
+    assert ran.code == 0, ran.err
+    assert "flag plugins check acme" in ran.err
+    return Path(ran.out.strip())
+
+
+def test_a_new_plugin_passes_every_check_and_tells_what_is_to_be_filled_in(flag: Flag, acme: Path) -> None:
+    ran = flag("plugins", "check", str(acme), "--format", "json")
+    assert ran.code == 0, ran.out
+    (plugin,) = json.loads(ran.out)["plugins"]
+    assert list(plugin) == ["name", "version", "passed", "failed", "skipped", "failures"]
+    assert (plugin["name"], plugin["version"], plugin["failed"], plugin["failures"]) == ("acme", "0.1.0", 0, [])
+    assert plugin["passed"] >= 40
+    text = flag("plugins", "check", str(acme)).out
+    assert "to fill in:" in text
+    assert "flagcore_acme/chips/a1.yaml:5" in text
+
+
+def test_a_failed_check_is_told_with_what_to_do(flag: Flag, acme: Path) -> None:
+    chip = acme / "flagcore_acme/chips/a1.yaml"
+    chip.write_text(chip.read_text().replace("68719476736", "64"))
+    ran = flag("plugins", "check", str(acme), "--format", "json")
+    assert ran.code == 4
+    assert "acme" in ran.err
+    failures = {each["check"]: each for each in json.loads(ran.out)["plugins"][0]["failures"]}
+    found = failures["figures_are_plausible_in_base_units"]
+    assert "A1: memory_bytes = 64" in found["message"]
+    assert "bytes" in found["fix"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "told"),
+    [("import os; os.kill(os.getpid(), 11)", "SIGSEGV"), ("raise ImportError('libacme.so.1')", "libacme.so.1")],
+)
+def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(flag: Flag, acme: Path, hook: str, told: str) -> None:
+    hooks = acme / "flagcore_acme/hooks.py"
+    hooks.write_text(hooks.read_text().replace("from __future__ import annotations\n", f"{hook}\n"))
+    ran = flag("plugins", "check", str(acme), "--format", "json")
+    assert ran.code == 4
+    (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
+    assert failure["check"] == "the_plugin_loads_and_implements_known_hooks"
+    assert told in failure["message"]
+
+
+def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:
+    (plugin,) = json.loads(flag("plugins", "check", "cpu", "--format", "json").out)["plugins"]
+    assert (plugin["name"], plugin["failed"]) == ("cpu", 0)
+
+
+def test_what_is_no_plugin_is_told_with_the_nearest(flag: Flag, tmp_path: Path) -> None:
+    ran = flag("plugins", "check", "metaxx")
+    assert (ran.code, "did you mean metax?" in ran.err) == (2, True)
+    assert flag("plugins", "check", str(tmp_path)).code == 2
+    assert flag("plugins", "check", "cpu", "--all").code == 2
+
+
+@pytest.mark.parametrize("name", ["Acme", "1acme", "ac-me", "class", "cpu", "", "../up"])
+def test_a_name_that_cannot_be_one_or_is_taken_is_refused(flag: Flag, tmp_path: Path, name: str) -> None:
+    ran = flag("plugins", "new", name, "--directory", str(tmp_path))
+    assert ran.code == 2
+    assert f"NAME {name!r}" in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_that_exists_is_written_over(flag: Flag, acme: Path) -> None:
+    before = (acme / "README.md").read_text()
+    ran = flag("plugins", "new", "acme", "--directory", str(acme.parent))
+    assert (ran.code, "exists already" in ran.err) == (2, True)
+    assert (acme / "README.md").read_text() == before
+
+
+def test_a_chip_of_another_plugin_and_odd_words_are_refused(flag: Flag, tmp_path: Path) -> None:
+    for option, word in (("--chip", "cpu"), ("--chip", "A 1"), ("--vendor", 'A"B')):
+        ran = flag("plugins", "new", "acme", option, word, "--directory", str(tmp_path))
+        assert (ran.code, option in ran.err) == (2, True)
+    assert list(tmp_path.iterdir()) == []
