@@ -13,6 +13,7 @@ def facts_of(chip: Chip) -> Iterator[tuple[str, Fact]]:
         "memory_bytes": chip.memory_bytes,
         "memory_bandwidth_bytes_per_second": chip.memory_bandwidth_bytes_per_second,
         "link.bytes_per_second": chip.link.bytes_per_second if chip.link else None,
+        "host_bytes_per_second": chip.host_bytes_per_second,
         "nic_bytes_per_second": chip.nic_bytes_per_second,
     }
     yield from ((key, fact) for key, fact in single.items() if fact is not None)

@@ -13,6 +13,7 @@ RANGES = {
     "memory_bandwidth_bytes_per_second": (1e9, 1e14),
     "dense_flops_per_second": (1e9, 1e17),
     "link.bytes_per_second": (1e8, 1e13),
+    "host_bytes_per_second": (1e8, 1e12),
     "nic_bytes_per_second": (1e8, 1e12),
 }
 """Plausible figures of one device in base units. A figure in GB, TFLOP/s or Gb/s falls far outside.
