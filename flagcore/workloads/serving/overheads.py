@@ -64,7 +64,7 @@ LLAMACPP = Overheads(iteration=0.5e-3, sequence=50e-6, request=2e-3, attention=0
 ON_HOST: Mapping[str, tuple[float, float]] = {
     "vllm": (2.0e-3, 0.28e-3),
     "sglang": (10e-3, 0.5e-3),
-    "llamacpp": (1.2e-3, 0.5e-3),
+    "llamacpp": (1.9e-3, 0.5e-3),
 }
 """Seconds of an iteration and of each of its sequences where the processor that computes is also the one that
 schedules, samples and talks to clients. Measured on two cores, each engine serving 50 million parameters to 4 to 16

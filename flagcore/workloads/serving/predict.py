@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from flagcore.physics.serving.iteration import iteration_costs
 from flagcore.physics.serving.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.physics.serving.work import Overheads, Serving, Split
 from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.engines.sizes import parameters
 from flagcore.workloads.serving.engines.unequal import Parts, alone
 from flagcore.workloads.serving.overheads import overheads_of, release
 from flagcore.workloads.serving.published import RECEIVE
@@ -39,6 +41,9 @@ BOUNDS = {
     "e2e_s": (0.97, 1.48),
 }
 """80% of published points took between these times what a fit to the others predicts; gaps: estimated."""
+
+NARROW = 1.9
+"""Bytes of a weight below which a file of weights is not one of 16 bits."""
 
 GUESSED = 2.0
 """How much wider, as a factor, intervals are where nobody measured the chip or fitted the engine."""
@@ -81,17 +86,29 @@ def predict(
 
 
 def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
-    """Return what all candidates share. A format that the chip does not compute in is only stored."""
+    """Return what all candidates share. A format that the chip does not compute in is only stored.
+
+    Of weights in one file (GGUF) what is stored of each is the file's own: `precision` is what it is computed in.
+    """
     model, precision = task.spec.model, task.spec.serve.precision
-    one = np.ones(1)
-    if precision not in STORED and np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all():
+    one, filed = np.ones(1), _filed(task)
+    if precision not in STORED and filed is None and np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all():
         return Serving(model=model, precision=precision, overheads=over)
     known = [name for name in COMPUTED if np.isfinite(kernels.gemm_seconds(one, one, one, name)).all()]
-    stored = STORED.get(
+    stored = filed or STORED.get(
         precision, {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625}.get(precision)
     )
-    wide = known[0] if known else "bf16"
+    wide = precision if filed and precision in known else known[0] if known else "bf16"
     return Serving(model=model, precision=wide, overheads=over, weight_bytes=stored)
+
+
+def _filed(task: Task) -> float | None:
+    """Return the bytes of a weight in a file that has them narrower than 16 bits; None without such a file."""
+    weights = task.spec.serve.weights
+    if weights is None or not os.path.isfile(weights):
+        return None
+    each = os.path.getsize(weights) / parameters(task.spec.model)
+    return each if each < NARROW else None
 
 
 def graph_tokens(task: Task) -> int:

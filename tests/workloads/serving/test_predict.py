@@ -19,6 +19,7 @@ from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.serving.parts import PARTS
 from flagcore.workloads.serving import expected, scene
 from flagcore.workloads.serving.engines.contract import Settings
+from flagcore.workloads.serving.engines.sizes import parameters
 from flagcore.workloads.serving.engines.unequal import Parts
 from flagcore.workloads.serving.overheads import overheads_of
 from flagcore.workloads.serving.predict import graph_tokens, predict
@@ -201,6 +202,22 @@ def test_weights_in_a_format_that_a_chip_does_not_compute_in_are_read_as_they_ar
     assert figure(four, "tpot_s.p50")[0] < figure(wide, "tpot_s.p50")[0]
     assert four.static_bytes[0] <= wide.static_bytes[0] * 1.001
     assert figure(four, "kv_cache_tokens")[0] > figure(wide, "kv_cache_tokens")[0]
+
+
+def test_weights_in_a_narrow_file_are_as_large_as_the_file_says(tmp_path: Path) -> None:
+    file, bare = tmp_path / "weights.gguf", task(engine="llamacpp")
+    told = task(engine="llamacpp", weights=str(file))
+
+    def stored(bytes_each: float) -> Predictions:
+        with file.open("wb") as weights:
+            weights.truncate(int(parameters(DENSE) * bytes_each))
+        return predicted(told, cache_bytes=1e9)
+
+    whole = predicted(bare, cache_bytes=1e9)
+    assert stored(2.0).static_bytes == whole.static_bytes
+    assert figure(stored(2.0)) == figure(whole)
+    assert stored(0.56).static_bytes[0] < 0.5 * whole.static_bytes[0]
+    assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(whole, "tpot_s.p50")[0]
 
 
 def test_releases_have_overheads_of_their_own() -> None:
