@@ -101,14 +101,16 @@ class _Session:
         self.fidelity = control.fidelity
         self.control = control if self.fidelity == RUN else replace(control, repeats=0)
         counts = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
-        self.spent_before = sum(trial.duration_s for trial in counts)
+        self.spent_before = sum(trial.duration_s for trial in counts if not trial.source)
         self.started = time.monotonic()
         self.pruned, self.lessons, self.past = problem.pruned, learn(()), parts.past(problem)
         self._learn()
 
     def search(self) -> str:
         """Try the baseline, then candidate after candidate. Returns why it ended."""
-        if self.problem.baseline not in self.lessons.settled and self._can_be_told(self.problem.baseline):
+        first = self.lessons.by_candidate.get(self.problem.baseline)
+        settled = self.problem.baseline in self.lessons.settled and not (first and first.source)
+        if not settled and self._can_be_told(self.problem.baseline):
             self._run(self.problem.baseline, Role.BASELINE)
         while (because := spent(self.control, self.lessons, self.elapsed)) is None:
             choice = rank(self.parts.strategy, self._scene())

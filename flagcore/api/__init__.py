@@ -6,6 +6,7 @@ from flagcore.api.checking import Checked, check_plugins
 from flagcore.api.comparing import Comparison, compare
 from flagcore.api.estimating import Estimate, estimate
 from flagcore.api.explaining import Explanation, explain
+from flagcore.api.history import import_history
 from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
 from flagcore.api.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.probing import Probed, probe
@@ -40,6 +41,7 @@ __all__ = [
     "explain",
     "explain_candidate",
     "forget",
+    "import_history",
     "load_run",
     "new_plugin",
     "plugin_table",

@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.given import SpecLike
 from flagcore.api.nearby import changes, differing, nearest_measured, scale, scaled_times
 from flagcore.api.posing import Known, known
-from flagcore.api.reasons import OPEN, RAN, all_trials, broken_rule, legality, state_of
+from flagcore.api.reasons import OPEN, RAN, all_trials, broken_here, state_of
 from flagcore.api.typed import as_candidate, typed_columns
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import Columns
@@ -89,7 +89,7 @@ def account(found: Known, name: str) -> Account:
     same = as_candidate(space.axes, meant)
     asked = as_candidate(space.axes, columns)
     row = space.find(same)
-    rules = [broken_rule(rule, asked) for rule in legality(found) if bool(rule.broken(columns).any())]
+    rules = broken_here(found.problem, found.workload, columns)
     predicted = None if rules else found.record(meant)
     tried = [trial for trial in all_trials(found) if trial.candidate == same]
     state, because, taught = state_of(found, same, row, tried, rules, predicted)

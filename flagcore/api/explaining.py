@@ -58,7 +58,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
                 f"{found.where / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
             ) from None
     pruning = (*workload.pruning_rules(task), *problem.platform.pruning_rules)
-    says = {rule.name: rule.says for rule in legality(found)} | {rule.name: rule.says for rule in pruning}
+    says = {rule.name: rule.says for rule in legality(problem, workload)} | {rule.name: rule.says for rule in pruning}
     nothing_fits = None
     try:
         must_fit(problem)

@@ -111,7 +111,7 @@ def _past(problem: Problem, workload: Workload, loaded: LoadedPlugins, name: str
         return Past.nothing()
     chip = cluster.groups[0].chip
     records = Experience.of_user().records(chip, spec.work.engine, but=name)
-    return past_of(records, chip, loaded, workload, spec.objective)
+    return past_of(records, chip, loaded, workload, spec.objective, problem.platform.knobs)
 
 
 def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:

@@ -9,11 +9,13 @@ import numpy as np
 
 from flagcore.api.nearby import differing
 from flagcore.api.posing import Known
+from flagcore.api.typed import as_candidate
+from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import DOES_NOT_FIT
-from flagcore.domain.space import Rule
-from flagcore.domain.trial import ESTIMATE, PROBE, Trial
-from flagcore.problem import fastest
+from flagcore.domain.space import Columns, Rule
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial
+from flagcore.problem import Problem, fastest
 from flagcore.report.account import differs_text, seconds_text
 from flagcore.report.explained import needs_text
 from flagcore.stages.build import refusals
@@ -24,23 +26,28 @@ ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed",
 ran; it may be tried."""
 
 
-def legality(found: Known) -> Sequence[Rule]:
+def legality(problem: Problem, workload: Workload) -> Sequence[Rule]:
     """Return the rules that make a candidate illegal: the engine's, and what plugins refuse on the chip."""
-    task, workload = found.task, found.workload
-    return (*workload.rules(task), *refusals(workload.axes(task), found.problem.platform.support, task.spec))
+    task = problem.platform.task
+    return (*workload.rules(task), *refusals(workload.axes(task), problem.platform.support, task.spec))
+
+
+def broken_here(problem: Problem, workload: Workload, columns: Columns) -> list[Mapping[str, Any]]:
+    """Return the rules that one candidate breaks as plain data, each with the values that it looked at."""
+    values = as_candidate(problem.space.axes, columns).as_dict()
+    return [
+        {"rule": rule.name, "says": rule.says, "values": {knob: values.get(knob) for knob in rule.knobs}}
+        for rule in legality(problem, workload)
+        if bool(rule.broken(columns).any())
+    ]
 
 
 def all_trials(found: Known) -> Sequence[Trial]:
-    """Return every trial, repeat and probe of a run by its number; none of a spec."""
+    """Return every trial of a run, repeats, probes and imported ones too, in order; none of a spec."""
     run = found.run
-    several = () if run is None else (*run.probes, *run.trials, *run.repeats)
-    return sorted((trial for trial in several if trial.fidelity != ESTIMATE), key=lambda trial: trial.number) or several
-
-
-def broken_rule(rule: Rule, candidate: Candidate) -> Mapping[str, Any]:
-    """Return a rule that a candidate breaks as plain data, with the values that it looked at."""
-    values = candidate.as_dict()
-    return {"rule": rule.name, "says": rule.says, "values": {knob: values.get(knob) for knob in rule.knobs}}
+    several = () if run is None else (*run.imported, *run.probes, *run.trials, *run.repeats)
+    by_number = {trial.number: trial for trial in several}
+    return [by_number[number] for number in sorted(by_number)]
 
 
 def state_of(
@@ -58,9 +65,9 @@ def state_of(
     if row is None:
         unlisted = ["not in the space: no combination of the values that the spec lists gives it"]
         return OUTSIDE, [*(outside or unlisted), "it would be legal", *_needs(predicted)], []
-    if any(trial.fidelity not in (PROBE, ESTIMATE) for trial in tried):
+    if any(trial.fidelity == RUN and trial.role is not Role.IMPORTED for trial in tried):
         return RAN, [_ended(found, trial) for trial in tried], _taught(found, row)
-    probed = [_ended(found, trial) for trial in tried if trial.fidelity == PROBE]
+    probed = [_ended(found, trial) for trial in tried if trial.fidelity != ESTIMATE]
     taught = _taught(found, row)
     if taught:
         return REMOVED, [*probed, *(_why_removed(found, each, row, predicted) for each in taught)], taught
@@ -90,6 +97,8 @@ def _ended(found: Known, trial: Trial) -> str:
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {seconds_text(found.task.spec.objective, measured.step_time_s)}"
+    if trial.role is Role.IMPORTED:
+        return f"{line}, on another machine ({trial.source})"
     if measured.broken:
         line += f"; it breaks a limit: {', '.join(measured.broken)}"
     if best is None or best.measurement is None or best.candidate == trial.candidate:

@@ -30,9 +30,9 @@ class Run:
 
     `spec` is the spec's data with absolute paths, `data` what `result.json` says, empty where a kill came before it was
     written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best and its rivals
-    at the end, `probes` those of a lower fidelity. Seconds and bytes, as in `flagcore.domain.trial`. `gains` is best
-    over baseline less one, a figure a round. `engines` are the runs of each engine, where several were tuned: all else
-    is then of the one that won. `knows` is what the trials teach.
+    at the end, `probes` those of a lower fidelity, `imported` what another tool told. Seconds and bytes, as in
+    `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of each
+    engine, where several were tuned: all else is then of the one that won. `knows` is what the trials teach.
     """
 
     folder: Path
@@ -42,6 +42,7 @@ class Run:
     trials: tuple[Trial, ...]
     repeats: tuple[Trial, ...]
     probes: tuple[Trial, ...]
+    imported: tuple[Trial, ...]
     baseline: Trial | None
     best: Trial | None
     gains: tuple[float, ...]
@@ -91,7 +92,7 @@ def load_run(folder: Path | str) -> Run:
     if known is None:
         raise RunError(f"{path} holds no run; `flag tune` makes one, `--run-dir` says where")
     kept = kept_trials(path, known["run"], known["fixed"].get("storage"))
-    said = [each.fidelity for each in kept if each.fidelity in FIDELITIES]
+    said = [each.fidelity for each in kept if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(said, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
         return _foretold(path, data)
@@ -104,6 +105,7 @@ def load_run(folder: Path | str) -> Run:
         trials=knows.trials,
         repeats=knows.repeats,
         probes=knows.probes,
+        imported=tuple(trial for trial in kept if trial.source),
         baseline=knows.baseline,
         best=knows.best,
         gains=gains(knows),
@@ -148,6 +150,7 @@ def _foretold(path: Path, data: Mapping[str, Any]) -> Run:
         trials=tuple(trials.values()),
         repeats=(),
         probes=(),
+        imported=(),
         gains=gains,
         knows=learn((), ESTIMATE),
         baseline=baseline,

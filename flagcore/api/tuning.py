@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
 from flagcore.api.engines import each_engine
 from flagcore.api.experienced import past as past_of
+from flagcore.api.folder import RUNS, anywhere, task_of, with_fidelity
 from flagcore.api.given import SpecLike, given
 from flagcore.api.reporting import keep_report, keep_report_of_engines
 from flagcore.api.telling import loaded_plugins, parsed, tell, tell_of_problem
@@ -31,7 +32,6 @@ from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
 
-RUNS = Path("runs")
 PROBER = "learned"
 """The strategy that says what is probed before the first run."""
 
@@ -66,7 +66,7 @@ def tune(
         return one(data, directory)
     for engine in engines:
         parsed(only(data, engine), file=str(file), base=file.parent, without=without)
-    outcome: Outcome = each_engine(_anywhere(data, file.parent), engines, directory, one)
+    outcome: Outcome = each_engine(anywhere(data, file.parent), engines, directory, one)
     return replace(outcome, reported=keep_report_of_engines(directory))
 
 
@@ -85,7 +85,7 @@ def _tune(
     spec = parsed(data, file=str(file), base=file.parent, without=without)
     if fidelity is not None:
         spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
-        data = _with_fidelity(data, fidelity)
+        data = with_fidelity(data, fidelity)
     workload = plugins.workload_of(spec.work)
     launcher, strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
     _ready(workload, spec)
@@ -105,10 +105,10 @@ def _tune(
         tell_of_problem(problem, workload)
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         nonlocal name
-        name = directory.claim(_task(data, problem), fixed)
+        name = directory.claim(task_of(data, problem), fixed)
         store = OptunaStore(directory.path, problem.space.choices, run=name, objective=spec.objective, url=storage)
         _not_a_step_down(store, spec.control, directory.path)
-        write(directory.path / "spec.yaml", as_yaml(_anywhere(data, file.parent)) + "\n")
+        write(directory.path / "spec.yaml", as_yaml(anywhere(data, file.parent)) + "\n")
         return store
 
     with loaded_plugins(without) as loaded:
@@ -118,7 +118,7 @@ def _tune(
             raise RunError(f"{directory.path} keeps its trials in {kept}: give the same --storage, or --new")
         baseline = (
             known["fixed"].get("baseline")
-            if known and known["task"].get("spec") == _with_fidelity(data)
+            if known and known["task"].get("spec") == with_fidelity(data)
             else spec.baseline
         )
         try:
@@ -134,7 +134,7 @@ def _tune(
             )
             ending = run_loop(replace(spec, baseline=baseline), parts)
             tell(filter(None, [drift_text(ending.plan)]))
-            outcome = keep(ending, workload, directory.path, _with_fidelity(_anywhere(data, file.parent)))
+            outcome = keep(ending, workload, directory.path, with_fidelity(anywhere(data, file.parent)))
             outcome = replace(outcome, reported=keep_report(directory.path, ending, workload, outcome.data))
             _remember(experience, name, ending)
         finally:
@@ -160,21 +160,10 @@ def _ready(workload: Workload, spec: Spec) -> None:
 
 def _not_a_step_down(store: TrialStore, control: Control, run_dir: Path) -> None:
     """Raise RunError if the folder has trials of a higher fidelity than is wanted: its result would be overwritten."""
-    kept = max((FIDELITIES.index(trial.fidelity) for trial in store.trials()), default=0)
+    kept = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
     if kept > FIDELITIES.index(control.fidelity):
         told = f"has trials of fidelity {FIDELITIES[kept]}, and {control.fidelity} is less"
         raise RunError(f"{run_dir} {told}: give another --run-dir, or --new")
-
-
-def _with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
-    """Return a spec's data with a fidelity, or without any."""
-    tuner = dict(data.get("auto_tuner") or {})
-    control = {key: value for key, value in (tuner.get("control") or {}).items() if key != "fidelity"}
-    if fidelity is not None:
-        control["fidelity"] = fidelity
-    if control == (tuner.get("control") or {}):
-        return dict(data)
-    return {**data, "auto_tuner": {**tuner, "control": control}}
 
 
 def _remember(experience: Experience, run: str, ending: Ending) -> None:
@@ -183,44 +172,6 @@ def _remember(experience: Experience, run: str, ending: Ending) -> None:
         experience.keep(run, ending.problem.platform.task, ending.plan.trials)
     except RunError as error:
         tell([f"later runs will not learn from this one: {error}"])
-
-
-def _anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
-    moved = dict(data)
-    if isinstance(data.get("model"), str):
-        moved["model"] = str((base / data["model"]).resolve())
-    for kind in ("train", "serve"):
-        work = dict(data.get(kind) or {})
-        if work.get("command"):
-            moved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
-    serve = dict(moved.get("serve") or {})
-    if serve.get("weights"):
-        serve["weights"] = str((base / serve["weights"]).resolve())
-    if (serve.get("profile") or {}).get("trace"):
-        serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
-    if serve:
-        moved["serve"] = serve
-    cluster = data.get("cluster")
-    if isinstance(cluster, dict) and cluster.get("hostfile"):
-        moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
-    return moved
-
-
-def _task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return what must not change while a run goes on: spec, model, hardware, and how trials are started there."""
-    cluster = problem.platform.task.cluster
-    group = cluster.groups[0]
-    hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
-    platform = problem.platform
-    engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
-    given = {"environment": dict(platform.environment), "engine": engine}
-    return {
-        "spec": _with_fidelity(data),
-        "model": asdict(platform.task.spec.model),
-        "hardware": hardware,
-        "plugins say": given,
-    }
 
 
 def _failures(plan: Plan, run_dir: Path) -> str:

@@ -63,5 +63,5 @@ def room_for(control: Control, trial: Trial, elapsed: float) -> bool:
 
 
 def _ended(lessons: Lessons) -> list[Trial]:
-    """Return the trials that came to an end of their own; one that was interrupted has used up nothing."""
-    return [trial for trial in lessons.trials if trial.state is not TrialState.INTERRUPTED]
+    """Return the run's own trials that came to an end of their own; one that was interrupted has used up nothing."""
+    return [trial for trial in lessons.trials if trial.state is not TrialState.INTERRUPTED and not trial.source]

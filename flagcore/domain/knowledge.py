@@ -70,10 +70,11 @@ class Lessons:
         return tuple(trial for trial in ended if trial.candidate == candidate)
 
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the measured runs of a candidate, repeats included, in order."""
+        """Return the measured runs of a candidate, repeats included, in order; what another tool told only without."""
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
-        return tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
+        measured = tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)
+        return tuple(trial for trial in measured if not trial.source) or measured
 
     def speed_of(self, candidate: Candidate) -> float:
         """Return the median speed of a candidate's runs, 0 without any."""

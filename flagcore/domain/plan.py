@@ -175,7 +175,7 @@ def gains(lessons: Lessons) -> tuple[float, ...]:
     slow = (baseline, *lessons.repeats_of(baseline.candidate))
     rounds = [
         (fast, [each for each in slow if each.number < fast.number][-1:])
-        for fast in (best, *lessons.repeats_of(best.candidate))
+        for fast in (*(() if best.source else (best,)), *lessons.repeats_of(best.candidate))
     ]
     return tuple(
         speed(fast) / speed(before[0]) - 1

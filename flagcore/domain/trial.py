@@ -36,11 +36,15 @@ class TrialState(Enum):
 
 
 class Role(Enum):
-    """Why a trial ran: the user's own configuration, a candidate of the search, or a repeat of one at the end."""
+    """Why a trial ran: the user's own configuration, a candidate of the search, or a repeat of one at the end.
+
+    IMPORTED ran elsewhere, for another tool: it settles no candidate of the run.
+    """
 
     BASELINE = "baseline"
     SEARCH = "search"
     REPEAT = "repeat"
+    IMPORTED = "imported"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,8 @@ class Measurement:
 class Trial:
     """One run of one candidate, as the store keeps it. `predicted` was made before the run.
 
-    `fidelity` says how real it was, see FIDELITIES. `log` is what it printed, relative to the run's folder.
+    `fidelity` says how real it was, see FIDELITIES. `log` is what it printed, relative to the run's folder. `source` is
+    the file that another tool told it in; None for one that flagcore ran.
     """
 
     number: int
@@ -95,3 +100,4 @@ class Trial:
     duration_s: float = 0.0
     log: str = ""
     fidelity: str = RUN
+    source: str | None = None

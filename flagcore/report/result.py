@@ -75,6 +75,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "measured_over": {told: off(each, told) for told in ("predicted", "believed")},
         "duration_s": each.duration_s,
         "log": each.log,
+        "source": each.source,
     }
 
 

@@ -293,7 +293,7 @@ def _name(plan: Plan, trial: Trial) -> str:
     role = "" if trial.role.value == "search" else f" {trial.role.value}"
     if trial.fidelity != plan.fidelity:
         role = f" {trial.fidelity}"
-    return f"{trial.number}{role}{best}"
+    return f"{trial.number}{role}{' imported' if trial.source else ''}{best}"
 
 
 def _figures(trial: Trial, base: float | None) -> list[str]:

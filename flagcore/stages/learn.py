@@ -13,14 +13,16 @@ from flagcore.domain.trial import RUN, Role, Trial, TrialState
 def learn(trials: Sequence[Trial], fidelity: str = RUN) -> Lessons:
     """Return what finished trials teach a search of some fidelity.
 
-    A repeat refines a candidate, it is not another one. Trials of another fidelity settle no candidate.
+    A repeat refines a candidate, it is not another one. Trials of another fidelity settle no candidate, nor do imported
+    ones; of what another tool told of this very machine, a trial of the run's own takes the place.
     """
+    trials = [trial for trial in trials if trial.role is not Role.IMPORTED]
     own = [trial for trial in trials if trial.fidelity == fidelity]
     first = [trial for trial in own if trial.role is not Role.REPEAT]
     by_candidate: dict[Candidate, Trial] = {}
     for trial in first:
         known = by_candidate.get(trial.candidate)
-        if known is None or known.state is TrialState.INTERRUPTED:
+        if known is None or known.state is TrialState.INTERRUPTED or known.source:
             by_candidate[trial.candidate] = trial
     measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]

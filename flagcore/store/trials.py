@@ -97,6 +97,13 @@ class OptunaStore:
             Path(self.folder(trial)).mkdir(parents=True, exist_ok=True)
         return trial
 
+    def add(self, trial: Trial) -> Trial:
+        """Keep a trial that ended elsewhere, and return it with the number and the folder that it has here."""
+        begun = self.begin(trial.candidate, trial.role, trial.predicted, trial.fidelity)
+        kept = dataclasses.replace(trial, number=begun.number, log=begun.log)
+        self.finish(kept)
+        return kept
+
     def finish(self, trial: Trial) -> None:
         """Keep a trial that ended. Raises RunError if it cannot be written."""
         with self._usable():
@@ -183,6 +190,7 @@ def _result(trial: Trial) -> dict[str, Any]:
         "duration_s": trial.duration_s,
         "log": trial.log,
         "measurement": measured,
+        **({"source": trial.source} if trial.source else {}),
     }
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
 
@@ -205,6 +213,7 @@ def _thaw(frozen: FrozenTrial) -> Trial:
         duration_s=float(result.get("duration_s", 0.0)),
         log=str(result.get("log", f"trials/{frozen.number}/stdout.log")),
         fidelity=str(attributes.get("fidelity", RUN)),
+        source=result.get("source"),
     )
 
 

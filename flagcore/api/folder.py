@@ -1,0 +1,62 @@
+"""What a run's folder says of the run: the task that must stay the same, and a spec that means the same anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flagcore.problem import Problem
+
+RUNS = Path("runs")
+"""Where runs are kept if nobody says."""
+
+
+def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
+    """Return a spec's data with a fidelity, or without any."""
+    tuner = dict(data.get("auto_tuner") or {})
+    control = {key: value for key, value in (tuner.get("control") or {}).items() if key != "fidelity"}
+    if fidelity is not None:
+        control["fidelity"] = fidelity
+    if control == (tuner.get("control") or {}):
+        return dict(data)
+    return {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
+    moved = dict(data)
+    if isinstance(data.get("model"), str):
+        moved["model"] = str((base / data["model"]).resolve())
+    for kind in ("train", "serve"):
+        work = dict(data.get(kind) or {})
+        if work.get("command"):
+            moved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
+    serve = dict(moved.get("serve") or {})
+    if serve.get("weights"):
+        serve["weights"] = str((base / serve["weights"]).resolve())
+    if (serve.get("profile") or {}).get("trace"):
+        serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
+    if serve:
+        moved["serve"] = serve
+    cluster = data.get("cluster")
+    if isinstance(cluster, dict) and cluster.get("hostfile"):
+        moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
+    return moved
+
+
+def task_of(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
+    """Return what must not change while a run goes on: spec, model, hardware, and how trials are started there."""
+    cluster = problem.platform.task.cluster
+    group = cluster.groups[0]
+    hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
+    platform = problem.platform
+    engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
+    given = {"environment": dict(platform.environment), "engine": engine}
+    return {
+        "spec": with_fidelity(data),
+        "model": asdict(platform.task.spec.model),
+        "hardware": hardware,
+        "plugins say": given,
+    }

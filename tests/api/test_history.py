@@ -1,0 +1,225 @@
+"""FlagScale's history.csv as trials of a run, and how a tune goes on from them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flagcore
+from flagcore.api import import_history
+from flagcore.calibration import Experience
+from flagcore.domain.trial import Role, TrialState
+from flagcore.errors import RunError, UsageError
+from tests.cli.conftest import Project
+
+KNOBS = {
+    "data_parallel_size": 1,
+    "use_distributed_optimizer": False,
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "use_recompute": False,
+    "recompute_method": None,
+    "recompute_granularity": None,
+    "recompute_num_layers": None,
+    "micro_batch_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "acc_step": 8,
+    "elapsed_time": 12.5,
+    "start_time": "2025-11-20 10:00:00",
+    "max_mem": 300.0,
+    "performance": None,
+    "error": None,
+}
+"""The columns of a training history, in FlagScale's order."""
+TP2 = {"tensor_model_parallel_size": 2}
+ROWS = [
+    {"idx": 3, **TP2, "micro_batch_size": 2, "performance": 90.0},
+    {"idx": 1, **TP2, "micro_batch_size": 1, "performance": 150.0},
+    {"idx": 2, "data_parallel_size": 2, "micro_batch_size": 4, "max_mem": "OOM", "error": "CUDA error: out of memory"},
+    {"idx": 4, **TP2, "micro_batch_size": 4, "error": "RuntimeError: NCCL timed out"},
+]
+
+
+def history(file: Path, rows: list[dict[str, Any]], columns: dict[str, Any] = KNOBS) -> Path:
+    """Write rows as FlagScale does: sorted best first, None as nothing."""
+    names = ["idx", *columns, *dict.fromkeys(name for row in rows for name in row if name not in ("idx", *columns))]
+    with file.open("w", newline="") as stream:
+        table = csv.DictWriter(stream, names, escapechar="\\")
+        table.writeheader()
+        table.writerows({**columns, **row} for row in rows)
+    return file
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@pytest.fixture
+def taken(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
+
+    def call(rows: list[dict[str, Any]], **options: Any) -> Any:
+        return import_history(
+            history(tmp_path / "history.csv", rows), tmp_path / "spec.yaml", run_dir=project.run_dir, **options
+        )
+
+    return call
+
+
+def test_rows_become_finished_trials_in_the_order_in_which_they_ran(
+    taken: Callable[..., Any], project: Project, tmp_path: Path
+) -> None:
+    project.spec()
+    found = taken(ROWS, same_machine=True)
+    states = [TrialState.MEASURED, TrialState.OUT_OF_MEMORY, TrialState.MEASURED, TrialState.FAILED]
+    assert [trial.state for trial in found.trials] == states
+    assert {trial.source for trial in found.trials} == {str(tmp_path / "history.csv")}
+    assert found.trials[3].reason == "RuntimeError: NCCL timed out"
+    measured = found.trials[2].measurement
+    assert measured.step_time_s == 0.09
+    assert measured.tokens_per_second_per_device == pytest.approx(8 * 1024 / 0.09 / 2)
+    assert (measured.peak_reserved_bytes, measured.device_used_bytes) == (300 * 2**20, None)
+    assert found.notes == ()
+    run = flagcore.load_run(project.run_dir)
+    assert run.imported == run.trials == found.trials
+    assert run.best == found.trials[2]
+    assert run.baseline is None
+
+
+def test_tune_goes_on_from_the_rows_of_the_same_machine_and_tells_a_gain_of_its_own_runs_only(
+    taken: Callable[..., Any], project: Project
+) -> None:
+    spec = project.spec(control={"max_trials": 2, "repeats": 1})
+    taken(ROWS, same_machine=True)
+    outcome = flagcore.tune(spec, run_dir=project.run_dir)
+    plan = outcome.plan
+    own = [trial for trial in plan.trials if not trial.source]
+    assert [trial.role for trial in own] == [Role.BASELINE, Role.SEARCH]
+    assert {trial.number for trial in plan.trials if trial.source} == {0, 1, 2, 3}
+    assert plan.counts.balanced
+    assert plan.best is not None
+    assert plan.best.number == 2  # 0.09 s was imported, but it ran again
+    assert [trial.candidate for trial in plan.repeats].count(plan.best.candidate) >= 1
+    assert plan.gain == pytest.approx(0.1975 / 0.1025 - 1)  # not what 90 ms would give
+    assert "imported best" in str(outcome)
+    assert outcome.data["best"]["source"].endswith("history.csv")
+
+
+def test_rows_of_another_machine_are_experience_and_settle_nothing(taken: Callable[..., Any], project: Project) -> None:
+    spec = project.spec(control={"max_trials": 3})
+    found = taken(ROWS)
+    assert {trial.role for trial in found.trials} == {Role.IMPORTED}
+    (file,) = Experience.of_user().folder.glob("*.jsonl")
+    assert [json.loads(line)["measured"]["step_time_s"] for line in file.read_text().splitlines()] == [0.15, 0.09]
+    plan = flagcore.tune(spec, run_dir=project.run_dir).plan
+    assert [trial.source for trial in plan.trials] == [None] * 3
+    assert plan.best is not None
+    assert plan.best.measurement is not None
+    assert plan.best.measurement.step_time_s > 0.1
+    run = flagcore.load_run(project.run_dir)
+    assert (len(run.imported), len(run.trials)) == (4, 3)
+    account = flagcore.explain_candidate(project.run_dir, "2")
+    assert account.candidate["micro_batch_size"] == 2
+    assert "trial 2 (imported) measured: 0.09 s a step, on another machine" in account.because[0]
+
+
+def test_rows_that_cannot_be_taken_are_told_with_their_lines(
+    taken: Callable[..., Any], project: Project, tmp_path: Path
+) -> None:
+    project.spec()
+    wrong = [
+        {"idx": 5, **TP2, "micro_batch_size": 8, "performance": 1.0},
+        {"idx": 6, "data_parallel_size": 2, "micro_batch_size": 3, "performance": 1.0},
+        {"idx": 7, **TP2, "performance": 1.0, "decoder_first_pipeline_num_layers": 3},
+        {"idx": 8, **TP2, "micro_batch_size": 1, "performance": 1.0, "speed": "warp"},
+        {"idx": 9, **TP2, "micro_batch_size": 0, "performance": 1.0},
+        {"idx": 10, **TP2, "recompute_method": "thrice", "performance": 1.0},
+    ]
+    found = taken([*ROWS, *wrong], same_machine=True)
+    assert len(found.trials) == 4
+    unknown, *told = found.notes
+    assert unknown == "columns that are no knobs here are left out: speed"
+    says = [
+        "does not have it",
+        "global_batch_size",
+        "layers of its own",
+        "of line 3 again",
+        "is no size",
+        "no value of",
+    ]
+    assert len(told) == len(says)
+    for line, (note, said) in enumerate(zip(told, says, strict=True), start=6):
+        assert note.startswith(f"line {line} is left out: ")
+        assert said in note
+    with pytest.raises(RunError, match="has the rows of"):
+        taken(ROWS)
+    far = history(tmp_path / "far.csv", [{"idx": 1, **TP2, "performance": 90_000.0}])
+    doubtful = import_history(far, tmp_path / "spec.yaml", run_dir=tmp_path / "far")
+    assert "are they milliseconds" in doubtful.notes[0]
+
+
+def test_file_that_is_no_history_is_refused(taken: Callable[..., Any], project: Project, tmp_path: Path) -> None:
+    spec = project.spec()
+    for text, said in {
+        "": "is empty",
+        "a,b\n1,2\n": "is no history of FlagScale's: it has neither 'performance' nor a server's figures",
+        "idx,ttft,itl\n1,2,3\n": "is of servers, but",
+        "idx,performance\n": "no row of",
+    }.items():
+        (tmp_path / "wrong.csv").write_text(text)
+        with pytest.raises(UsageError, match=said.replace("(", r"\(")):
+            import_history(tmp_path / "wrong.csv", spec, run_dir=tmp_path / "never")
+    with pytest.raises(UsageError, match="cannot be read"):
+        import_history(tmp_path / "nothing.csv", spec)
+    assert not (tmp_path / "never").exists()
+
+
+SERVED = {
+    "threads": None,
+    "n_gpu_layers": 0,
+    "split_mode": "layer",
+    "engine": "llama_cpp",
+    "elapsed_time": 30.0,
+    "start_time": "",
+}
+
+
+def test_servers_rows_are_taken_but_for_figures_that_flagscale_repeats(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
+    model = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
+    spec = {
+        "model": model,
+        "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
+        "serve": {"engine": "llamacpp", "profile": {"input_len": 32, "output_len": 16, "concurrency": 4}},
+        "auto_tuner": {"objective": "itl_s", "space": {"threads": [1, 2, 4], "n_gpu_layers": [0]}},
+    }
+    figures = {"e2e_latency": 800.0, "request_throughput": 5.0, "token_throughput": 80.0, "ttft": 90.0, "itl": 40.0}
+    rows = [
+        {"idx": 1, "threads": 1, **figures, "topt": 41.0},
+        {"idx": 2, "threads": 2, **figures, "topt": 41.0},
+        {"idx": 3, "threads": 4, **figures, "itl": 35.0, "topt": 36.0, "engine": "vllm"},
+    ]
+    file = history(tmp_path / "served.csv", rows, SERVED)
+    found = import_history(file, spec, run_dir=project.run_dir, same_machine=True)
+    first, second = found.trials
+    assert first.measurement is not None
+    assert first.measurement.step_time_s == first.measurement.figures["itl_s.mean"] == 0.04
+    assert first.measurement.figures["output_tokens_per_s"] == 80.0
+    assert second.state is TrialState.FAILED
+    assert second.reason == "its figures are those of line 2, as FlagScale repeats them where a task fails"
+    assert [note for note in found.notes if "of vllm" in note] == [
+        "line 4 is left out: it is of vllm, the spec of llamacpp"
+    ]
