@@ -12,6 +12,7 @@ Each plugin is asked on its own, so pluggy's wrappers, tryfirst and trylast chan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import pluggy
 
@@ -26,10 +27,20 @@ from flagcore.domain.spec import Task
 from flagcore.physics.collectives.curves import CollectiveTable
 
 HOOKS_API = 1
-"""The hooks of this page, as a number: a plugin may say `HOOKS_API = 1` for the one that it was written for."""
+"""The number of the hooks on this page. A plugin's module may say `HOOKS_API = 1` for those that it was written for:
+one that was written for later hooks is left out, with the reason. It grows when a hook is removed, or asks for more."""
 
-DEPRECATED: Mapping[str, str] = {}
-"""Hooks that work until the next minor release, each with what to write in its place."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    """What a hook is called `now`. Its old name works, with a warning, before the release `until`."""
+
+    now: str
+    until: str
+
+
+RENAMED: Mapping[str, Renamed] = {}
+"""Hooks by their old names. An implementation under an old name takes any part of the arguments of the new one."""
 
 hookspec = pluggy.HookspecMarker("flagcore")
 hookimpl = pluggy.HookimplMarker("flagcore")

@@ -39,6 +39,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "status": "loaded",
             "maturity": _maturity(loaded.maturity(plugin)),
             "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
+            "warnings": list(plugin.warnings),
             "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
         }
         for plugin in loaded.plugins
@@ -52,6 +53,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "status": "failed",
             "maturity": None,
             "chips": [],
+            "warnings": [],
             "problem": str(failure),
         }
         for failure in loaded.failures

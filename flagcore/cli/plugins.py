@@ -36,7 +36,10 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
         "chips": "chips",
         "problem": "problem",
     }
-    click.echo(render(options.in_one(records, form, "chips", " "), form, columns))
+    if any(record["warnings"] for record in records):
+        columns["warnings"] = "warnings"
+    told = options.in_one(options.in_one(records, form, "chips", " "), form, "warnings", "; ")
+    click.echo(render(told, form, columns))
 
 
 @plugins_command.command("chips")

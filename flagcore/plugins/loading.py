@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pluggy
+from packaging.version import Version
 
-from flagcore import hooks
+from flagcore import __version__, hooks
 from flagcore.plugins.installed import BadPlugin, incompatible, load, origin
 
 HOOK_GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
@@ -19,13 +21,17 @@ HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """A plugin that loaded. `hooks` are the ones it implements; `manager` knows this plugin alone."""
+    """A plugin that loaded. `hooks` are the ones it implements; `manager` knows this plugin alone.
+
+    `warnings` say what will stop working in a later release.
+    """
 
     name: str
     distribution: str
     version: str
     hooks: tuple[str, ...]
     manager: pluggy.PluginManager
+    warnings: tuple[str, ...] = ()
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
         """Call this plugin's implementation of `hook`. Raises whatever it raises; None if there is none."""
@@ -51,6 +57,8 @@ def make_plugin(name: str, module: object, distribution: str = "", version: str 
     for member in dir(module):
         if member.startswith("flagcore_") and not _is_marked(module, member):
             raise BadPlugin(f"{member} lacks @hookimpl, so it would never be asked; add the decorator")
+    _written_for(module)
+    module, warnings = _with_new_names(module)
     manager = pluggy.PluginManager("flagcore")
     for group in HOOK_GROUPS:
         manager.add_hookspecs(group)
@@ -61,13 +69,47 @@ def make_plugin(name: str, module: object, distribution: str = "", version: str 
     callers = manager.get_hookcallers(module) or []
     for caller in callers:
         if not caller.has_spec():  # what manager.check_pending() refuses, with a suggestion
-            near = get_close_matches(caller.name, HOOKS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the hooks are {', '.join(HOOKS)}"
+            bare = [hook.removeprefix("flagcore_") for hook in HOOKS]
+            near = get_close_matches(caller.name.removeprefix("flagcore_"), bare, n=1)
+            hint = f"did you mean flagcore_{near[0]}?" if near else f"the hooks are {', '.join(HOOKS)}"
             raise BadPlugin(f"{caller.name} is no hook; {hint}")
     if not callers:
         raise BadPlugin("implements no hook; mark its functions with @hookimpl")
     implemented = tuple(sorted(caller.name for caller in callers))
-    return Plugin(name=name, distribution=distribution, version=version, hooks=implemented, manager=manager)
+    return Plugin(
+        name=name, distribution=distribution, version=version, hooks=implemented, manager=manager, warnings=warnings
+    )
+
+
+def _written_for(module: object) -> None:
+    """Raise BadPlugin for a plugin that was written for hooks that this flagcore does not have."""
+    api = getattr(module, "HOOKS_API", hooks.HOOKS_API)
+    if isinstance(api, bool) or not isinstance(api, int) or api < 1:
+        raise BadPlugin(f"says HOOKS_API = {api!r}, which is no number of hooks; write HOOKS_API = {hooks.HOOKS_API}")
+    if api > hooks.HOOKS_API:
+        mend = "install a newer flagcore, or an older version of the plugin"
+        raise BadPlugin(f"was written for hooks {api}, but this flagcore has hooks {hooks.HOOKS_API}; {mend}")
+
+
+def _with_new_names(module: object) -> tuple[object, tuple[str, ...]]:
+    """Return a plugin with its hooks under their names of today, and a warning for each old name.
+
+    Raises BadPlugin for a name that is gone, and for a hook under both names.
+    """
+    old = [name for name in hooks.RENAMED if hasattr(module, name)]
+    if not old:
+        return module, ()
+    members = {name: getattr(module, name) for name in dir(module) if name.startswith("flagcore_")}
+    warnings = []
+    for name in old:
+        renamed = hooks.RENAMED[name]
+        if Version(__version__) >= Version(renamed.until):
+            raise BadPlugin(f"{name} is no hook since {renamed.until}; it is called {renamed.now}")
+        if renamed.now in members:
+            raise BadPlugin(f"has {name} and {renamed.now}, which are one hook; remove the first")
+        members[renamed.now] = members.pop(name)
+        warnings.append(f"{name} is called {renamed.now} now; the old name works before {renamed.until}")
+    return SimpleNamespace(**members), tuple(warnings)
 
 
 def _is_marked(module: object, member: str) -> bool:

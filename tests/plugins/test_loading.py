@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from flagcore import hooks
+from flagcore.api.inspecting import plugin_table
 from flagcore.plugins import LoadedPlugins, PluginFailure, load_plugins
+from flagcore.plugins.loading import HOOKS
+from flagcore.testing.examples import FOREIGN_CHIP
 
 Install = Callable[..., None]
 
@@ -201,3 +205,64 @@ def run_load_plugins(
     environment = {**os.environ, **(settings or {}), "PYTHONPATH": path}
     argv = ["sh", "-c", f'exec "$0" -c "$1" {shell}', sys.executable, code]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_a_plugin_that_was_written_for_later_hooks_is_left_out_with_the_reason(install: Install) -> None:
+    found = load_with_good(install, GOOD + "\nHOOKS_API = 99\n")
+    assert "was written for hooks 99, but this flagcore has hooks 1; install a newer flagcore" in found.reason
+
+
+@pytest.mark.parametrize("number", ["'1'", "True", "0", "1.5"])
+def test_a_number_of_hooks_that_is_none_is_told(install: Install, number: str) -> None:
+    found = load_with_good(install, f"{GOOD}\nHOOKS_API = {number}\n")
+    assert "which is no number of hooks; write HOOKS_API = 1" in found.reason
+
+
+OLD = """
+from flagcore.hooks import hookimpl
+
+HOOKS_API = 1
+
+@hookimpl
+def flagcore_variables(chip):
+    return {"OLD": chip.name}
+
+@hookimpl
+def flagcore_failure_patterns(chip, engine):
+    return None
+"""
+
+
+def test_a_hook_under_its_old_name_works_with_a_warning_that_the_list_shows(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = {"flagcore_variables": hooks.Renamed(now="flagcore_environment", until="99.0")}
+    monkeypatch.setattr(hooks, "RENAMED", renamed)
+    install("flagcore-old", {"old": "old_plugin"}, {"old_plugin": OLD})
+    loaded = load_plugins()
+    assert loaded.environment(FOREIGN_CHIP, "megatron", "1.0", None) == {"OLD": FOREIGN_CHIP.name}
+    (record,) = [record for record in plugin_table() if record["name"] == "old"]
+    assert record["status"] == "loaded"
+    assert record["warnings"] == [
+        "flagcore_variables is called flagcore_environment now; the old name works before 99.0"
+    ]
+    assert not [failure for failure in loaded.failures if failure.name == "old"]
+
+
+def test_an_old_name_that_has_ended_leaves_the_plugin_out_and_says_the_new_one(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed = {"flagcore_variables": hooks.Renamed(now="flagcore_environment", until="0.0.1")}
+    monkeypatch.setattr(hooks, "RENAMED", renamed)
+    found = load_with_good(install, OLD)
+    assert "flagcore_variables is no hook since 0.0.1; it is called flagcore_environment" in found.reason
+
+
+def test_every_old_name_leads_to_a_hook_of_today() -> None:
+    assert {renamed.now for renamed in hooks.RENAMED.values()} <= set(HOOKS)
+    assert not set(hooks.RENAMED) & set(HOOKS)
+
+
+def test_a_plugin_that_takes_the_arguments_of_before_is_asked_with_those(install: Install) -> None:
+    install("flagcore-old", {"old": "old_plugin"}, {"old_plugin": GOOD})
+    assert load_plugins().environment(FOREIGN_CHIP, "megatron", "0.16", None)["GOOD"] == "1"
