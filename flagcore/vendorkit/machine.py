@@ -52,12 +52,12 @@ def named_otherwise(vendor: str, variables: Sequence[str], environment: Mapping[
     return named.casefold() != vendor
 
 
-def pci_ids(vendor_id: int, root: Path = Path("/")) -> tuple[str, ...]:
+def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
     """Return the PCI device ids ("0x4001") of a vendor's accelerators, in the order of their addresses."""
     found = []
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
         vendor, kind, device = (_line(folder / name) for name in ("vendor", "class", "device"))
-        if vendor == f"{vendor_id:#06x}" and kind.startswith(ACCELERATORS):
+        if vendor == f"{vendor_id:#06x}" and kind.startswith(kinds):
             found.append(device)
     return tuple(found)
 

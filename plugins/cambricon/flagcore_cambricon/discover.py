@@ -41,7 +41,7 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
         return visible(tuple(row.device for row in listing.rows), VISIBLE)
     if not machine.has_nodes(DEVICE_FILE, root):
         if machine.pci_ids(PCI_VENDOR, root):
-            LOG.info("there are MLUs on the PCI bus, but neither cnmon nor /%s: no driver here", DEVICE_FILE)
+            LOG.warning("there are MLUs on the PCI bus, but neither cnmon nor /%s: no driver here", DEVICE_FILE)
         return ()
     return torch_devices(machine.ask_torch("mlu", ATTRIBUTES))
 

@@ -44,7 +44,7 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
         return visible(_with_uuids(tuple(row.device for row in listing.rows)), VISIBLE)
     if not machine.has_nodes(DEVICE_FILE, root):
         if machine.pci_ids(PCI_VENDOR, root):
-            LOG.info(
+            LOG.warning(
                 "there are Iluvatar devices on the PCI bus, but neither ixsmi nor /%s: no driver here", DEVICE_FILE
             )
         return ()

@@ -44,7 +44,9 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
         return visible(_with_uuids(tuple(row.device for row in listing.rows)), *VISIBLE)
     if not machine.has_nodes(DEVICE_FILE, root):
         if machine.pci_ids(PCI_VENDOR, root):
-            LOG.info("there are MetaX devices on the PCI bus, but neither mx-smi nor /%s: no driver here", DEVICE_FILE)
+            LOG.warning(
+                "there are MetaX devices on the PCI bus, but neither mx-smi nor /%s: no driver here", DEVICE_FILE
+            )
         return ()
     return torch_devices(machine.ask_torch("cuda"))
 

@@ -17,6 +17,9 @@ from flagcore_nvidia import smi
 
 LOG = logging.getLogger(__name__)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+PCI_VENDOR = 0x10DE
+COMPUTE = ("0x0302", "0x12")
+"""PCI classes of what has no display: a desktop's GPU may be there for its screen alone."""
 DEVICE_FILE = "dev/nvidia[0-9]*"
 OVERRIDES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
 """The first that is set names the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
@@ -37,7 +40,13 @@ def devices(root: Path = Path("/")) -> tuple[Device, ...]:
         LOG.warning("%s", line)
     if listing.rows:
         return visible(tuple(row.device for row in listing.rows), VISIBLE)
-    return torch_devices(machine.ask_torch("cuda", ATTRIBUTES)) if machine.has_nodes(DEVICE_FILE, root) else ()
+    if not machine.has_nodes(DEVICE_FILE, root):
+        if machine.pci_ids(PCI_VENDOR, root, COMPUTE):
+            LOG.warning(
+                "there are NVIDIA GPUs on the PCI bus, but neither nvidia-smi nor /%s: no driver here", DEVICE_FILE
+            )
+        return ()
+    return torch_devices(machine.ask_torch("cuda", ATTRIBUTES))
 
 
 def listed(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> Listing:

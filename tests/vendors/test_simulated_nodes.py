@@ -1,0 +1,167 @@
+"""`flag tune` on a node that only seems to be there: its plugins, environment, launch and pruning, and trials on CPU.
+
+A tool on the path prints what the vendor's prints. One add-on, asked before the vendor's plugin, takes its answer and
+replaces the kind of device alone, so that megatron-core trains over gloo on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+
+ADD_ON = """
+from dataclasses import replace
+from importlib import import_module
+from flagcore.hooks import hookimpl
+
+@hookimpl
+def flagcore_engine_support(chip, engine, engine_version):
+    if chip.vendor == "cpu":
+        return None
+    said = import_module(f"flagcore_{chip.vendor}.hooks").flagcore_engine_support(chip, engine, engine_version)
+    return said and replace(said, device_type="cpu", distributed_backend="gloo", preload=())
+"""
+NVIDIA = "| NVIDIA-SMI 570.133.20   Driver Version: 570.133.20     CUDA Version: 12.8     |\n" + "".join(
+    f"|   {n}  NVIDIA A800-SXM4-80GB          On  |   00000000:0{n}:00.0 Off |                    0 |\n"
+    "| N/A   31C    P0             62W /  400W |       4MiB /  81920MiB |      0%      Default |\n"
+    for n in range(4)
+)
+METAX = """\
+=================== MetaX System Management Interface Log ===================
+Attached GPUs                                     : 4
+| MX-SMI 2.2.9                       Kernel Mode Driver Version: 3.4.4            |
+""" + "".join(
+    f"| {n}     MetaX C500 | {n}           Off | 0000:0{n}:00.0        | 0%          Disabled |\n"
+    "| 57W / 350W       | 35C          P0 | 826/65536 MiB       | Available            |\n"
+    for n in range(4)
+)
+PAIRS = """\
+        GPU0    GPU1    GPU2    GPU3    Node Affinity  CPU Affinity
+GPU0    X       MX      NODE    NODE    0              0-31
+GPU1    MX      X       NODE    NODE    0              0-31
+GPU2    NODE    NODE    X       MX      0              0-31
+GPU3    NODE    NODE    MX      X       0              0-31
+"""
+ILUVATAR = "|  IX-ML: 4.3.0       Driver Version: 4.3.0       CUDA Version: 10.2          |\n" + "".join(
+    f"| {n}    Iluvatar BI-V150         | 00000000:1{n}:00.0     | 1500MHz   1600MHz    |\n"
+    "| N/A  40C   P0    N/A / N/A    | 64MiB / 32768MiB     | 0%        Default    |\n"
+    for n in range(4)
+)
+CAMBRICON = "| CNMON v5.10.13                                               Driver v5.10.13 |\n" + "".join(
+    f"| {n}     /   MLU370-X8    v1.1.6 |         0000:3{n}:00.0 | 0%                N/A |\n"
+    "|  0%   32C        106 W/ 250 W |     0 MiB/ 23374 MiB | N/A           Default |\n"
+    for n in range(4)
+)
+NODES = {
+    "nvidia": ("A800-80GB", {"nvidia-smi": NVIDIA}),
+    "metax": ("C500", {"mx-smi": METAX, "mx-smi topo": PAIRS, "nvidia-smi": METAX}),
+    "iluvatar": ("BI-V150", {"ixsmi": ILUVATAR}),
+    "cambricon": ("MLU370-X8", {"cnmon": CAMBRICON}),
+}
+SPEC: dict[str, Any] = {
+    "model": {
+        "name": "tiny",
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "vocab_size": 512,
+    },
+    "cluster": {"chip": "auto", "devices_per_node": "auto"},
+    "train": {"engine": "megatron", "seq_length": 32, "global_batch_size": 4, "precision": "fp32"},
+    "auto_tuner": {
+        "baseline": {"tensor_model_parallel_size": 2, "micro_batch_size": 1},
+        "space": {
+            "tensor_model_parallel_size": [2, 4],
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": 1,
+            "micro_batch_size": 1,
+            "sequence_parallel": False,
+            "use_distributed_optimizer": False,
+            "use_recompute": False,
+        },
+        "control": {"train_iters": 3, "warmup_iters": 1, "max_trials": 1, "repeats": 0},
+    },
+}
+
+
+def node(folder: Path, tools: dict[str, str]) -> dict[str, str]:
+    """Return the environment of a process on a node with these tools, and with the add-on installed."""
+    site, programs = folder / "site", folder / "bin"
+    info = site / "flagcore_on_cpu-1.0.dist-info"
+    info.mkdir(parents=True)
+    programs.mkdir()
+    (site / "flagcore_on_cpu.py").write_text(ADD_ON)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flagcore-on-cpu\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flagcore.plugins]\na_on_cpu = flagcore_on_cpu\n")
+    for what, text in tools.items():
+        (folder / what.replace(" ", "-")).write_text(text)
+        name = what.split()[0]
+        topo = folder / f"{name}-topo"
+        script = (
+            f'#!/bin/sh\n[ "$1" = topo ] && {{ [ -e {topo} ] && exec cat {topo}; exit 1; }}\nexec cat {folder}/{name}\n'
+        )
+        (programs / name).write_text(script)
+        (programs / name).chmod(0o755)
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("GEMS_", "CUDA_", "MACA_", "MLU_"))
+    }
+    return {
+        **kept,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}",
+        "FLAGCORE_HOME": str(folder / "home"),
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def flag(environment: dict[str, str], folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from flagcore.cli import main; main()", *argv]
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+@pytest.mark.parametrize("vendor", NODES)
+def test_a_node_is_detected_pruned_launched_and_tuned(vendor: str, tmp_path: Path) -> None:
+    chip, tools = NODES[vendor]
+    environment = node(tmp_path, tools)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(SPEC))
+    ran = flag(environment, tmp_path, "tune", "spec.yaml", "--run-dir", "run", "--json")
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout)
+    assert (result["chip"], result["devices"]) == (chip, 4)
+    assert result["counts"]["pruned"] == ({"metax_c500_island": 1} if vendor == "metax" else {})
+    (trial,) = result["trials"]
+    assert trial["state"] == "measured"
+    assert trial["measured"]["effective"]["tensor_model_parallel_size"] == 2
+    assert trial["measured"]["telemetry"]["temperature_celsius"] > 30
+    launch = json.loads((tmp_path / "run" / "trials" / "0" / "launch.json").read_text())
+    assert launch["environment"].items() >= {"GEMS_VENDOR": vendor, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items()
+
+
+def test_two_vendors_tools_of_which_one_answers_for_the_others_devices_list_each_device_once(tmp_path: Path) -> None:
+    environment = node(tmp_path, NODES["metax"][1])
+    listed = flag(environment, tmp_path, "devices", "--json", "--no-plugin", "cpu")
+    assert [(each["index"], each["chip"]) for each in json.loads(listed.stdout)] == [(n, "C500") for n in range(4)]
+    assert "nvidia-smi" in listed.stderr
+
+
+def test_a_tool_that_fails_is_quoted_where_devices_are_listed(tmp_path: Path) -> None:
+    environment = node(tmp_path, {"mx-smi": ""})
+    (tmp_path / "bin" / "mx-smi").write_text("#!/bin/sh\necho 'failed to open /dev/mxcd'; exit 3\n")
+    listed = flag(environment, tmp_path, "devices", "--no-plugin", "cpu")
+    assert listed.returncode == 4
+    assert "mx-smi failed with exit status 3: failed to open /dev/mxcd" in listed.stderr
