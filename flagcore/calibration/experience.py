@@ -137,6 +137,7 @@ def _served(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
         "engine_version": measured.versions.get(work.engine) or work.engine_version,
         "precision": work.precision,
         "engine_args": dict(work.engine_args),
+        "weights": work.weights if work.weights and Path(work.weights).is_file() else None,
         "input_len": load.input_len,
         "output_len": load.output_len,
         "prefix_len": load.prefix_len,

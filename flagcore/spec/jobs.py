@@ -57,6 +57,7 @@ class _Serve(Section):
     request_rate: PerSecond | None = None
     num_prompts: Requests | None = None
     engine_args: dict[str, Scalar] = Field(default={})
+    weights: Text | None = None
     notes: Any = None
     source: Any = None
 
@@ -133,6 +134,9 @@ def _served(line: Mapping[str, object]) -> Job:
     if (serve.concurrency is None) == (serve.request_rate is None):
         fix = "give one of the two"
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
+    if serve.weights is not None and not Path(serve.weights).is_file():
+        fix = "give a GGUF file, which tells how narrow weights are, or leave it out"
+        raise spec_error("serve.weights", "is no file", value=serve.weights, fix=fix)
     rate = serve.request_rate
     load = Load(
         **serve.model_dump(include={"input_len", "output_len", "prefix_len", "range_ratio", "concurrency"}),
@@ -152,6 +156,7 @@ def _served(line: Mapping[str, object]) -> Job:
             loads=(load,),
             precision=serve.precision,
             engine_args=dict(serve.engine_args),
+            weights=serve.weights,
             engine_version=serve.engine_version or None,
         ),
         candidate={key: str(value) if isinstance(value, float) else value for key, value in record.candidate.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(k
     assert isinstance(job.work, ServeSpec)
     assert (job.work.engine_version, job.work.loads) == ("0.32.0", task.spec.serve.loads)
     assert job.candidate == {"max_num_seqs": 8}
+
+
+def test_weights_in_a_file_go_with_the_record_and_a_folder_of_them_does_not(kept: Experience, tmp_path: Path) -> None:
+    file = tmp_path / "weights.gguf"
+    file.touch()
+    for place, (weights, told) in enumerate([(file, str(file)), (tmp_path, None)]):
+        task = serving(Load(concurrency=4))
+        work = replace(task.spec.serve, weights=str(weights))
+        kept.keep(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
+        (record,) = json.loads(f"[{(kept.folder / f'{place}.jsonl').read_text().strip()}]")
+        assert record["serve"].get("weights") == told
 
 
 def test_a_run_under_several_loads_is_not_kept(kept: Experience) -> None:

@@ -99,6 +99,16 @@ def test_a_record_of_a_server_becomes_a_job() -> None:
     assert burst.work.loads[0].request_rate == math.inf
 
 
+def test_a_record_may_name_the_file_whose_weights_are_served(tmp_path: Path) -> None:
+    file = tmp_path / "weights.gguf"
+    record = {**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "weights": str(file)}}
+    with pytest.raises(SpecError, match=r"serve\.weights = .* is no file"):
+        read_job(record)
+    file.touch()
+    assert isinstance(work := read_job(record).work, ServeSpec)
+    assert work.weights == str(file)
+
+
 @pytest.mark.parametrize("load", [{}, {"concurrency": 4, "request_rate": 2.0}])
 def test_a_record_without_one_kind_of_load_is_refused(load: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=r"serve\.concurrency and serve\.request_rate"):

@@ -131,7 +131,9 @@ class Serving:
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         """Return what a trial measured. Raises NoMetrics with what is missing."""
-        kinds = unequal.parts(task, self.columns(task, candidate.as_dict()))
+        own = {axis.knob for axis in self.axes(task)}  # a plugin's knobs are in a candidate, too
+        values = {knob: value for knob, value in candidate.items if knob in own}
+        kinds = unequal.parts(task, self.columns(task, values))
         each = np.repeat(self.engine.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, each.tolist())
 

@@ -109,6 +109,12 @@ def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_pat
     assert read(tmp_path, task(), point(4, rate(100)), **figures, instances=2).device_used_bytes is None
 
 
+def test_a_plugins_knob_among_the_candidates_own_is_passed_over(tmp_path: Path) -> None:
+    read(tmp_path, on_cores(), point(4, rate(100)))
+    wanted = Candidate.of({**LLAMACPP.engine.defaults(on_cores()), "a_vendors_knob": "on"})
+    assert LLAMACPP.read(on_cores(), wanted, str(tmp_path)).figures["output_tokens_per_s"] == 100
+
+
 def test_what_engines_say_of_memory_is_of_the_fullest_device_and_tokens_of_all(tmp_path: Path) -> None:
     told = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
     found = read(tmp_path, task(), point(4, rate(100)), memory=told, instances=2)

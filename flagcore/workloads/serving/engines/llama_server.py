@@ -11,6 +11,7 @@ import argparse
 import signal
 import sys
 import threading
+import time
 from functools import reduce
 from typing import Any
 
@@ -18,6 +19,9 @@ from flagcore.workloads.serving.engines.llama_flags import FLAGS, Flag
 
 AUTO_SLOTS = 4
 """Slots of `-np -1`, with one KV cache for all (llama.cpp `tools/server/server.cpp`)."""
+
+LOG_SECONDS = 0.5
+"""A thread of llama.cpp's own writes its log: what it said of a failure is lost if the process ends before."""
 
 
 def main() -> int:
@@ -34,6 +38,7 @@ def main() -> int:
     try:
         server = xllamacpp.Server(_params(xllamacpp, given))
     except Exception as error:
+        time.sleep(LOG_SECONDS)
         print(f"error: the server cannot be started: {error}", file=sys.stderr)
         return 1
     print(f"listening on {server.listening_address}", flush=True)
