@@ -1,4 +1,4 @@
-"""flag devices, schema and doctor."""
+"""flag completion, devices, schema and doctor."""
 
 from __future__ import annotations
 
@@ -49,3 +49,20 @@ def doctor_command(form: str) -> None:
 
     columns = {"what": "name", "for": "for", "version": "version", "ok": "ok", "to mend it": "mend"}
     click.echo(render(api.doctor(), form, columns))
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion_command(shell: str) -> None:
+    """Print what makes SHELL complete flag's commands, options and files.
+
+    For this shell: eval "$(flag completion bash)"; for all to come, put that line into ~/.bashrc, or the output into a
+    file that the shell reads.
+    """
+    from click.shell_completion import get_completion_class
+
+    from flagcore.cli.main import flag
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows these shells"
+    click.echo(kind(flag, {}, "flag", "_FLAG_COMPLETE").source())

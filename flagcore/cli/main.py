@@ -22,6 +22,7 @@ from flagcore.errors import FlagError
 COMMANDS = {
     "calibrate": "flagcore.cli.calibrate",
     "compare": "flagcore.cli.compare",
+    "completion": "flagcore.cli.inspect",
     "devices": "flagcore.cli.inspect",
     "doctor": "flagcore.cli.inspect",
     "estimate": "flagcore.cli.predict",

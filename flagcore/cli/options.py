@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -16,12 +18,29 @@ FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
 def output(command: F) -> F:
-    """Add `--format` and `--json`; the command receives `form`."""
-    command = click.option("--json", "form", flag_value="json", help="Short for --format json.")(command)
+    """Add `--format`, `--json` and `--wide`; the command receives `form`, and its tables fit the terminal."""
+
+    @wraps(command)
+    def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
+        from flagcore.report.formats import fitted
+
+        with fitted(None if wide else _terminal_width()):
+            return command(*arguments, **others)
+
+    made: Any = fitting
     choice = click.Choice(FORMATS)
-    return click.option("--format", "form", type=choice, default="table", help="How to print [default: table].")(
-        command
-    )
+    for add in (
+        click.option("--wide", is_flag=True, help="Do not wrap tables to the width of the terminal."),
+        click.option("--json", "form", flag_value="json", help="Short for --format json."),
+        click.option("--format", "form", type=choice, default="table", help="How to print [default: table]."),
+    ):
+        made = add(made)
+    return made  # type: ignore[no-any-return]
+
+
+def _terminal_width() -> int | None:
+    """Return the columns of the terminal that stdout is, None if it is none; COLUMNS goes before."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def plugins(command: F) -> F:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
@@ -13,15 +14,15 @@ from flagcore.report.text import candidate_text, state_text
 
 
 @contextmanager
-def progress(stream: TextIO, quiet: bool) -> Iterator[OnEvent]:
-    """Yield what draws events on `stream`."""
+def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnEvent]:
+    """Yield what draws events on `stream`; `verbose` tells why each trial was chosen and where its log is, too."""
     if quiet:
         yield lambda event: None
     elif stream.isatty():
-        with _bar(stream) as draw:
+        with _bar(stream, verbose) as draw:
             yield draw
     else:
-        yield lambda event: _print(line(event), stream)
+        yield lambda event: _print("\n".join([line(event), *(_more(event) if verbose else [])]), stream)
 
 
 def _print(text: str, stream: TextIO) -> None:
@@ -47,13 +48,24 @@ def line(event: Event) -> str:
     return f"{what} {state_text(trial)}: {said}  [{_state(event)}]"
 
 
-def _state(event: Event) -> str:
+def _more(event: Event) -> list[str]:
+    """Return, of a trial that starts, why it was chosen and where its log is."""
+    why = event.trial.predicted.get("chosen_because")
+    told = [*([f"  chosen for {why}"] if why else []), f"  log: {event.trial.log}"]
+    return told if event.kind == "trial_started" else []
+
+
+def _state(event: Event, *, with_time: bool = True) -> str:
     parts = [f"{event.trials_finished}/{event.trials_planned} trials"]
-    if event.seconds_left is not None:
-        parts.append(f"at most ~{event.seconds_left / 60:.1f} min left")
+    if event.seconds_left is not None and with_time:
+        parts.append(_left(event.seconds_left))
     if event.best and event.best.measurement:
         parts.append(f"best {_step(event.best.measurement, event.objective)} (trial {event.best.number})")
     return ", ".join(parts)
+
+
+def _left(seconds: float) -> str:
+    return f"at most ~{max(seconds, 0.0) / 60:.1f} min left"
 
 
 def _step(measured: Measurement, objective: str, what: str = "") -> str:
@@ -64,21 +76,38 @@ def _step(measured: Measurement, objective: str, what: str = "") -> str:
 
 
 @contextmanager
-def _bar(stream: TextIO) -> Iterator[OnEvent]:
+def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
+    """Draw a bar whose time left goes down while a trial runs; rich leaves colours out where NO_COLOR is set."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    class TimeLeft(ProgressColumn):
+        """What is left of the time that was told at the last event."""
+
+        def render(self, task: Task) -> Text:
+            """Return it, nothing before it is known."""
+            ends = task.fields["ends"]
+            return Text("" if ends is None else _left(ends - time.monotonic()))
 
     console = Console(file=stream)
-    columns = (SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), BarColumn(bar_width=24), text, TimeLeft(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("looking at the hardware", total=None)
+        task = bar.add_task("looking at the hardware", total=None, ends=None)
 
         def draw(event: Event) -> None:
-            if event.kind == "trial_finished":
-                console.print(line(event), highlight=False, markup=False)
+            told = [line(event)] if event.kind == "trial_finished" else []
+            for each in [*told, *(_more(event) if verbose else [])]:
+                console.print(each, highlight=False, markup=False)
             running = f" | trial {event.trial.number} runs" if event.kind == "trial_started" else ""
+            left, done = event.seconds_left, event.trials_finished
             bar.update(
-                task, total=event.trials_planned, completed=event.trials_finished, description=_state(event) + running
+                task,
+                total=event.trials_planned,
+                completed=done,
+                description=_state(event, with_time=False) + running,
+                ends=None if left is None else time.monotonic() + left,
             )
 
         yield draw

@@ -22,6 +22,7 @@ from flagcore.cli import options
     help="Predict only, probe ranks on one device, or run [default: the spec's, else run].",
 )
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Tell why each trial is chosen, and where its log is.")
 @options.output
 @options.plugins
 def tune_command(
@@ -31,6 +32,7 @@ def tune_command(
     storage: str | None,
     fidelity: str | None,
     quiet: bool,
+    verbose: bool,
     form: str,
     without: tuple[str, ...],
 ) -> None:
@@ -44,13 +46,13 @@ def tune_command(
     """
     from flagcore import api
     from flagcore.cli.progress import progress
-    from flagcore.report.formats import render
+    from flagcore.report.formats import fitted, render
     from flagcore.report.text import candidate_columns
 
     spec, data = source
     if spec is None:
         raise click.UsageError("Missing argument 'SPEC'.")
-    with progress(sys.stderr, quiet) as on_event:
+    with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:  # what is kept is whole
         found = api.tune(
             spec,
             run_dir=run_dir,

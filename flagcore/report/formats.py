@@ -5,10 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Any
 
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
+BETWEEN = "  "
+"""Between two columns of a table."""
+LEAST_TEXT, MOST_WORD = 16, 40
+"""A column of text is wrapped to no fewer characters than the first, and words longer than the second are broken."""
+WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
+"""The columns of text that tables have to fit; None is without end."""
 
 
 def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> str:
@@ -28,15 +38,65 @@ def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a plain text table; columns of figures are aligned to the right."""
+    """Return a plain text table; columns of figures are aligned to the right.
+
+    Inside `fitted` text and headings are wrapped where the table is too wide; a figure is never cut.
+    """
+    figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
     widths = [max(len(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
-    right = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
+    most = WIDTH.get()
+    if most is not None:
+        widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
 
-    def line(cells: Sequence[str]) -> str:
-        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right, strict=True))
-        return "  ".join(padded).rstrip()
+    def lines(cells: Sequence[str]) -> list[str]:
+        wrapped = [_wrapped(str(cell), width) for cell, width in zip(cells, widths, strict=True)]
+        padded = [
+            [c.rjust(w) if f else c.ljust(w) for c, w, f in zip(each, widths, figures, strict=True)]
+            for each in zip_longest(*wrapped, fillvalue="")
+        ]
+        return [BETWEEN.join(each).rstrip() for each in padded]
 
-    return "\n".join([line(headings), line(["-" * width for width in widths]), *(line(row) for row in rows)])
+    rule = BETWEEN.join("-" * width for width in widths).rstrip()
+    return "\n".join([*lines(headings), rule, *(line for row in rows for line in lines(row))])
+
+
+@contextmanager
+def fitted(width: int | None) -> Iterator[None]:
+    """Make tables fit `width` columns of text meanwhile, where they can; None lets them be as wide as they are."""
+    token = WIDTH.set(width)
+    try:
+        yield
+    finally:
+        WIDTH.reset(token)
+
+
+def _least(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
+    """Return how narrow each column may be: its figures whole, text down to `LEAST_TEXT` and its longest word."""
+    least = []
+    for place, heading in enumerate(headings):
+        words = max((len(word) for word in heading.split()), default=0)
+        cells = [str(row[place]) for row in rows]
+        if figures[place]:
+            least.append(max(words, *map(len, cells)))
+        else:
+            longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+            least.append(max(words, min(longest, MOST_WORD), min(LEAST_TEXT, max(map(len, cells), default=0))))
+    return least
+
+
+def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
+    """Return widths whose sum is `most`, or as near to it as `least` allows: the widest columns give way first."""
+    result = list(widths)
+    while sum(result) > most:
+        spare = [place for place, width in enumerate(result) if width > least[place]]
+        if not spare:
+            return result
+        result[max(spare, key=lambda place: result[place])] -= 1
+    return result
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    return wrap(cell, width, break_on_hyphens=False) if len(cell) > width else [cell]
 
 
 def shown(value: Any) -> str:

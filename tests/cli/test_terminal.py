@@ -1,0 +1,80 @@
+"""What people see on a terminal, and what goes to a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from tests.cli.conftest import FLAG, Project, Ran
+
+Flag = Callable[..., Ran]
+
+
+def on_terminal(project: Project, *arguments: str, **environment: str) -> str:
+    """Return what `flag` prints on a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    environment = {"COLUMNS": "80", "TERM": "xterm-256color", **environment}
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    environment = {**os.environ, **environment, "PYTHONPATH": root}
+    process = subprocess.Popen([*FLAG, *arguments], stdout=theirs, stderr=theirs, env=environment, cwd=project.folder)
+    os.close(theirs)
+    told = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        told += piece
+    os.close(ours)
+    assert process.wait(60) == 0, told
+    return told.decode()
+
+
+def test_tables_fit_a_terminal_and_are_whole_elsewhere(flag: Flag, project: Project) -> None:
+    narrow = on_terminal(project, "explain", project.spec())
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "\x1b" not in narrow
+    wide = on_terminal(project, "explain", project.spec(), "--wide").replace("\r\n", "\n")
+    assert wide == flag("explain", project.spec()).out
+    assert max(map(len, wide.splitlines())) > 80
+    assert on_terminal(project, "explain", project.spec(), "--json").count("{") > 1
+
+
+def test_what_a_run_keeps_is_whole_whatever_the_terminal(project: Project) -> None:
+    spec = project.spec(control={"max_trials": 2}, auto_tuner={"space": {"use_distributed_optimizer": [True]}})
+    told = on_terminal(project, "tune", spec, "--run-dir", "run", COLUMNS="70", NO_COLOR="1")
+    rows = [line for line in (project.run_dir / "report.txt").read_text().splitlines() if line.startswith("0 baseline")]
+    assert len(rows) == 1
+    assert len(rows[0]) > 70
+    assert "\x1b[3" not in told  # no colour
+    assert "trial 0 (baseline) measured" in told
+
+
+def test_verbose_tells_why_each_trial_was_chosen_and_where_its_log_is(flag: Flag, project: Project) -> None:
+    arguments = ("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir))
+    talk = flag(*arguments, "-v").err
+    assert talk.count("  log: trials/") == 4  # two trials and their repeats
+    assert "  chosen for the fastest predicted of those left" in talk
+    assert "log:" not in flag(*arguments, "--new").err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_are_told_how_to_complete(shell: str, flag: Flag) -> None:
+    script = flag("completion", shell).out
+    assert f"_FLAG_COMPLETE={shell}_complete" in script
+    assert "flag" in script
+
+
+def test_commands_and_options_are_completed(project: Project) -> None:
+    def completed(words: str, place: int) -> str:
+        asked = {"_FLAG_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(place)}
+        return project.run(**asked).out
+
+    assert completed("flag ex", 1).split() == ["plain,explain"]
+    assert "plain,--format" in completed("flag explain --", 2).split()

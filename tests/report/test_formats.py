@@ -1,0 +1,39 @@
+"""Tables that fit a width: text is wrapped, figures are whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from flagcore.report.formats import fitted, table
+
+HEADINGS = ["trial", "configuration", "tokens/s per device", "reason"]
+ROWS = [
+    ["0 baseline", "DP 2, MBS 1, recompute full uniform 1, dist-opt", "12,345,678", "-"],
+    ["1", "TP 2, MBS 16", "-", "it ran out of memory: tried to allocate 20 GiB on a device that has 16"],
+]
+
+
+def test_table_is_as_wide_as_it_is_where_nobody_asks() -> None:
+    lines = table(HEADINGS, ROWS).splitlines()
+    assert len(lines) == 4
+    with fitted(len(lines[3])):
+        assert table(HEADINGS, ROWS).splitlines() == lines
+    with fitted(40), fitted(None):
+        assert table(HEADINGS, ROWS).splitlines() == lines
+
+
+@pytest.mark.parametrize("width", [120, 100, 80, 72])
+def test_table_fits_and_keeps_every_word_and_figure(width: int) -> None:
+    with fitted(width):
+        text = table(HEADINGS, ROWS)
+    assert max(map(len, text.splitlines())) <= width
+    assert "12,345,678" in text
+    words = [word for row in (HEADINGS, *ROWS) for cell in row for word in cell.split()]
+    shown = [word for word in text.split() if set(word) != {"-"} or word == "-"]
+    assert sorted(shown) == sorted(words)
+
+
+def test_figures_are_never_cut_however_narrow_the_terminal() -> None:
+    figures = [["123,456,789.5", "~0.12345", "1,000"]]
+    with fitted(10):
+        assert table(["a", "b", "c"], figures).splitlines()[-1] == "123,456,789.5  ~0.12345  1,000"
