@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from flagcore.api.load import busy
+from flagcore.api.uncatalogued import chip_of, support_from
 from flagcore.calibration import Calibration, Calibrations, collective_table, kernel_table
 from flagcore.contracts import CollectiveCosts, KernelCosts
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, bare
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.engine import EngineSupport
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.kernels.curve import Curve
@@ -18,6 +21,9 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.filled import FilledCollectiveCosts, FilledKernelCosts
 from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loading import Plugin
+
+CALIBRATED = "calibration"
+"""What stands for the plugin of a chip that only a calibration knows."""
 
 
 class CalibratedPlugins(LoadedPlugins):
@@ -38,6 +44,25 @@ class CalibratedPlugins(LoadedPlugins):
         self._calibrations, self._told = calibrations, told
         self._found: dict[str, Calibration | None] = {}
         self._few: set[str] = set()
+        self._support: dict[str, EngineSupport] = {}
+
+    def _known_chips(self) -> dict[str, tuple[Chip, str]]:
+        """Return the plugins' chips, and those that no plugin catalogues but that were calibrated."""
+        if self._catalogue is None:
+            catalogue = super()._known_chips()
+            for _, kept in reversed(self._calibrations.all()):
+                if kept.facts is not None and bare(kept.chip) not in catalogue:
+                    with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
+                        chip = chip_of(kept)
+                        catalogue[bare(kept.chip)] = (chip, CALIBRATED)
+                        self._chips.append(chip)
+                        self._support[chip.name] = support_from(kept.facts, chip.name)
+        return super()._known_chips()
+
+    def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
+        """Return the plugins' answer; of a chip that only a calibration knows, what torch said of it."""
+        said = super().engine_support(chip, engine, engine_version)
+        return said if said.device_type else self._support.get(chip.name, said)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
         """Return what was measured, with the plugins' answer or the roofline where that is NaN. Raises RunError."""

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timezone
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from typing import Any
 from flagcore import __version__, plugins
 from flagcore.api.load import Load, busy
 from flagcore.api.telling import loaded_plugins, tell
+from flagcore.api.uncatalogued import VENDOR, facts_of, uncatalogued
 from flagcore.calibration import Calibration, Calibrations, Experience
 from flagcore.contracts import Running
 from flagcore.domain.chip import Chip, Device
@@ -83,6 +85,8 @@ def calibrate(
             raise RunError(f"the measurement ended without a result ({error})") from None
     tell(busy(others))
     made = _calibration(chip, here[0], count, found, others)
+    if chip.vendor == VENDOR:
+        made = replace(made, facts=facts_of(chip, support))
     return made, kept.keep(made)
 
 
@@ -154,8 +158,16 @@ def forget(chip: str) -> list[str]:
 
 
 def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
-    """Return the chip to measure, how torch runs on it, its devices, and the engine that says so."""
+    """Return the chip to measure, how torch runs on it, its devices, and the engine that says so.
+
+    One that no plugin catalogues goes before a plain CPU.
+    """
     found = loaded.devices()
+    known = [chip for device in found if (chip := loaded.find_chip(device.chip))]
+    if all(loaded.engine_support(chip, "megatron").shared_devices for chip in known) and (
+        strange := uncatalogued(loaded)
+    ):
+        return (*strange, "megatron")
     reasons = []
     for engine in plugins.names(plugins.WORKLOADS):
         chip = best_chip(found, loaded, engine)

@@ -27,6 +27,7 @@ class Calibration:
 
     `aliases` are the chip's at that time; for a plain CPU they name the processor. `how` says with what, `date` is
     ISO 8601. `others` is the share of the processors that others took meanwhile, 0 to 1; None where it was not kept.
+    `facts` are those of a chip that no plugin catalogues; None for one that some plugin does.
     """
 
     chip: str
@@ -38,6 +39,7 @@ class Calibration:
     how: str
     rows: tuple[Mapping[str, Any], ...]
     others: float | None = None
+    facts: Mapping[str, Any] | None = None
 
     @property
     def file_name(self) -> str:
@@ -143,6 +145,7 @@ def read(path: Path) -> Calibration:
             devices=int(data["devices"]),
             rows=rows,
             others=None if data.get("others") is None else float(data["others"]),
+            facts=None if data.get("facts") is None else dict(data["facts"]),
             **{name: str(data[name]) for name in ("chip", "driver", "torch", "date", "how")},
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -195,6 +198,8 @@ def _text(calibration: Calibration) -> str:
     }
     if calibration.others is not None:
         head["others"] = round(calibration.others, 4)
+    if calibration.facts is not None:
+        head["facts"] = dict(calibration.facts)
     rows = ",\n  ".join(json.dumps(dict(row), ensure_ascii=False) for row in calibration.rows)
     start = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
     return f'{start},\n "rows": [\n  {rows}\n ]\n}}\n'

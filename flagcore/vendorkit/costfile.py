@@ -2,7 +2,8 @@
 
 In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
 
-- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file.
+- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file. `of` says
+  what it was fitted to: `runs` (times of whole runs; where it is missing), or `kernels` that were measured alone.
 - `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
 - `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
 - `serving.yaml`: as `curve.yaml`, for the kernels of engines that serve, where they reach other shares.
@@ -22,12 +23,15 @@ from flagcore.errors import SpecError
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
-from flagcore.physics.kernels.table import KernelTable
+from flagcore.physics.kernels.table import IN_RUNS, KernelTable
 from flagcore.vendorkit.parts import Part, read_parts
 
 BUSY_SIDE = 1024.0
 """Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
 
+
+OF = {"runs": 1.0, "kernels": IN_RUNS}
+"""By how much kernels take longer in a run than a curve of each says."""
 
 DIVISORS = (
     *("gemm_share", "units", "tile", "memory_share", "elementwise_share"),
@@ -106,16 +110,19 @@ def read_curve(text: str, file: str) -> Curve:
     if curve is None:
         raise parts.wrong("curve", "is missing", "give the parameters of the curve, e.g. curve: {gemm_share: 0.8}")
     parts.source("source")
+    of = parts.optional("of", str, "runs")
+    if of not in OF:
+        raise parts.wrong("of", "is nothing that a curve is fitted to", f"use {' or '.join(OF)}", of)
     parts.finish()
     shares = curve.part("gemm_shares")
     values: dict[str, Any] = {}
     if shares is not None:
         values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
     for known in fields(Curve):
-        if known.name != "gemm_shares" and known.name in curve.content:
+        if known.name not in ("gemm_shares", "in_runs") and known.name in curve.content:
             values[known.name] = _positive(curve, known.name, zero=known.name not in DIVISORS)
-    curve.finish(f"the parameters are {', '.join(known.name for known in fields(Curve))}")
-    return Curve(**values)
+    curve.finish(f"the parameters are {', '.join(known.name for known in fields(Curve) if known.name != 'in_runs')}")
+    return Curve(**values, in_runs=OF[of])
 
 
 def read_provenance(text: str, file: str) -> Reading:

@@ -119,3 +119,15 @@ def test_a_bad_curve_is_told_with_key_value_and_fix(text: str, words: str) -> No
 def test_a_bad_kernel_is_told_with_its_line(line: str) -> None:
     with pytest.raises(SpecError, match="line 2"):
         read_kernels(gemm(1, 1.0) + "\n" + line, "kernels.jsonl", read_provenance(PROVENANCE, "p"))
+
+
+@pytest.mark.parametrize(("of", "longer"), [("", 1.0), ("of: runs\n", 1.0), ("of: kernels\n", 1.25)])
+def test_a_curve_says_whether_it_is_of_runs_or_of_kernels_alone(of: str, longer: float) -> None:
+    text = f"curve: {{gemm_share: 0.8}}\n{of}source: {{kind: published, where: a report}}\n"
+    assert read_curve(text, "curve.yaml").in_runs == longer
+
+
+def test_a_curve_of_something_else_is_told() -> None:
+    text = "curve: {gemm_share: 0.8}\nof: dreams\nsource: {kind: published, where: a report}\n"
+    with pytest.raises(SpecError, match=r"of = .dreams. is nothing that a curve is fitted to; use runs or kernels"):
+        read_curve(text, "curve.yaml")

@@ -1,0 +1,139 @@
+"""Chips that no plugin catalogues: found by a plugin's tool or by torch, measured, and planned with from then on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from flagcore.calibration import Calibration
+from flagcore.domain.chip import Chip, Device, Fact, Source, Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.errors import NoDevice
+from flagcore.physics.kernels.curve import Curve
+from flagcore.plugins import LoadedPlugins
+from flagcore.vendorkit.smi import tool_output
+
+SECONDS = 60.0
+"""What importing torch with a vendor's driver may take."""
+
+VENDOR = "uncatalogued"
+
+_ASK = """
+import json, torch
+accelerator = getattr(torch, "accelerator", None)
+kind = ""
+if accelerator is not None and accelerator.is_available():
+    kind = accelerator.current_accelerator().type
+elif torch.cuda.is_available():
+    kind = "cuda"
+module = getattr(torch, kind) if kind else None
+found = [module.get_device_properties(place) for place in range(module.device_count())] if kind else []
+backend = torch.distributed.get_default_backend_for_device(kind) if kind else ""
+print(json.dumps({"kind": kind, "backend": backend, "devices": [[each.name, each.total_memory] for each in found]}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Torch:
+    """What torch says of the accelerators of this machine: its name of them, of their collectives, and each one."""
+
+    kind: str
+    backend: str
+    devices: tuple[Device, ...]
+
+
+def ask_torch() -> Torch | None:
+    """Return what torch says, asked in a process of its own; None without torch or without an accelerator."""
+    with suppress(PackageNotFoundError):
+        if version("torch").endswith("+cpu"):
+            return None
+    for line in reversed((tool_output(sys.executable, "-c", _ASK, timeout_seconds=SECONDS) or "").splitlines()):
+        with suppress(ValueError, KeyError, TypeError):
+            said = json.loads(line[line.index("{") :])
+            devices = tuple(
+                Device(index=place, chip=str(name), memory_bytes=int(total))
+                for place, (name, total) in enumerate(said["devices"])
+            )
+            return Torch(kind=str(said["kind"]), backend=str(said["backend"]), devices=devices) if devices else None
+    return None
+
+
+def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...]] | None:
+    """Return the chip of this machine that no plugin catalogues, how torch runs on it, and its devices; None if there
+    is none.
+
+    Raises NoDevice for devices that a plugin lists but torch cannot use: nothing can be measured on them.
+    """
+    strange = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
+    said = ask_torch()
+    if said and not strange:
+        strange = [device for device in said.devices if loaded.find_chip(device.chip) is None]
+    if not strange:
+        return None
+    name = Counter(device.chip for device in strange).most_common(1)[0][0]
+    if said is None:
+        told = f"{name} is in no installed plugin's catalogue, and the installed torch finds no accelerator here"
+        raise NoDevice(f"{told}; install the vendor's torch, or its plugin")
+    here = tuple(device for device in strange if device.chip == name)
+    memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
+    source = Source(kind="measured", detail="what torch says of the device")
+    known = Fact(value=float(memory), source=source) if memory else None
+    chip = Chip(name=name, vendor=VENDOR, memory_bytes=known, devices_per_node=len(here))
+    return chip, support_of(said.kind, said.backend, name), here
+
+
+def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
+    """Return what a calibration has to keep of a chip that nobody else knows, as plain data."""
+    return {
+        "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
+        "devices_per_node": chip.devices_per_node,
+        "device_type": support.device_type,
+        "distributed_backend": support.distributed_backend,
+    }
+
+
+def chip_of(calibration: Calibration) -> Chip:
+    """Return an uncatalogued chip from its calibration.
+
+    Its rates are those of the largest kernels that were measured, over the share of a peak that such kernels reach
+    elsewhere: what the roofline needs where nothing was measured.
+    """
+    facts = calibration.facts or {}
+    source = Source(kind="measured", detail=f"flag calibrate, {calibration.date[:10]}")
+    rates: dict[str, float] = {}
+    for row in calibration.rows:
+        if row.get("kernel") == "gemm":
+            rate = 2e6 * float(row["m"]) * float(row["n"]) * float(row["k"]) / float(row["us"])
+            rates[str(row["precision"])] = max(rates.get(str(row["precision"]), 0.0), rate)
+    moved = [1e6 * float(row["bytes"]) / float(row["us"]) for row in calibration.rows if row.get("kernel") == "copy"]
+    return Chip(
+        name=calibration.chip,
+        vendor=VENDOR,
+        memory_bytes=_fact(facts.get("memory_bytes"), source),
+        memory_bandwidth_bytes_per_second=_fact(max(moved, default=0.0) / Curve().memory_share, source),
+        dense_flops_per_second={
+            name: Fact(value=rate / Curve().gemm_share, source=source) for name, rate in sorted(rates.items())
+        },
+        devices_per_node=int(facts.get("devices_per_node") or 1),
+    )
+
+
+def support_of(kind: str, backend: str, name: str) -> EngineSupport:
+    """Return how engines run on an uncatalogued chip: as torch says, which nobody has tried."""
+    reason = f"no installed plugin catalogues {name}; torch calls it {kind}"
+    return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type=kind, distributed_backend=backend)
+
+
+def support_from(facts: Mapping[str, Any], name: str) -> EngineSupport:
+    """Return how engines run on a chip from what its calibration kept."""
+    return support_of(str(facts.get("device_type")), str(facts.get("distributed_backend")), name)
+
+
+def _fact(value: object, source: Source) -> Fact | None:
+    return Fact(value=float(value), source=source) if isinstance(value, (int, float)) and value > 0 else None

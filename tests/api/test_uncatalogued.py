@@ -1,0 +1,128 @@
+"""A chip that no plugin catalogues is found through torch, measured for real, and planned with from then on."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flagcore import api
+from flagcore.api import uncatalogued
+from flagcore.api.uncatalogued import Torch, ask_torch, chip_of
+from flagcore.calibration import Calibration
+from flagcore.domain.chip import Device
+from flagcore.errors import NoDevice
+from flagcore.plugins import LoadedPlugins
+from flagcore.vendorkit import smi
+
+STAND_IN = """
+class _Type:
+    type = "weird"
+
+class accelerator:
+    is_available = staticmethod(lambda: True)
+    current_accelerator = staticmethod(lambda: _Type())
+
+class _Device:
+    name, total_memory = "Weird 9000", 64 << 30
+
+class weird:
+    device_count = staticmethod(lambda: 2)
+    get_device_properties = staticmethod(lambda place: _Device())
+
+class distributed:
+    get_default_backend_for_device = staticmethod(lambda kind: "wccl")
+
+print("welcome to Weird")
+"""
+SPEC = {
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 256,
+        "ffn_hidden_size": 512,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    },
+    "cluster": {"chip": "weird 9000", "devices_per_node": 1},
+    "train": {"engine": "megatron", "seq_length": 128, "global_batch_size": 8, "precision": "fp32"},
+}
+
+
+def test_torch_tells_of_an_accelerator_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(uncatalogued, "version", lambda name: "2.10.0+weird")
+    said = ask_torch()
+    assert said is not None
+    assert (said.kind, said.backend) == ("weird", "wccl")
+    assert [(each.index, each.chip, each.memory_bytes) for each in said.devices] == [
+        (0, "Weird 9000", 64 << 30),
+        (1, "Weird 9000", 64 << 30),
+    ]
+
+
+def test_a_torch_without_accelerators_is_not_started() -> None:
+    if find_spec("torch") is None:
+        pytest.skip("needs torch")
+    assert ask_torch() is None or smi.tool_output(sys.executable, "-c", "import torch") is not None
+
+
+class Lists:
+    """A plugin that lists a device of a chip that nobody catalogues."""
+
+    @staticmethod
+    def devices() -> list[Device]:
+        return [Device(index=0, chip="Weird 9000", memory_bytes=2 << 30)]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="measuring needs torch")
+def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are measured for real, on a core that torch is said to call Weird 9000."""
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path))
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(SPEC))
+    with pytest.raises(NoDevice, match="is not known to any installed plugin"):
+        api.estimate(spec)
+    one = Torch(kind="cpu", backend="gloo", devices=(Device(index=0, chip="Weird 9000", memory_bytes=2 << 30),))
+    monkeypatch.setattr(uncatalogued, "ask_torch", lambda: one)
+    made, file = api.calibrate(seconds=5.0)
+    assert made.chip == "Weird 9000"
+    assert file.parent == tmp_path / "calibrations"
+    chip = chip_of(made)
+    assert chip.memory_bytes is not None
+    assert chip.memory_bytes.value == 2 << 30
+    assert chip.memory_bandwidth_bytes_per_second is not None
+    assert 1e8 < chip.memory_bandwidth_bytes_per_second.value < 1e12
+    assert all(1e8 < rate.value < 1e14 for rate in chip.dense_flops_per_second.values())
+    found = api.estimate(spec)
+    assert found.chip == "Weird 9000"
+    assert found.untimed == 0
+    assert found.candidates[0]["step_time_s"]["value"] > 0
+    assert found.candidates[0]["memory"]["capacity_gib"] == 2.0
+    assert {record["chip"]: record["plugin"] for record in api.chip_table()}["Weird 9000"] == "calibration"
+
+
+def test_devices_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedPlugins.of({})
+    monkeypatch.setattr(loaded, "devices", Lists.devices)
+    monkeypatch.setattr(uncatalogued, "ask_torch", lambda: None)
+    with pytest.raises(NoDevice, match=r"Weird 9000 is in no installed plugin's catalogue.*install the vendor's torch"):
+        uncatalogued.uncatalogued(loaded)
+
+
+def test_rates_come_from_the_largest_kernels() -> None:
+    rows = (
+        {"kernel": "gemm", "precision": "bf16", "m": 4096, "n": 4096, "k": 4096, "us": 1000.0},
+        {"kernel": "gemm", "precision": "bf16", "m": 64, "n": 64, "k": 64, "us": 10.0},
+        {"kernel": "copy", "bytes": 1e9, "us": 1000.0},
+    )
+    kept = Calibration(
+        chip="X", aliases=(), driver="", torch="2", devices=1, date="2026-11-20", how="", rows=rows, facts={}
+    )
+    chip = chip_of(kept)
+    assert chip.dense_flops_per_second["bf16"].value == pytest.approx(1.374e14 / 0.81, rel=1e-3)
+    assert chip.memory_bandwidth_bytes_per_second is not None
+    assert chip.memory_bandwidth_bytes_per_second.value == pytest.approx(1e12 / 0.91)
