@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flagcore.domain.chip import Fact, Source
+from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit.rows import cleaned
 
 NEAR = ("PIX", "PXB")
@@ -110,6 +112,37 @@ def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | 
     if not near or not all(near.values()) or not all(rates.values()):
         return None
     return min(sum((rates[name] or 0.0) / shared[name] for name in adapters) for adapters in near.values())
+
+
+def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")) -> NodeGroup | None:
+    """Return `group` with what a device has of this machine's adapters, as `text` (`topo -m`) and the kernel tell it.
+
+    None where the chip's own figure stays: for one node, where the user said it, and where this machine is no such
+    node or does not tell.
+    """
+    known = group.chip.nic_bytes_per_second
+    matrix = read_matrix(text or "")
+    if group.nodes == 1 or (known is not None and known.source.kind == "user") or matrix is None:
+        return None
+    share = adapter_share(matrix, text or "", root) if len(matrix.devices) == group.devices_per_node else None
+    if share is None:
+        return None
+    source = Source(kind="measured", detail="rates of this machine's adapters, shared as its matrix shows")
+    return replace(group, chip=replace(group.chip, nic_bytes_per_second=Fact(value=share, source=source)))
+
+
+def group_size(group: NodeGroup, text: str | None, link: str, usual: int) -> int:
+    """Return how many devices of a node `link` joins: as `text` (`topo -m` of such a node) shows, or `usual`.
+
+    Only groups of equal size with consecutive devices count, on a node of as many devices as `group` has.
+    """
+    matrix = read_matrix(text or "")
+    if matrix is None or len(matrix.devices) != group.devices_per_node:
+        return usual
+    joined = islands(matrix, link)
+    sizes = {len(island) for island in joined}
+    consecutive = all(island == tuple(range(island[0], island[0] + len(island))) for island in joined)
+    return sizes.pop() if len(sizes) == 1 and consecutive and sizes != {1} else usual
 
 
 def _rate(path: Path) -> float | None:

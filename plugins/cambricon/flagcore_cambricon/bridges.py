@@ -13,6 +13,7 @@ from flagcore.physics.collectives.topology import (
     NETWORK_LATENCY_SECONDS,
     topology_of,
 )
+from flagcore.vendorkit.matrix import group_size
 
 GROUP = 8
 """Devices that bridges join: four cards of two (vendor's page). A public article on two kinds of servers shows the same
@@ -26,13 +27,17 @@ LATENCY_SECONDS = 10e-6
 """Estimated, as the core takes it for PCIe."""
 
 
-def x8_topology(group: NodeGroup) -> Topology | None:
-    """Return bridge group, node and, for several nodes, network; None for a node of one group, or without a rate."""
-    node = group.devices_per_node
-    if node <= GROUP:
+def x8_topology(group: NodeGroup, topo: str | None = None) -> Topology | None:
+    """Return bridge group, node and, for several nodes, network; None for a node of one group, or without a rate.
+
+    `topo` is `cnmon topo -m` of such a node: which devices MLU-Link (MLK) joins there; without it, groups of eight.
+    """
+    node, joined = group.devices_per_node, group_size(group, topo, "MLK", GROUP)
+    if node <= joined:
         return None
-    inner = topology_of(replace(group, nodes=1, devices_per_node=GROUP)).levels
-    share = UPLINK_BYTES_PER_SECOND / GROUP
+    link = group.chip.link and replace(group.chip.link, domain_size=joined)
+    inner = topology_of(replace(group, nodes=1, devices_per_node=joined, chip=replace(group.chip, link=link))).levels
+    share = UPLINK_BYTES_PER_SECOND / joined
     between = Level(
         name="node",
         devices=node,

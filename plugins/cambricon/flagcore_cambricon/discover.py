@@ -13,7 +13,7 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
 from flagcore.vendorkit.rows import Listing, Row
-from flagcore.vendorkit.smi import ask_tool, visible
+from flagcore.vendorkit.smi import ask_tool, tool_output, visible
 from flagcore_cambricon import smi
 
 LOG = logging.getLogger(__name__)
@@ -54,6 +54,11 @@ def listed(timeout_seconds: float = 10.0) -> Listing:
 def now() -> tuple[Row, ...]:
     """Return what cnmon lists during a trial, which must not wait long for it."""
     return listed(timeout_seconds=3.0).rows
+
+
+def topo() -> str | None:
+    """Return how the devices of this machine are joined, as cnmon shows it; None without the tool."""
+    return tool_output("cnmon", "topo", "-m")
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:

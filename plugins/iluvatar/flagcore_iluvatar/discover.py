@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from flagcore.domain.chip import Device
+from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.matrix import with_own_adapters
 from flagcore.vendorkit.rows import Listing, Row
 from flagcore.vendorkit.smi import ask_tool, tool_output, visible
 from flagcore_iluvatar import smi
@@ -59,6 +61,13 @@ def listed(timeout_seconds: float = 10.0) -> Listing:
 def now() -> tuple[Row, ...]:
     """Return what ixsmi lists during a trial, which must not wait long for it."""
     return listed(timeout_seconds=3.0).rows
+
+
+def own_network(group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
+    """Return `group` with the adapters of this machine, if it is such a node and ixsmi shows them; else None."""
+    if group.nodes == 1 or not any(group.chip.answers_to(row.device.chip) for row in listed().rows):
+        return None
+    return with_own_adapters(group, tool_output("ixsmi", "topo", "-m"), root)
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:

@@ -7,13 +7,14 @@ from functools import cache
 
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
-from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.maturity import Maturity
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collectives.topology import topology_of
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
@@ -44,6 +45,13 @@ def flagcore_devices() -> Sequence[Device]:
 def flagcore_maturity() -> Maturity:
     """Return what `maturity.yaml` says."""
     return maturity("flagcore_iluvatar")
+
+
+@hookimpl
+def flagcore_topology(group: NodeGroup) -> Topology | None:
+    """Return the levels with this machine's own adapters, where it is such a node; None for the chip's own facts."""
+    own = discover.own_network(group) if _mine(group.chip) else None
+    return topology_of(own) if own else None
 
 
 @hookimpl

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from flagcore.domain.chip import Device
+from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
-from flagcore.vendorkit.matrix import adapter_share, read_matrix
+from flagcore.vendorkit.matrix import adapter_share, read_matrix, with_own_adapters
 from flagcore.vendorkit.rows import Listing, Row
 from flagcore.vendorkit.smi import ask_tool, tool_output, visible
 from flagcore_metax import smi
@@ -73,6 +74,13 @@ def adapters(root: Path = Path("/")) -> float | None:
     text = tool_output("mx-smi", "topo", "-n") or ""
     matrix = read_matrix(text)
     return adapter_share(matrix, text, root) if matrix else None
+
+
+def own_network(group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
+    """Return `group` with the adapters of this machine, if it is such a node and mx-smi shows them; else None."""
+    if group.nodes == 1 or not any(group.chip.answers_to(row.device.chip) for row in listed().rows):
+        return None
+    return with_own_adapters(group, tool_output("mx-smi", "topo", "-n"), root)
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:

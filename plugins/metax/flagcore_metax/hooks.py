@@ -15,6 +15,7 @@ from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collectives.topology import topology_of
 from flagcore.vendorkit.chipfile import load_chips
 from flagcore.vendorkit.collectivefile import collective_table
 from flagcore.vendorkit.costfile import kernel_costs
@@ -46,9 +47,11 @@ def flagcore_devices() -> Sequence[Device]:
 
 @hookimpl
 def flagcore_topology(group: NodeGroup) -> Topology | None:
-    """Return the islands of a C500, as mx-smi shows them here; the other chips are a full mesh, as their link says."""
+    """Return the islands of a C500, as mx-smi shows them here; of the other chips, whose links say the rest, the levels
+    with this machine's own adapters."""
     if group.chip.name != "C500":
-        return None
+        own = discover.own_network(group) if _mine(group.chip) else None
+        return topology_of(own) if own else None
     return c500_topology(group, island_size(group, discover.topo()), discover.adapters() if group.nodes > 1 else None)
 
 

@@ -10,7 +10,7 @@ from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, IntArray
 from flagcore.physics.collectives.topology import NETWORK_COMPUTE_TAKEN, NETWORK_EFFICIENCY
-from flagcore.vendorkit.matrix import islands, read_matrix
+from flagcore.vendorkit.matrix import group_size
 
 ISLAND = 4
 """The vendor's bridge joins two or four cards; `mx-smi topo -m` shows MX inside and NODE or SYS between. Where no such
@@ -29,17 +29,8 @@ BETWEEN_NODES_SECONDS = 34e-6
 
 
 def island_size(group: NodeGroup, topo: str | None) -> int:
-    """Return how many devices of a C500 node a bridge joins: as `topo` (`mx-smi topo -m` of such a node) shows, or 4.
-
-    Only islands of equal size with consecutive devices count, on a node of as many devices as `group` has.
-    """
-    matrix = read_matrix(topo or "")
-    if matrix is None or len(matrix.devices) != group.devices_per_node:
-        return ISLAND
-    found = islands(matrix, "MX")
-    sizes = {len(island) for island in found}
-    consecutive = all(island == tuple(range(island[0], island[0] + len(island))) for island in found)
-    return sizes.pop() if len(sizes) == 1 and consecutive and sizes != {1} else ISLAND
+    """Return how many devices of a C500 node a bridge joins: as `topo` (`mx-smi topo -m` of one) shows, or 4."""
+    return group_size(group, topo, "MX", ISLAND)
 
 
 def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None = None) -> Topology | None:

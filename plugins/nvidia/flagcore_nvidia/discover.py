@@ -9,10 +9,12 @@ import logging
 from pathlib import Path
 
 from flagcore.domain.chip import Device
+from flagcore.domain.cluster import NodeGroup
 from flagcore.vendorkit import machine
 from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.matrix import with_own_adapters
 from flagcore.vendorkit.rows import Listing, Row
-from flagcore.vendorkit.smi import ask_tool, visible
+from flagcore.vendorkit.smi import ask_tool, tool_output, visible
 from flagcore_nvidia import smi
 
 LOG = logging.getLogger(__name__)
@@ -62,6 +64,13 @@ def listed(fields: tuple[str, ...], timeout_seconds: float = 10.0) -> Listing:
 def now() -> tuple[Row, ...]:
     """Return what nvidia-smi lists during a trial, which must not wait long for it."""
     return listed(smi.READ_FIELDS, timeout_seconds=3.0).rows
+
+
+def own_network(group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
+    """Return `group` with the adapters of this machine, if it is such a node and nvidia-smi shows them; else None."""
+    if group.nodes == 1 or not any(group.chip.answers_to(row.device.chip) for row in listed(smi.FIELDS).rows):
+        return None
+    return with_own_adapters(group, tool_output("nvidia-smi", "topo", "-m"), root)
 
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
