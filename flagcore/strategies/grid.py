@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
 from flagcore.contracts import Choice, Scene
+from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import IntArray
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.strategies.history_rules import FLAGS, NESTING, SIZES, Entry, History, Values, in_order, ranks
@@ -25,25 +27,32 @@ class Grid:
         """Return the next open row of the grid that no rule settles, or none; `because` names the rules that settled
         some on the way from the last trial."""
         ran = {scene.space.find(trial.candidate): trial for trial in scene.trials if trial.state in _KNOWN}
-        history, passed = History(), dict[str, int]()
+        histories, passed = defaultdict[tuple[KnobValue, ...], History](History), dict[str, int]()
         for trial in ran.values():
             if trial.role is Role.BASELINE:  # it runs first, wherever the grid has it
-                history.add(_entry(scene, trial))
+                histories[_apart(scene, trial.candidate)].add(_entry(scene, trial))
         for row in _walk(
             scene, np.union1d(scene.open_rows, np.array([row for row in ran if row is not None], dtype=np.int64))
         ):
             if (known := ran.get(row)) is not None:
                 if known.role is not Role.BASELINE:
-                    history.add(_entry(scene, known))
+                    histories[_apart(scene, known.candidate)].add(_entry(scene, known))
                     passed = {}
                 continue
-            entry = Entry({**ABSENT, **scene.space.candidate(row).as_dict()})
+            candidate = scene.space.candidate(row)
+            entry, history = Entry({**ABSENT, **candidate.as_dict()}), histories[_apart(scene, candidate)]
             rule = entry.pruned_by = history.rule(entry)
             if rule is None:
                 return Choice(row=row, because=f"the next of the grid{_told(passed)}")
             history.add(entry)
             passed[rule] = passed.get(rule, 0) + 1
         return Choice(row=None, because=f"the grid is at its end{_told(passed)}")
+
+
+def _apart(scene: Scene, candidate: Candidate) -> tuple[KnobValue, ...]:
+    """Return the values of knobs that no rule of the history knows: those with other values prove nothing."""
+    values = candidate.as_dict()
+    return tuple(values.get(axis.knob, axis.neutral) for axis in scene.space.axes if axis.apart)
 
 
 _KNOWN = frozenset(TrialState) - {TrialState.RUNNING, TrialState.INTERRUPTED}

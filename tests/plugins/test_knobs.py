@@ -14,12 +14,20 @@ import pytest
 import yaml
 
 from flagcore import api
+from flagcore.domain.experience import Past
 from flagcore.domain.plugin_knob import Factor, Need, PluginChoice, PluginKnob
 from flagcore.domain.spec import Task
+from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
-from flagcore.plugins import workload_of
+from flagcore.learning import features
+from flagcore.plugins import strategy, workload_of
 from flagcore.problem import Problem, pose
 from flagcore.spec import parse_spec
+from flagcore.stages.build import build
+from flagcore.stages.learn import learn
+from flagcore.stages.predict import predict
+from flagcore.stages.prune import prune
+from flagcore.stages.rank import scene
 from tests import small
 from tests.plugins.conftest import Install
 
@@ -44,7 +52,8 @@ SCHEDULE = PluginKnob(
 )
 PLUGIN = """
     from flagcore.domain.chip import Source
-    from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
+    from flagcore.domain.experience import Past
+from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
     from flagcore.hooks import hookimpl
 
     SOURCE = Source(kind="published", detail="made up")
@@ -200,6 +209,44 @@ def test_explain_tells_every_knob_of_the_chip(install: Install, tmp_path: Path) 
     assert not found["acme_fused"]["in_space"]
     assert "train.command" in found["acme_fused"]["not_launched"]["True"]
     assert found["acme_secret"]["source"] == "published: made up"
+
+
+def test_what_a_trial_proves_holds_for_its_own_value_of_a_knob_and_errors_are_learned_over_it() -> None:
+    task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, needs=()),))
+    engine = workload_of(task.spec.work)
+    space = build(engine.axes(task), engine.rules(task), engine.merges(task))
+    foretold = predict(task, engine, space, small.costs(task))
+    nothing = prune(space, foretold, engine, (), ())
+    on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
+    full = Trial(number=0, candidate=space.candidate(on), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
+    pruned = prune(space, foretold, engine, (), [full], nothing)
+    gone = np.setdiff1d(nothing.open_rows, pruned.open_rows)
+    assert gone.size
+    assert space.columns(gone)["acme_fused"].all()
+    rows = np.arange(len(space))
+    columns = space.columns(rows)
+    known = features(space.axes, columns, foretold.take(rows), engine.sizes(task, columns))
+    assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
+
+
+def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> None:
+    task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, needs=()),))
+    engine = workload_of(task.spec.work)
+    space = build(engine.axes(task), engine.rules(task), engine.merges(task))
+    foretold = predict(task, engine, space, small.costs(task))
+    pruned = prune(space, foretold, engine, (), ())
+    off = [row for row in range(len(space)) if not space.candidate(row).as_dict()["acme_fused"]]
+    failed = [
+        Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
+        for place, row in enumerate(off)
+    ]
+    seen = scene(task, engine, space, foretold, pruned, learn(failed), Past.nothing())
+    choice = strategy("grid").next(seen)
+    assert choice.row is not None
+    assert space.candidate(choice.row).as_dict()["acme_fused"]
+    assert choice.because == "the next of the grid"
 
 
 LAUNCH = '''
