@@ -8,7 +8,7 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup setup-vllm tune tune-serve test lint bench bench-estimate bench-load bench-replay sweeps accuracy clean
+.PHONY: setup setup-vllm tune tune-serve test test-browser lint bench bench-estimate bench-load bench-replay sweeps accuracy clean
 
 setup: $(VENV)/.done
 
@@ -55,6 +55,11 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest $(TESTS)
+
+# The page of a run in a real browser: wants Chromium, of Debian's package chromium, say.
+test-browser: setup
+	$(PIP) "playwright>=1.50"
+	$(BIN)/python -m pytest tests/report/page/test_browser.py
 
 bench: bench-estimate
 	$(BIN)/python benchmarks/between_trials.py

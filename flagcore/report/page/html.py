@@ -13,16 +13,20 @@ from hashlib import sha256
 from importlib.resources import files
 
 from flagcore import __version__
+from flagcore.errors import UsageError
 from flagcore.report.page.blocks import Block, Chart, Page
 
 TEMPLATES = files("flagcore.report.page") / "templates"
 
 
 def as_html(page: Page) -> str:
-    """Return a page as HTML."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
+    """Return a page as HTML. Raises UsageError where a library that flagcore depends on is not there."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed: `pip install plotly jinja2`, or --format markdown") from None
 
     charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")

@@ -1,0 +1,221 @@
+"""The page in a real browser: nothing fails, nothing is cut, and charts, tables and links do what they should.
+
+`make test-browser` runs these; they want Chromium, of the system or named by `CHROMIUM`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.page.conftest import KINDS, Runs
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+DRAWN = "html[data-drawn=yes]"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: `make test-browser`")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if not found:
+        pytest.skip("no Chromium is installed: install one, such as Debian's package chromium, or name it in CHROMIUM")
+    with driver.sync_playwright() as play:
+        started = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@dataclass
+class Opened:
+    """A page that is open and drawn, what was wrong with it, and what it asked for."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+
+Open = Callable[..., Opened]
+
+
+@pytest.fixture
+def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
+    contexts = []
+
+    def go(kind: str, width: int = 1400, *, anchor: str = "", **given: Any) -> Opened:
+        file = tmp_path / f"{kind}.html"
+        file.write_text(runs(kind).html)
+        context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
+        contexts.append(context)
+        found = Opened(context.new_page())
+        found.page.on("console", lambda said: found.errors.append(f"{said.type}: {said.text}"))
+        found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+        found.page.on("request", lambda request: found.asked.append(request.url))
+        found.page.goto(file.as_uri() + anchor)
+        if given.get("java_script_enabled", True):
+            found.page.wait_for_selector(DRAWN, state="attached", timeout=60_000)
+        return found
+
+    yield go
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_fails_and_nothing_is_cut(opened: Open, kind: str, width: int) -> None:
+    found = opened(kind, width, color_scheme="light")
+    for scheme in ("light", "dark"):
+        found.page.emulate_media(color_scheme=scheme)
+        found.page.wait_for_timeout(300)
+        assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert found.page.evaluate(OUTSIDE) == []
+    assert found.errors == []
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in found.asked)
+
+
+OUTSIDE = """() => {
+  const held = (each) => each.closest(".wide, pre, .unseen, .skip, #js-plotly-tester");
+  return [...document.querySelectorAll("body *, svg text")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.width && !held(each) && (box.right > innerWidth + 1 || box.left < -1);
+  }).map((each) => each.tagName + ": " + each.textContent.slice(0, 60));
+}"""
+"""What reaches beyond the page on its left or right, apart from scrolled boxes and the library's own try-outs."""
+
+
+@pytest.mark.parametrize("kind", ["dense", "pipeline", "serving"])
+@pytest.mark.parametrize("width", [360, 1400])
+def test_labels_of_charts_are_inside_their_charts_and_apart(opened: Open, kind: str, width: int) -> None:
+    found = opened(kind, width)
+    assert found.page.evaluate(LABELS) == []
+
+
+LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
+  const room = plot.getBoundingClientRect();
+  const boxes = [...plot.querySelectorAll(".ytick text, .xtick text, .legendtext, .xtitle, .ytitle")]
+    .map((each) => ({ text: each.textContent, box: each.getBoundingClientRect() })).filter((each) => each.box.width);
+  const out = boxes.filter(({ box }) => box.left < room.left - 1 || box.right > room.right + 1);
+  const over = boxes.filter((one, i) => boxes.slice(i + 1).some((other) =>
+    Math.min(one.box.right, other.box.right) - Math.max(one.box.left, other.box.left) > 3 &&
+    Math.min(one.box.bottom, other.box.bottom) - Math.max(one.box.top, other.box.top) > 4));
+  return [...out.map((each) => "out: " + each.text), ...over.map((each) => "over: " + each.text)];
+})"""
+
+
+@pytest.mark.parametrize("kind", ["dense", "serving", "estimate"])
+def test_every_chart_is_drawn_with_all_its_series(opened: Open, runs: Runs, kind: str) -> None:
+    found = opened(kind)
+    drawn = found.page.evaluate("[...document.querySelectorAll('.plot')].map((each) => each.data.length)")
+    assert drawn == [len(chart["traces"]) for chart in runs(kind).page.charts]
+    assert found.page.evaluate("document.querySelectorAll('.plot .main-svg').length") > 0
+
+
+def test_figures_that_are_seen_are_those_of_the_result(opened: Open, runs: Runs) -> None:
+    found, result = opened("dense"), runs("dense").result
+    told = found.page.locator("#answer dl").inner_text()
+    assert f"{result['gain']:+.1%} tokens/s" in told
+    value = found.page.locator("#answer dd[data-value]").first.get_attribute("data-value")
+    assert float(value) == result["best"]["measured"]["tokens_per_second_per_device"]
+
+
+def test_a_table_is_sorted_with_the_keyboard_and_that_is_said(opened: Open) -> None:
+    page = opened("dense").page
+    heading = page.locator("#trials th", has_text="step, s").first
+    heading.get_by_role("button").focus()
+
+    def column() -> list[float]:
+        place = heading.evaluate("each => each.cellIndex")
+        rows = page.locator("#trials tbody tr").all()
+        return [float(row.locator("th, td").nth(place).get_attribute("data-value")) for row in rows]
+
+    page.keyboard.press("Enter")
+    assert column() == sorted(column())
+    assert heading.get_attribute("aria-sort") == "ascending"
+    page.keyboard.press("Enter")
+    assert column() == sorted(column(), reverse=True)
+    assert heading.get_attribute("aria-sort") == "descending"
+    assert "descending" in page.locator("[role=status]").inner_text()
+
+
+def test_a_link_to_a_trial_unfolds_it(opened: Open) -> None:
+    page = opened("failed", anchor="#trial-1").page
+    assert page.locator("#trial-1").evaluate("each => each.open")
+    page.locator("#trials table a").first.click()
+    assert page.locator("#trial-0").evaluate("each => each.open")
+    assert page.locator("#trial-0 pre").first.is_visible()
+
+
+def test_charts_follow_the_browsers_theme_while_the_page_is_open(opened: Open) -> None:
+    page = opened("dense", color_scheme="light").page
+    text = page.locator(".plot .xtitle").first
+    light = text.evaluate(COLOUR)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_timeout(500)
+    assert text.evaluate(COLOUR) != light
+
+
+COLOUR = "each => getComputedStyle(each).fill"
+
+
+def test_text_stands_out_from_its_paper_in_light_and_dark(opened: Open) -> None:
+    for scheme in ("light", "dark"):
+        page = opened("dense", color_scheme=scheme).page
+        assert page.evaluate(CONTRAST) == []
+
+
+CONTRAST = """() => {
+  const part = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (c) => {
+    const [r, g, b] = c.match(/[\\d.]+/g).map(Number);
+    return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+  };
+  const paper = (each) => {
+    for (; each; each = each.parentElement) {
+      const c = getComputedStyle(each).backgroundColor;
+      if (!/, 0\\)$/.test(c)) return c;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const written = "h1, h2, h3, p, dt, dd, td, th, a, summary, caption, pre, button";
+  return [...document.querySelectorAll(written)].filter((each) => {
+    const [a, b] = [light(getComputedStyle(each).color), light(paper(each))];
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05) < 4.5;
+  }).map((each) => each.tagName + " " + each.textContent.slice(0, 40));
+}"""
+"""What is written with less contrast than 4.5:1 (WCAG 2.2, 1.4.3)."""
+
+
+def test_it_prints_on_light_paper_with_its_charts(opened: Open, tmp_path: Path) -> None:
+    page = opened("dense", color_scheme="dark").page
+    printed = page.pdf(format="A4")
+    assert printed.startswith(b"%PDF")
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_without_scripts_the_tables_tell_all(opened: Open) -> None:
+    page = opened("dense", java_script_enabled=False).page
+    assert page.locator("#answer dl").is_visible()
+    assert "charts need JavaScript" in page.locator("header .warns").inner_text()
+    page.locator("#accuracy summary").first.click()
+    assert page.locator("#accuracy table").first.is_visible()
+
+
+def test_a_screen_reader_finds_its_way(opened: Open) -> None:
+    page = opened("dense").page
+    assert page.get_by_role("main").count() == 1
+    assert page.get_by_role("navigation", name="Contents").count() == 1
+    for section in page.locator("section").all():
+        assert page.get_by_role("region", name=section.locator("h2").inner_text(), exact=True).count() >= 1
+    charts = page.get_by_role("img", name=re.compile(r"^Chart: .+ Its figures are in the table below"))
+    assert charts.count() == page.locator(".plot").count() > 0
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the answer"

@@ -1,0 +1,120 @@
+"""Logs, specs and names are written by others: nothing in them acts on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flagcore.report.page.blocks import Chart, Code, Folded, Page, Section, Text, label, table
+from flagcore.report.page.html import as_html
+from flagcore.report.page.markdown import as_markdown
+from flagcore.report.page.run import tail, text_file
+from tests.report.page.conftest import HOSTILE, Runs
+from tests.report.page.reading import read
+
+EVIL = (
+    "</script></pre><script>alert(1)</script><img src=x onerror=alert(1)>\"' --> ]]> & a|b ``` {{ 7*7 }} <a href='#x'>"
+)
+
+
+def evil_page() -> Page:
+    rows = [[EVIL, 1.0]]
+    chart = Chart(
+        title=EVIL,
+        says=EVIL,
+        traces=({"type": "bar", "x": [1.0], "y": [EVIL], "name": label(EVIL)},),
+        layout={"height": 100, "title": {"text": EVIL}},
+        table=table(EVIL, [EVIL, "n"], rows),
+    )
+    folded = Folded(anchor="trial-0", title=EVIL, blocks=(Code(EVIL, EVIL), Text(EVIL)))
+    section = Section(anchor="answer", title=EVIL, blocks=(Text(EVIL), chart, table(EVIL, [EVIL, "n"], rows), folded))
+    return Page(title=EVIL, subtitle=EVIL, sections=(section,))
+
+
+def test_text_of_every_kind_stays_text_in_html() -> None:
+    page = read(as_html(evil_page()))
+    assert len(list(page.root.every("script"))) == 3  # the charts' data, the library and the page's own
+    assert not list(page.root.every("img"))
+    assert all(each.text == EVIL for each in page.root.every("h1", "h2", "h3", "pre"))
+    assert next(page.root.every("title")).text == EVIL
+    assert not [name for each in page.root.every() for name in each.attributes if name.startswith("on")]
+    assert page.charts[0]["traces"][0]["y"] == [EVIL]
+
+
+def test_data_of_charts_cannot_end_their_script() -> None:
+    html = as_html(evil_page())
+    data = html.split('<script type="application/json" id="charts">')[1].split("</script>")[0]
+    assert json.loads(data)[0]["layout"]["title"]["text"] == EVIL
+    assert not re.search(r"[<>&]", data)
+
+
+def test_labels_of_charts_hold_no_tag_but_line_breaks() -> None:
+    assert set(re.findall(r"<[^>]*>", label(EVIL))) <= {"<br>"}
+    assert label("a<b>&") == "a&lt;b&gt;&amp;"
+    assert label("pruned: does_the_work_of_a_measured_one").count("<br>") == 1
+
+
+def test_text_stays_text_in_markdown() -> None:
+    text = as_markdown(evil_page())
+    outside = re.sub(r"^(`{3,})text\n.*?\n\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert "`````" not in outside
+    assert not re.search(r"(?<!\\)<", outside)
+    assert all(line.count("|") - line.count("\\|") == 3 for line in outside.splitlines() if line.startswith("|"))
+    assert f"````text\n{EVIL}\n````" in text
+
+
+def test_a_log_that_would_break_out_of_its_page_is_shown_as_it_stands(runs: Runs) -> None:
+    made = runs("failed")
+    shown = HOSTILE.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x07", "\N{REPLACEMENT CHARACTER}")
+    logs = [each.text for each in made.page.section("trials").every("pre")]
+    assert shown in logs
+    assert sum("</pre><b>it is</b>" in text for text in logs) == len(made.result["trials"])
+    assert shown in made.markdown
+    reasons = [row["reason"].text for row in made.page.rows("answer", "Why")]
+    assert reasons == [trial["reason"] for trial in made.result["trials"]]
+
+
+def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
+    made = runs("serving")
+    assert "a-secret-of-mine" in (made.folder / "spec.yaml").read_text()
+    assert "a-secret-of-mine" not in made.html + made.markdown
+    assert "HF_TOKEN" in made.html
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("export API_KEY='x y'", "export API_KEY=(left out)"),
+        ("  WANDB_API_KEY: abc", "  WANDB_API_KEY: (left out)"),
+        ('{"db_password": "x", "a": 1}', '{"db_password": (left out)'),
+        ("max_batched_tokens: 512", "max_batched_tokens: 512"),
+        ("vocab_size: 512", "vocab_size: 512"),
+    ],
+)
+def test_what_counts_as_a_secret(tmp_path: Path, line: str, shown: str) -> None:
+    file = tmp_path / "file"
+    file.write_text(f"first: 1\n{line}\nlast: 2\n")
+    assert text_file(file) == f"first: 1\n{shown}\nlast: 2\n"
+
+
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    lines = tail(file).splitlines()
+    assert lines[-1] == "line 99999"
+    assert len(lines) == 25
+    file.write_text("x" * 100_000)
+    assert len(tail(file)) == 4000
+
+
+def test_a_log_that_is_no_file_or_no_text_is_no_reason_to_fail(tmp_path: Path) -> None:
+    import os
+
+    assert tail(tmp_path / "none") == ""
+    os.mkfifo(tmp_path / "pipe")
+    assert tail(tmp_path / "pipe") == ""
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    assert "\x00" not in tail(tmp_path / "binary")

@@ -1,0 +1,171 @@
+"""When the page is written, from what, and what happens where that is not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flagcore import api
+from flagcore.api import reporting
+from flagcore.errors import RunError
+from tests.cli.conftest import Ran, flag, project  # noqa: F401 (fixtures)
+from tests.report.page.conftest import FINISHED, KINDS, Runs
+from tests.report.page.reading import read
+
+Flag = Callable[..., Ran]
+
+
+@pytest.fixture
+def copied(runs: Runs, tmp_path: Path) -> Callable[[str], Path]:
+    """Copy a run, so that a test may change it."""
+
+    def copy(kind: str) -> Path:
+        return Path(shutil.copytree(runs(kind).folder, tmp_path / kind))
+
+    return copy
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
+def test_a_tune_leaves_the_page_that_the_command_writes(runs: Runs, kind: str) -> None:
+    made = runs(kind)
+    assert (made.folder / "report.html").read_text() == made.html
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporting, "known", lambda *given: pytest.fail("it was predicted again"))
+    assert api.report(runs(kind).folder) == runs(kind).html
+
+
+@pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "failed"])
+def test_a_run_of_an_earlier_version_is_predicted_anew(copied: Callable[[str], Path], runs: Runs, kind: str) -> None:
+    folder = copied(kind)
+    (folder / "insight.json").unlink()
+    assert read(api.report(folder)).sections == runs(kind).page.sections
+
+
+def test_what_is_predicted_otherwise_here_is_left_out_and_told(copied: Callable[[str], Path]) -> None:
+    folder = copied("pipeline")
+    (folder / "insight.json").unlink()
+    result = json.loads((folder / "result.json").read_text())
+    result["best"]["predicted"]["memory"]["device_used_gib"] *= 1.01
+    (folder / "result.json").write_text(json.dumps(result))
+    page = read(api.report(folder))
+    assert "predicted otherwise than when the run was made" in page.section("answer").text
+    assert "pipeline" not in page.sections
+    assert page.rows("memory", "The device with the least room")
+
+
+def test_without_the_chips_plugin_the_rest_is_told(copied: Callable[[str], Path]) -> None:
+    folder = copied("dense")
+    (folder / "insight.json").unlink()
+    page = read(api.report(folder, without=["cpu"]))
+    assert "What result.json does not keep is left out" in page.section("answer").text
+    assert page.facts("answer")["Gain over the baseline"].value is not None
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"schema_version": 99}'])
+def test_an_insight_that_cannot_be_used_is_not(copied: Callable[[str], Path], runs: Runs, text: str) -> None:
+    folder = copied("dense")
+    (folder / "insight.json").write_text(text)
+    assert read(api.report(folder)).sections == runs("dense").page.sections
+
+
+def test_a_killed_run_is_told_by_its_journal(runs: Runs) -> None:
+    made = runs("killed")
+    assert "goes on, or was killed" in made.page.section("answer").text
+    assert len(made.page.rows("trials", "All trials")) == 2
+    assert not (made.folder / "result.json").exists()
+
+
+def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Path], runs: Runs) -> None:
+    folder = copied("resumed")
+    shutil.copy(runs("interrupted").folder / "result.json", folder)
+    page = read(api.report(folder))
+    assert "goes on, or was killed" in page.section("answer").text
+    finished = runs("resumed").result
+    assert len(page.rows("trials", "All trials")) == len(finished["trials"]) + len(finished["repeats"])
+    assert page.facts("answer")["Gain over the baseline"].value == finished["gain"]
+
+
+def test_a_resumed_run_is_told_like_one_that_was_never_interrupted(runs: Runs) -> None:
+    page = runs("resumed").page
+    assert "goes on" not in page.section("answer").text
+    assert len(page.rows("trials", "All trials")) > len(runs("interrupted").page.rows("trials", "All trials"))
+
+
+def test_a_run_without_any_trial_is_told(copied: Callable[[str], Path]) -> None:
+    folder = copied("killed")
+    (folder / "journal.log").unlink()
+    page = read(api.report(folder))
+    assert "No trial has ended" in page.section("answer").text
+    assert "No trial has ended" in page.section("trials").text
+
+
+def test_a_page_that_cannot_be_made_loses_no_run(
+    tmp_path: Path,
+    project: object,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*given: object) -> str:
+        raise ZeroDivisionError("of the page")
+
+    monkeypatch.setattr(reporting, "as_html", broken)
+    found = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")  # type: ignore[attr-defined]
+    assert not found.reported
+    assert found.plan.best is not None
+    assert (tmp_path / "run" / "result.json").exists()
+    assert "report.html was not written (ZeroDivisionError: of the page)" in caplog.text
+
+
+def test_logs_that_are_gone_are_said_to_be(copied: Callable[[str], Path]) -> None:
+    folder = copied("dense")
+    shutil.rmtree(folder / "trials")
+    assert "Its logs are empty, or are not there any more." in api.report(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 1}'])
+def test_a_result_that_cannot_be_read_is_one_line(copied: Callable[[str], Path], text: str) -> None:
+    folder = copied("dense")
+    (folder / "result.json").write_text(text)
+    with pytest.raises(RunError, match=r"result\.json cannot be read"):
+        api.report(folder)
+
+
+def test_a_folder_without_a_run_is_one_line(flag: Flag, tmp_path: Path) -> None:  # noqa: F811
+    for where in (tmp_path, tmp_path / "none"):
+        ran = flag("report", str(where))
+        assert ran.code == 2
+        assert ran.err.startswith("flag: ")
+        assert len(ran.err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_says_where_the_page_is(flag: Flag, copied: Callable[[str], Path]) -> None:  # noqa: F811
+    folder = copied("dense")
+    (folder / "report.html").unlink()
+    ran = flag("report", str(folder))
+    assert ran.code == 0
+    assert ran.out.strip() == str(folder / "report.html")
+    assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_markdown_goes_to_stdout_or_to_a_file(flag: Flag, runs: Runs, tmp_path: Path) -> None:  # noqa: F811
+    folder = str(runs("dense").folder)
+    assert flag("report", folder, "--format", "markdown").out == runs("dense").markdown
+    ran = flag("report", folder, "--format", "markdown", "--output", "page.md")
+    assert ran.out.strip() == "page.md"
+    assert (tmp_path / "page.md").read_text() == runs("dense").markdown
+    assert flag("report", folder, "-o", "no/such/folder.html").code == 2
+
+
+def test_a_tune_says_where_the_page_is(flag: Flag, project: object) -> None:  # noqa: F811
+    spec = project.spec(control={"max_trials": 1, "repeats": 0})  # type: ignore[attr-defined]
+    ran = flag("tune", spec, "--run-dir", "here")
+    assert ran.code == 0
+    assert "here/report.html" in ran.err
