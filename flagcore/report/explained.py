@@ -48,8 +48,13 @@ PARTS = {
     "pp_comm_s": "pipeline exchange",
     "dp_comm_exposed_s": "gradient exchange",
     "optimizer_s": "optimizer",
+    "queue_s": "queue",
+    "prefill_s": "prefill",
+    "decode_s": "decode",
+    "collectives_s": "collectives",
+    "host_s": "host",
 }
-"""What reports call the parts of a step."""
+"""What reports call the parts of a step, and of a request that is served."""
 
 VERDICT = {True: "; it fits", False: "; it does not fit", None: "; nobody knows how much the device has"}
 
@@ -67,13 +72,13 @@ LATENCIES_IN_WORDS = {
     "e2e_s": "whole answer (e2e)",
 }
 PARTS_IN_WORDS = {
-    "queue_s": ("queue", "waiting for a place, and for the prompts of others"),
-    "prefill_s": ("prefill", "computing its own prompt"),
-    "decode_s": ("decode", "computing its answer, token by token"),
-    "collectives_s": ("collectives", "messages between devices"),
-    "host_s": ("host", "scheduling, sampling, launching, and the HTTP front end"),
+    "queue_s": "waiting for a place, and for the prompts of others",
+    "prefill_s": "computing its own prompt",
+    "decode_s": "computing its answer, token by token",
+    "collectives_s": "messages between devices",
+    "host_s": "scheduling, sampling, launching, and the HTTP front end",
 }
-"""What reports call the parts of a request's time, and what they are."""
+"""What the parts of a request's time are."""
 
 
 def explained(record: Mapping[str, Any]) -> str:
@@ -95,8 +100,10 @@ def served_text(record: Mapping[str, Any]) -> str:
     time = record.get("time", {})
     whole = sum(time.values())
     if whole > 0.0:
-        told = [(PARTS_IN_WORDS.get(name, (name, "")), seconds) for name, seconds in time.items()]
-        shares = [[name, _number(seconds), f"{seconds / whole:.1%}", words] for (name, words), seconds in told]
+        shares = [
+            [PARTS.get(name, name), _number(seconds), f"{seconds / whole:.1%}", PARTS_IN_WORDS.get(name, "")]
+            for name, seconds in time.items()
+        ]
         head = f"A request takes ~{_number(whole)} s in the mean:"
         parts.append(f"{head}\n{table(['part', '~s', 'share', 'what it is'], shares)}")
     elif record.get("reason"):

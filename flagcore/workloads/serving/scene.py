@@ -19,10 +19,14 @@ from flagcore.physics.serving.steady import ClosedLoop, steady
 from flagcore.physics.serving.work import Overheads, Split
 from flagcore.workloads.serving.engines.contract import Settings
 from flagcore.workloads.serving.engines.unequal import Parts
-from flagcore.workloads.serving.expected import Expected
+from flagcore.workloads.serving.expected import MOST_REQUESTS, Expected
 
 MOST_SIMULATED = 4096
 """Of more candidates the best in closed form are simulated; the others are told by how these differ from it."""
+
+MOST_WORK = 150_000
+"""Requests in all that are simulated, as long as that is more than `FEWEST_SIMULATED` candidates."""
+FEWEST_SIMULATED = 64
 
 ENDLESS = 1e15
 """Tokens of a cache that no load fills."""
@@ -68,9 +72,11 @@ def expected_figures(scene: Scene) -> dict[str, FloatArray]:
             alike.setdefault(tuple(_key(scene, loads, row) for row in kinds), []).append(candidate)
     table = {name: np.full(scene.kinds.size, np.nan) for name in NAMES}
     firsts = np.array([rows[0] for rows in alike.values()], dtype=np.int64)
-    few = firsts.size <= MOST_SIMULATED
+    requests = sum(min(load.input_len.size, MOST_REQUESTS) for load in loads)
+    most = min(MOST_SIMULATED, max(FEWEST_SIMULATED, MOST_WORK // requests))
+    few = firsts.size <= most
     bases = {} if few else _in_closed_form(scene, _telling(scene, loads))
-    chosen = firsts if few else _promising(scene, bases, firsts)
+    chosen = firsts if few else _promising(scene, bases, firsts, most)
     wanted = set(chosen.tolist())
     for keys, rows in alike.items():
         if rows[0] in wanted:
@@ -186,10 +192,10 @@ def _in_closed_form(scene: Scene, expected: Expected) -> dict[str, FloatArray]:
     return {name: whole.get(name.partition(".")[0], rate) for name in NAMES}
 
 
-def _promising(scene: Scene, bases: Mapping[str, FloatArray], firsts: IntArray) -> IntArray:
+def _promising(scene: Scene, bases: Mapping[str, FloatArray], firsts: IntArray, most: int) -> IntArray:
     """Return the rows whose objective is best in closed form."""
     name = figure_name(scene.objective)
     base = bases.get(name, bases["output_tokens_per_s"])[firsts]
     if name.endswith("per_device"):
         base = base / scene.kinds.total(scene.settings.devices)[firsts]
-    return firsts[np.argsort(-base if name in RATES else base, kind="stable")[:MOST_SIMULATED]]
+    return firsts[np.argsort(-base if name in RATES else base, kind="stable")[:most]]
