@@ -16,6 +16,7 @@ from flagcore import plugins
 from flagcore.api.telling import loaded_plugins, parsed, tell_of_problem
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.problem import Problem, fastest, must_fit, must_launch, pose
@@ -58,6 +59,9 @@ def probe(
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
     spec, given = _spec(Path(spec_file), candidate, without)
+    if isinstance(spec.work, ServeSpec):
+        fix = "predict servers with `flag estimate`, measure them with `flag tune`"
+        raise UsageError(f"{spec_file} serves, and a probe plays ranks of training; {fix}")
     if spec.cluster.groups:
         raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
     if chip is not None:

@@ -12,7 +12,9 @@ from flagcore.api.calibrated import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import Workload
 from flagcore.domain.chip import Support
+from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
+from flagcore.errors import FlagError, NoDevice
 from flagcore.plugins import LoadedPlugins, load_plugins
 from flagcore.problem import Problem, shut_knobs
 from flagcore.spec import parse_spec
@@ -49,8 +51,8 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 def tell_of_problem(problem: Problem, workload: Workload) -> None:
     """Warn of an engine that nobody has said to work on the chip, of variables to which the user gives other values
-    than plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, and of settings that do
-    nothing.
+    than plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
+    nothing, and of flags that nobody could check.
     """
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
@@ -61,6 +63,21 @@ def tell_of_problem(problem: Problem, workload: Workload) -> None:
     tell(problem.pruned.broken_rules)
     if isinstance(task.spec.work, TrainSpec):
         tell(unused_in_space(task.spec.work.settings, task.spec.space))
+    if isinstance(task.spec.work, ServeSpec):
+        tell(_unchecked(task.spec.work, task.spec, workload))
+
+
+def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
+    """Return that flags of an engine are not checked, if it is not installed here."""
+    if not serve.engine_args:
+        return []
+    try:
+        workload.ready(spec)
+    except NoDevice as error:
+        return [f"serve.engine_args ({', '.join(serve.engine_args)}) are not checked: {error}"]
+    except FlagError:
+        pass
+    return []
 
 
 def tell(problems: Iterable[object]) -> None:

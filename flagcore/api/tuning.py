@@ -108,6 +108,9 @@ def _tune(
         name = directory.claim(task_of(data, problem), fixed)
         store = OptunaStore(directory.path, problem.space.choices, run=name, objective=spec.objective, url=storage)
         _not_a_step_down(store, spec.control, directory.path)
+        if kept := len(store.trials()):
+            many = f"{kept} trial{'s' if kept > 1 else ''}"
+            tell([f"{directory.path} goes on with the {many} that it has; --new starts afresh"])
         write(directory.path / "spec.yaml", as_yaml(anywhere(data, file.parent)) + "\n")
         return store
 

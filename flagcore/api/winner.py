@@ -6,11 +6,12 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flagcore.api.attending import serve
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
@@ -83,20 +84,27 @@ def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, A
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
 
 
-def run_best(run_dir: Path | str, *, stdout: int | None = None) -> NoReturn:
+def run_best(
+    run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
+) -> NoReturn:
     """Become the best configuration of a run, for real: this process is replaced by it.
 
-    `stdout` is a file descriptor for its output. Raises RunError if the run has no best configuration,
+    Servers it starts instead, and ends with them; they end with it, however that is. `on_ready` is told their URL when
+    they can be asked. `stdout` is a file descriptor for output. Raises RunError if the run has no best configuration,
     UsageError if it cannot be started.
     """
     file = Path(run_dir) / "best" / "launch.json"
     try:
         launch = json.loads(file.read_text(encoding="utf-8"))
         argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
+        ready = tuple(map(str, launch.get("ready", ())))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
         raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
     sys.stdout.flush()
+    if ready:
+        server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
+        sys.exit(serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
     try:

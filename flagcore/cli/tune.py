@@ -77,7 +77,7 @@ def tune_command(
         page = f"look at {found.run_dir / api.REPORT}; " if found.reported else ""
         options.say(f"Kept in {found.run_dir}; {page}{start}.")
     if found.run_best:
-        api.run_best(found.run_dir, stdout=2)
+        api.run_best(found.run_dir, stdout=2, on_ready=_ready)
 
 
 @click.command("run")
@@ -87,10 +87,17 @@ def run_command(run: str) -> None:
 
     This process becomes it. flagcore's own trial program trains `train_iters` steps on generated tokens; a
     `train.command` of yours is started without the flags that cut a trial short.
+
+    Servers are started beside this process, which says when and where they are ready; they end with it, however it
+    ends.
     """
     from flagcore import api
 
-    api.run_best(run)
+    api.run_best(run, on_ready=_ready)
+
+
+def _ready(url: str) -> None:
+    options.say(f"flag: ready at {url}")
 
 
 SERVED_COLUMNS = {

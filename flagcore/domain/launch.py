@@ -14,7 +14,8 @@ class Launch:
 
     `folder` receives `stdout.log`, `stderr.log`, `launch.json` and whatever the program writes.
     `environment` is added to the launcher's own. `memory_limit_bytes` bounds the whole tree of
-    processes on one node (None: no limit), `timeout_seconds` its wall-clock time.
+    processes on one node (None: no limit), `timeout_seconds` its wall-clock time. `ready` are URLs of a server that is
+    started for users: it is ready when all of them answer 200, and is reached at the root of the first.
     """
 
     argv: tuple[str, ...]
@@ -24,6 +25,7 @@ class Launch:
     timeout_seconds: float = 300.0
     memory_limit_bytes: int | None = None
     disk_limit_bytes: int = 2 << 30
+    ready: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

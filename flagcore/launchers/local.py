@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import BinaryIO
 
@@ -168,6 +168,27 @@ class LocalLauncher:
 
 LAUNCHER = LocalLauncher()
 
+NOWHERE = "/dev/null/none"
+"""A folder that cannot be: nothing is written there, and no disk is watched."""
+
+
+def attend(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
+    """Start `launch` for users: output goes to two descriptors, nothing is kept, nothing is bounded.
+
+    It ends when this process does, however that is. Raises LaunchError if it cannot be started.
+    """
+    marker = secrets.token_hex(8)
+    free = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
+    environment = {MARKER: marker, **launch.environment}
+    order = _encode_order(free, environment, NOWHERE, os.path.abspath(launch.directory or launch.folder))
+    running = _start_guard(stdout, stderr, NOWHERE, marker, order)
+    try:
+        running.confirm_start(launch.argv[0])
+    except BaseException:
+        running.close()
+        raise
+    return running
+
 
 def _new_log(folder: str, name: str) -> BinaryIO:
     """Open an empty log. What has its name, a pipe perhaps, is removed first: opening that could wait for ever."""
@@ -225,7 +246,9 @@ def _prepare(launch: Launch, environment: Mapping[str, str], folder: str, direct
     guard.write_json(os.path.join(folder, "launch.json"), record)
 
 
-def _start_guard(stdout: BinaryIO, stderr: BinaryIO, folder: str, marker: str, order: bytes) -> LocalRunning:
+def _start_guard(
+    stdout: BinaryIO | int, stderr: BinaryIO | int, folder: str, marker: str, order: bytes
+) -> LocalRunning:
     """Start a guard that hands its own stdout and stderr to the trial, and give it the order. Raises OSError.
 
     Of all descriptors it gets only its own two pipe ends, and nobody else gets flagcore's: a pipe that another

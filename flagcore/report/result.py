@@ -9,7 +9,7 @@ from flagcore.domain.objective import SERVING, is_rate, told
 from flagcore.domain.plan import Plan, off
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
-from flagcore.report.served import front
+from flagcore.report.served import front, notes
 
 SCHEMA_VERSION = 1
 GIB = 2**30
@@ -42,7 +42,11 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
         "repeats": [trial(each) for each in plan.repeats],
         "probes": [trial(each) for each in plan.probes],
         "slow_devices": slow_devices(plan),
-        **({"front": [nested(point) for point in front(plan)]} if plan.objective in SERVING else {}),
+        **(
+            {"front": [nested(point) for point in front(plan)], "notes": notes(plan)}
+            if plan.objective in SERVING
+            else {}
+        ),
     }
 
 

@@ -20,6 +20,8 @@ SHORT_RATES = {
     "output_tokens_per_s_per_device": "output tok/s/dev",
 }
 FRONT = ("output_tokens_per_s", "tpot_s.p50", "ttft_s.p50", "ttft_s.p99")
+FEWEST = {"p99": 100, "p90": 10}
+"""Requests of which a percentile leaves out at least one."""
 SHORT_LATENCIES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL", "e2e"), strict=True))
 
 
@@ -104,6 +106,23 @@ def limit_lines(plan: Plan) -> list[str]:
     reached = objective_text(plan.objective, told(plan.objective, step)) + (f" at {where}" if where else "")
     why = ", ".join(broken) or "it broke them when it ran again"
     return [*lines, f"  the limits have a price: trial {trial.number} gave {reached}, but {why}"]
+
+
+def notes(plan: Plan) -> list[str]:
+    """Return what is to be known of a plan's figures: percentiles of so few requests that they say little."""
+    best = plan.best or plan.fastest
+    measured = best.measurement if best else None
+    few = (
+        min((point["answered"] for point in measured.points if "answered" in point), default=None) if measured else None
+    )
+    if few is None:
+        return []
+    weak = [name for name, fewest in FEWEST.items() if few < fewest]
+    if not weak:
+        return []
+    told = f"{' and '.join(weak)} are" if len(weak) > 1 else f"{weak[0]} is"
+    need = max(FEWEST[name] for name in weak)
+    return [f"{told} of {few} requests only, hardly more than the slowest of them: num_prompts of {need} or more tell"]
 
 
 def load_text(point: Mapping[str, Any]) -> str:

@@ -54,7 +54,8 @@ def plan_text(plan: Plan) -> str:
         slow_text(plan),
         funnel(plan.counts, plan.fidelity),
     ]
-    return "\n\n".join([*(part for part in parts if part), f"It ended because {plan.stopped_because}."])
+    told = [f"Note: {note}." for note in served.notes(plan)] if served.serves(plan) else []
+    return "\n\n".join([*(part for part in parts if part), *told, f"It ended because {plan.stopped_because}."])
 
 
 def slow_text(plan: Plan) -> str:
@@ -178,7 +179,10 @@ def candidate_line(name: str, record: Mapping[str, Any]) -> str:
 def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return headings and keys of the knobs of some records; those that say nothing in all of them are left out."""
     knobs = dict.fromkeys(knob for record in records for knob in record["candidate"])
-    telling = [knob for knob in knobs if any(_tells(knob, record["candidate"].get(knob)) for record in records)]
+    values = {knob: [record["candidate"].get(knob) for record in records] for knob in knobs}
+    telling = [
+        knob for knob, of in values.items() if any(_tells(knob, one) for one in of) or len(set(map(str, of))) > 1
+    ]
     return {SHORT.get(knob, knob): f"candidate.{knob}" for knob in telling}
 
 

@@ -118,3 +118,10 @@ def test_example_of_1024_devices_is_estimated_and_not_probed_elsewhere(flag: Fla
     assert ran.code == 0, ran.err
     (best,) = json.loads(ran.out)
     assert best["memory"]["fits"] is True
+
+
+def test_servers_are_not_probed_and_the_answer_says_what_to_do(flag: Flag, tmp_path: Path) -> None:
+    ran = flag("probe", "examples/serve-cpu.yaml")
+    assert ran.code == 2
+    assert "serves, and a probe plays ranks of training" in ran.err
+    assert "`flag tune`" in ran.err

@@ -63,3 +63,33 @@ def test_the_table_of_memory_adds_up_to_the_peak_whatever_is_gone_by_then() -> N
         rows = [line.split() for line in explained(RECORD | {"memory": memory}).splitlines()]
         assert ["left", "over", "0", "0.000", "0.000", rest] in rows
         assert ["Total", "1,000,000", "3.000", "5.000", f"{peak - 8:.3f}"] in rows
+
+
+SERVED: dict[str, Any] = {
+    "output_tokens_per_s": 1500.0,
+    "ttft_s": {"mean": 0.1, "p50": 0.09, "p90": 0.2, "p99": 0.3},
+    "objective": {"value": 1500.0, "low": 1000.0, "high": 1800.0},
+    "time": {"queue_s": 0.5, "prefill_s": 0.25, "decode_s": 0.25, "collectives_s": 0.0, "host_s": 0.0},
+    "memory": {
+        "fits": True,
+        "capacity_gib": 80.0,
+        "static_gib": 60.0,
+        "activation_gib": 2.0,
+        "device_used_gib": 70.0,
+        "kv_cache_gib": 40.0,
+        "kv_cache_tokens": 320000.0,
+    },
+}
+
+
+def test_a_server_is_told_in_words_and_units() -> None:
+    text = explained(SERVED)
+    assert "~1,500 output tokens a second" in text
+    assert "A request takes ~1 s in the mean:" in text
+    assert ["queue", "0.5", "50.0%", "waiting", "for", "a", "place,"] in [
+        line.split()[:7] for line in text.splitlines()
+    ]
+    assert "~20.00 GiB of weights, ~2.00 of activations and graphs, ~40.00 of cache" in text
+    assert "320,000 tokens over all instances); ~70.00 of 80.00 GiB are in use; it fits." in text
+    assert "{" not in text
+    assert "_s" not in text

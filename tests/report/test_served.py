@@ -44,6 +44,20 @@ def plan(*trials: Trial, objective: str = OBJECTIVE, limits: dict[str, float] = 
     )
 
 
+def test_percentiles_of_few_requests_are_told_as_such() -> None:
+    def found(answered: int) -> Plan:
+        one = trial(0, 100.0, role=Role.BASELINE)
+        assert one.measurement is not None
+        points = tuple({**point, "answered": answered} for point in one.measurement.points or ({},))
+        return plan(dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, points=points)))
+
+    (note,) = result(found(32), "r")["notes"]
+    assert note.startswith("p99 is of 32 requests only")
+    assert f"Note: {note}." in plan_text(found(32))
+    assert "p99 and p90 are of 8 requests only" in plan_text(found(8))
+    assert result(found(100), "r")["notes"] == []
+
+
 BASELINE = trial(0, 100.0, role=Role.BASELINE)
 
 

@@ -56,7 +56,7 @@ def launch(
     try:
         if for_real:
             common = {**platform.environment, **platform.task.spec.envs}
-            return winner.launch(instances, folder, directory, common)
+            return winner.launch(instances, folder, directory, common, engine.health)
         job = Job(
             engine=where,
             instances=instances,

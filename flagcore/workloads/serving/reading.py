@@ -63,6 +63,8 @@ class _Point:
     def __init__(self, task: Task, data: Mapping[str, Any], devices: int) -> None:
         self.load: Mapping[str, Any] = data["load"]
         repeats = [_figures(repeat["figures"], devices) for repeat in data["repeats"]]
+        counts = [repeat.get("completed") for repeat in data["repeats"]]
+        self.answered = min(counts) if all(isinstance(each, int) for each in counts) else None
         self.figures = {
             name: statistics.median(each[name] for each in repeats)
             for name in repeats[0]
@@ -82,7 +84,8 @@ class _Point:
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain data: the load, then its figures."""
-        return {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None} | self.figures
+        load = {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None}
+        return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
 
 
 def _figures(given: Mapping[str, Any], devices: int) -> dict[str, float]:

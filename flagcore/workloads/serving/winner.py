@@ -20,14 +20,18 @@ BALANCER = "flagcore.workloads.serving.balancer"
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 
 
-def launch(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> Launch:
+def launch(
+    instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str], health: str
+) -> Launch:
     """Return how to start the winner for real. Several instances leave their files in `folder`. Raises OSError.
 
-    `common` is the environment that a launch has besides: containers need it spelt out.
+    `common` is the environment that a launch has besides: containers need it spelt out. `health` is the path that
+    answers 200 when a server is ready.
     """
     if len(instances) == 1:
         only = at_port(instances[0], FRONT_PORT)
-        return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory)
+        ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
+        return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory, ready=ready)
     fixed = [at_port(each, FRONT_PORT + number) for number, each in enumerate(instances, start=1)]
     ports = [FRONT_PORT + number for number in range(1, len(fixed) + 1)]
     Path(folder, NGINX).write_text(nginx_conf(ports), encoding="utf-8")
@@ -35,7 +39,8 @@ def launch(instances: Sequence[Instance], folder: str, directory: str, common: M
     start = Path(folder, START)
     start.write_text(start_script(fixed, folder), encoding="utf-8")
     start.chmod(0o755)
-    return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory)
+    urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
+    return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory, ready=urls)
 
 
 def at_port(instance: Instance, port: int) -> Instance:

@@ -26,7 +26,11 @@ HEAD_BYTES, TAIL_BYTES = 4 << 20, 1 << 20
 LONGEST_LINE = 2000
 NAMED = re.compile(r"\b[A-Za-z_.]*(Error|Exception)\b(: |$)")
 ANY = re.compile(r"\b(error|fatal|abort(ed)?|terminate called|failed|core dumped)\b", re.IGNORECASE)
-HARMLESS = re.compile(r"\b(WARNING|WARN|INFO|DEBUG)\b|Warning: |^\s*(File \"|raise |at /)")
+HARMLESS = re.compile(
+    r"\b(WARNING|WARN|INFO|DEBUG)\b|Warning: |^\s*(File \"|raise |at /)"
+    r"|(?i:\b(falling back|ignored|ignoring|deprecated|skipping|retrying|no errors)\b)"
+)
+"""Lines that speak of an error and are none, or only say where it was."""
 
 
 class TrialFailure(Exception):
@@ -45,14 +49,15 @@ def one_line(text: str) -> str:
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())[: LONGEST_REASON - 30]
 
 
-def log_text(file: Path) -> str:
-    """Return a log, of a long one its beginning and its end; empty if there is none."""
+def log_text(file: Path, begin: int = 0) -> str:
+    """Return a log from byte `begin` on, of a long one its beginning and its end; empty if there is none."""
     try:
         with open_regular(file) as log:
+            log.seek(begin)
             text = log.read(HEAD_BYTES)
-            rest = os.fstat(log.fileno()).st_size - HEAD_BYTES
+            rest = os.fstat(log.fileno()).st_size - begin - HEAD_BYTES
             if rest > 0:
-                log.seek(HEAD_BYTES + max(0, rest - TAIL_BYTES))
+                log.seek(begin + HEAD_BYTES + max(0, rest - TAIL_BYTES))
                 text += b"\n" + log.read(TAIL_BYTES)
             return text.decode("utf-8", errors="replace")
     except OSError:
@@ -78,10 +83,19 @@ def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialStat
     return None, told[-1] if told else ""
 
 
-def died(who: str, how: str, log: Path, patterns: Sequence[FailurePattern]) -> TrialFailure:
-    """Return the failure of a server that ended, `how`, classified by its log."""
-    state, line = first_error(log_text(log), patterns)
-    said = f"; its log: {line}" if line else f"; {log.name} is empty"
+def died(who: str, how: str, log: Path, patterns: Sequence[FailurePattern], since: int = 0) -> TrialFailure:
+    """Return the failure of a server that ended, `how`, classified by its log.
+
+    Of a server that was healthy once, what it wrote from byte `since` on goes before what it said while it started.
+    """
+    state, line = None, ""
+    for begin in dict.fromkeys((since, 0)):
+        text = log_text(log, begin)
+        state, line = first_error(text, patterns)
+        if state is not None or NAMED.search(line) or ANY.search(line):
+            break
+    speaks = state is not None or NAMED.search(line) or ANY.search(line)
+    said = f"; its log{'' if speaks else ' names no error, and ends'}: {line}" if line else f"; {log.name} is empty"
     if state is None and how.endswith("signal 9"):
         return TrialFailure(TrialState.OUT_OF_MEMORY, f"{who} {how}: probably killed by the system{said}")
     state = state if state in WORDS else TrialState.FAILED

@@ -188,7 +188,7 @@ def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFa
     """
     said = found.problems[0] if found.problems else "no reason is known"
     state = MEANS.get(said.partition(":")[0], TrialState.FAILED)
-    if state is TrialState.INVALID and re.match(r"refused: HTTP 5\d\d", said):
+    if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", said):
         state = TrialState.FAILED
     reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {said}"
     until = time.monotonic() + (DYING_SECONDS if state is TrialState.FAILED else 0.0)

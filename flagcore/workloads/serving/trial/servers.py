@@ -47,7 +47,7 @@ class Server:
         self.log = folder / f"instance-{number}.log"
         self.port, self.startup_s = 0, 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
+        self._started, self._healthy_from = 0.0, 0
 
     @property
     def url(self) -> str:
@@ -56,7 +56,7 @@ class Server:
 
     def start(self, directory: str | None) -> None:
         """Start it on a free port. Raises TrialFailure if its program cannot be started."""
-        self.port, self._started = free_port(), time.monotonic()
+        self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
         argv = [word.replace(PORT, str(self.port)) for word in self.instance.argv]
         environment = {name: value.replace(PORT, str(self.port)) for name, value in self.instance.environment.items()}
         usual = os.sched_getaffinity(0)
@@ -99,6 +99,7 @@ class Server:
                 if last == "answer 200":
                     self.must_live("while it started")
                     self.startup_s = time.monotonic() - self._started
+                    self._healthy_from = self.log.stat().st_size
                     return
             elif self._is_taken():
                 raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
@@ -118,7 +119,7 @@ class Server:
         if self.startup_s == 0.0 and self._is_taken():
             raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        raise died(self.name, f"ended {when} with {how}", self.log, self.patterns)
+        raise died(self.name, f"ended {when} with {how}", self.log, self.patterns, self._healthy_from)
 
     def fetch(self, path: str) -> str:
         """Return the text behind a path. Raises OSError, also for an answer that is not 200."""

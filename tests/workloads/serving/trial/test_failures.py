@@ -35,6 +35,7 @@ def test_the_first_line_that_names_a_cause_is_told_not_the_last_that_names_none(
         ("error: no such flag\nValueError: b\n", "ValueError: b"),
         ("ready\nfatal: it broke\nbye\n", "fatal: it broke"),
         ("WARNING: TypeError: harmless\nready\nbye\n", "bye"),
+        ("ImportError: x, falling back to y\nValueError: b\nbye\n", "ValueError: b"),
         ("", ""),
     ],
 )
@@ -62,6 +63,15 @@ def test_of_a_long_log_beginning_and_end_are_read(tmp_path: Path, monkeypatch: p
     assert text.endswith("last line")
     assert len(text) == 31
     assert log_text(tmp_path / "none") == ""
+
+
+def test_of_a_server_that_dies_under_load_what_it_said_then_is_told_and_nothing_harmless(tmp_path: Path) -> None:
+    begun = "ImportError: fast_kernels is not there\nready\n"
+    (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
+    assert "its log: bus error in worker 1" in str(died("instance 0", "ended", tmp_path / "log", (), len(begun)))
+    (tmp_path / "log").write_text("listening\nerrors are ignored\nPOST /v1/completions 200\n")
+    told = str(died("instance 0", "ended with signal 11", tmp_path / "log", ()))
+    assert "its log names no error, and ends: POST /v1/completions 200" in told
 
 
 def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Servers for users: started, told when they are ready, and ended with this process."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from urllib.parse import urlsplit
+
+from flagcore.domain.launch import Launch
+from flagcore.errors import LaunchError, UsageError
+from flagcore.launchers.local import attend
+
+PERIOD_SECONDS = 0.5
+ANSWER_SECONDS = 2.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:
+    """Run servers to their end and return their exit status, 128 and the signal's number where one ended them.
+
+    `on_ready` is told where they are reached once all of `launch.ready` answer 200. Raises UsageError if they cannot
+    be started, or a port of theirs is taken.
+    """
+    taken = [url for url in launch.ready if _listens(url)]
+    if taken:
+        port = urlsplit(taken[0]).port
+        raise UsageError(f"port {port} is taken by another program; end that first, or start best.sh elsewhere")
+    try:
+        running = attend(launch, stdout, 2)
+    except (LaunchError, OSError) as error:
+        raise UsageError(str(error)) from None
+    told = False
+    try:
+        while (ended := running.wait(PERIOD_SECONDS)) is None:
+            if not told and _answer(launch.ready):
+                told = True
+                on_ready("{0.scheme}://{0.netloc}".format(urlsplit(launch.ready[0])))
+    except BaseException:
+        running.stop()
+        raise
+    return ended.code if ended.code >= 0 else 128 - ended.code
+
+
+def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=ANSWER_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _answer(urls: Iterable[str]) -> bool:
+    """Return whether all URLs answer 200."""
+    try:
+        for url in urls:
+            with DIRECT.open(url, timeout=ANSWER_SECONDS) as answer:
+                if answer.status != 200:
+                    return False
+    except (OSError, ValueError):
+        return False
+    return True

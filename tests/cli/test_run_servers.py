@@ -1,0 +1,97 @@
+"""`flag run` of servers: when they are ready, and that nothing outlives it. Real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SERVER = """
+import os, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if time.monotonic() > began + 0.7 else 503)
+        self.end_headers()
+    def log_message(self, *_): ...
+began = time.monotonic()
+if os.fork() == 0:
+    os.setsid()
+    time.sleep(600)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A run's folder whose best is a server with a child in a session of its own, and its port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "best").mkdir()
+    (tmp_path / "server.py").write_text(SERVER)
+    launch = {
+        "argv": [sys.executable, str(tmp_path / "server.py"), str(port)],
+        "environment": {},
+        "directory": str(tmp_path),
+        "ready": [f"http://127.0.0.1:{port}/health"],
+    }
+    (tmp_path / "best" / "launch.json").write_text(json.dumps(launch))
+    yield tmp_path, port
+    for each in left(tmp_path):
+        each.kill()
+
+
+def left(folder: Path) -> list[psutil.Process]:
+    name = str(folder / "server.py")
+    return [each for each in psutil.process_iter(["cmdline"]) if name in (each.info["cmdline"] or ())]
+
+
+def started(folder: Path) -> subprocess.Popen[bytes]:
+    code = "from flagcore.cli import main; main()"
+    return subprocess.Popen([sys.executable, "-c", code, "run", str(folder)], stderr=subprocess.PIPE)
+
+
+def ready_line(process: subprocess.Popen[bytes]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline().decode().strip()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 130)])
+def test_servers_are_told_when_they_are_ready_and_end_with_the_command(
+    run: tuple[Path, int], number: signal.Signals, code: int
+) -> None:
+    folder, port = run
+    process = started(folder)
+    assert ready_line(process) == f"flag: ready at http://127.0.0.1:{port}"
+    assert len(left(folder)) == 2
+    os.kill(process.pid, number)
+    assert process.wait(30) == code
+    until = time.monotonic() + 20
+    while left(folder) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left(folder)
+
+
+def test_a_server_that_ends_ends_the_command_with_its_status(run: tuple[Path, int]) -> None:
+    folder, _ = run
+    (folder / "server.py").write_text("raise SystemExit(7)")
+    assert started(folder).wait(30) == 7
+
+
+def test_a_port_that_is_taken_is_told_and_its_owner_is_not_taken_for_the_server(run: tuple[Path, int]) -> None:
+    folder, port = run
+    with socket.create_server(("127.0.0.1", port)):
+        process = started(folder)
+        assert ready_line(process).startswith(f"flag: port {port} is taken by another program")
+        assert process.wait(30) == 2
+    assert not left(folder)
