@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.chip import Support
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
-from flagcore.errors import FlagError, NoDevice
+from flagcore.errors import FlagError
 from flagcore.plugins import LoadedPlugins, load_plugins
 from flagcore.problem import Problem, shut_knobs
 from flagcore.spec import parse_spec
@@ -69,15 +70,15 @@ def tell_of_problem(problem: Problem, workload: Workload) -> None:
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
     """Return that flags of an engine are not checked, if it is not installed here."""
-    if not serve.engine_args:
+    engine = getattr(workload, "engine", None)
+    if not serve.engine_args or engine is None:
         return []
     try:
-        workload.ready(spec)
-    except NoDevice as error:
-        return [f"serve.engine_args ({', '.join(serve.engine_args)}) are not checked: {error}"]
+        found = engine.version(replace(spec, work=replace(serve, engine_version=None)))
     except FlagError:
-        pass
-    return []
+        found = ""
+    flags = ", ".join(serve.engine_args)
+    return [] if found else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
 
 
 def tell(problems: Iterable[object]) -> None:

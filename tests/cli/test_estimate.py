@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.cli.conftest import FLAG, Project, Ran
 
@@ -434,3 +436,16 @@ def test_a_file_of_jobs_is_no_spec(flag: Flag, tmp_path: Path) -> None:
     ran = flag("estimate", jobs(tmp_path, JOB))
     assert (ran.code, ran.out) == (2, "")
     assert "give it to --jobs" in ran.err
+
+
+@pytest.mark.skipif(shutil.which("vllm") is not None, reason="vLLM is installed")
+def test_flags_of_an_engine_that_is_not_installed_are_said_to_be_unchecked(flag: Flag, tmp_path: Path) -> None:
+    spec = yaml.safe_load((Path(__file__).parents[2] / "examples" / "serve-vllm-cpu.yaml").read_text())
+    serve = {**spec["serve"], "engine_args": {"no-such-flag": 3}}
+    for key in ("command", "weights"):
+        serve.pop(key, None)
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump({**spec, "serve": serve}))
+    ran = flag("estimate", str(file))
+    assert ran.code == 0, ran.err
+    assert "serve.engine_args (no-such-flag): not checked, vllm is not installed here" in ran.err

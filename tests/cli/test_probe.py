@@ -120,8 +120,8 @@ def test_example_of_1024_devices_is_estimated_and_not_probed_elsewhere(flag: Fla
     assert best["memory"]["fits"] is True
 
 
-def test_servers_are_not_probed_and_the_answer_says_what_to_do(flag: Flag, tmp_path: Path) -> None:
-    ran = flag("probe", "examples/serve-cpu.yaml")
+def test_servers_are_not_probed_and_the_answer_says_what_to_do(flag: Flag) -> None:
+    ran = flag("probe", str(Path(__file__).parents[2] / "examples" / "serve-cpu.yaml"))
     assert ran.code == 2
     assert "serves, and a probe plays ranks of training" in ran.err
     assert "`flag tune`" in ran.err
