@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
@@ -119,7 +118,7 @@ def _estimate_spec(
 ) -> None:
     from flagcore import api
     from flagcore.report.formats import render
-    from flagcore.report.narrow import fitted
+    from flagcore.report.narrow import candidates_table
     from flagcore.report.text import candidate_columns, candidate_line, funnel
 
     number = _number(explain)
@@ -140,11 +139,11 @@ def _estimate_spec(
         )
     figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
     knobs = candidate_columns(found.candidates)
-    if form == "table":
-        width = shutil.get_terminal_size((0, 0)).columns  # nobody's lines are cut where there is no terminal
-        click.echo(fitted(found.candidates, knobs, figures, width))
-    else:
-        click.echo(render(found.candidates, form, {"#": "number", **knobs, **figures}))
+    click.echo(
+        candidates_table(found.candidates, knobs, figures)
+        if form == "table"
+        else render(found.candidates, form, {"#": "number", **knobs, **figures})
+    )
     if form == "table":
         options.say("\n" + candidate_line("baseline", found.baseline) + "\n\n" + funnel(found.counts))
         options.say(f"\nPredicted {found.runs}.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.report.narrow import fitted
+from flagcore.report.formats import fitted
+from flagcore.report.narrow import candidates_table
 from flagcore.report.text import candidate_columns
 
 RECORDS = [
@@ -17,17 +18,18 @@ RECORDS = [
 FIGURES = {"~output tok/s": "rate", "~used GiB": "used"}
 
 
-def told(width: int) -> str:
-    return fitted(RECORDS, candidate_columns(RECORDS), FIGURES, width)
+def told(width: int | None) -> str:
+    with fitted(width):
+        return candidates_table(RECORDS, candidate_columns(RECORDS), FIGURES)
 
 
 def test_a_table_that_fits_has_a_column_a_knob() -> None:
-    assert told(0) == told(200)
-    assert "max_num_batched_tokens" in told(0).splitlines()[0]
+    assert told(None) == told(200)
+    assert "max_num_batched_tokens" in told(None).splitlines()[0]
 
 
 def test_a_narrow_terminal_gets_configurations_below_the_figures() -> None:
-    for width in (20, 40, 60):
+    for width in (20, 30, 40):
         lines = told(width).splitlines()
         assert max(map(len, lines)) <= max(width, len("   max_num_batched_tokens"))
         assert all(f"{record['number']}" in told(width) for record in RECORDS)
@@ -38,5 +40,5 @@ def test_candidates_that_differ_have_rows_that_differ() -> None:
     two = [
         {**each, "candidate": {"enforce_eager": value}} for each, value in zip(RECORDS[:2], (None, False), strict=True)
     ]
-    rows = {line[1:] for line in fitted(two, candidate_columns(two), FIGURES, 0).splitlines()[2:]}
+    rows = {line[1:] for line in candidates_table(two, candidate_columns(two), FIGURES).splitlines()[2:]}
     assert len(rows) == 2
