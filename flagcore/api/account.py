@@ -85,11 +85,10 @@ def account(found: Known, name: str) -> Account:
     """Return all that is known of a candidate by its name, see `explain_candidate`. Raises UsageError."""
     typed, columns = named_columns(found, name)
     space = found.problem.space
-    meant = canonical(columns, found.workload.merges(found.task))
-    same = as_candidate(space.axes, meant)
-    asked = as_candidate(space.axes, columns)
-    row = space.find(same)
     rules = broken_here(found.problem, found.workload, columns)
+    meant = columns if rules else canonical(columns, found.workload.merges(found.task))
+    same, asked = as_candidate(space.axes, meant), as_candidate(space.axes, columns)
+    row = None if rules else space.find(same)
     predicted = None if rules else found.record(meant)
     tried = [trial for trial in all_trials(found) if trial.candidate == same]
     state, because, taught = state_of(found, same, row, tried, rules, predicted)

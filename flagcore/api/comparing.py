@@ -15,11 +15,12 @@ from flagcore.api.nearby import differing
 from flagcore.api.posing import Known, known
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.noise import noise
+from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
 from flagcore.report.compared import compared_text
-from flagcore.report.explained import memory_parts
+from flagcore.report.explained import memory_parts, part_name
 from flagcore.report.formats import lookup
 from flagcore.report.notebook import as_html
 from flagcore.store.directory import differences
@@ -236,10 +237,11 @@ def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
         lines.append(f"measured {gap:+.1%} in time, predicted {expected:+.1%}")
         if sure == SURELY and (gap > 0) != (expected > 0):
             return [*lines, "the prediction has it the other way round, so its parts do not explain the gap"]
-    total = second / b.unit - first / a.unit
-    shares = {name: (y / b.unit - x / a.unit) for name, (x, y) in time.items()}
+    shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
+    total = sum(shares.values())
     order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))
     if total and order:
-        several = [f"{name} {shares[name] * a.unit:+.3g} s" for name in order[:3]]
-        lines.append(f"of the predicted {total * a.unit:+.3g} s most is {', '.join(several)}")
+        several = ", ".join(f"{part_name(name)} {shares[name]:+.3g} s" for name in order[:3])
+        whose = "of a request's time" if a.known.task.spec.objective in SERVING else "of a step"
+        lines.append(f"predicted are {total:+.3g} s {whose}, most of it {several}")
     return lines

@@ -79,8 +79,9 @@ def _outside(found: Known, candidate: Candidate) -> list[str]:
     for axis in found.problem.space.axes:
         value = candidate.as_dict()[axis.knob]
         if value not in (*axis.values, axis.neutral, *axis.also):
-            few = ", ".join(str(each) for each in axis.values[:12]) + (", ..." if len(axis.values) > 12 else "")
-            lines.append(f"not in the space: {axis.knob} = {value} is none of {few}")
+            few = ", ".join("unset" if each is None else str(each) for each in axis.values[:12])
+            more = ", ..." if len(axis.values) > 12 else ""
+            lines.append(f"not in the space: {axis.knob} = {value} is none of {few}{more}")
     return lines
 
 

@@ -59,6 +59,8 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
         if off or (value is None and axis.is_flag):
             values: dict[str, KnobValue] = {axis.knob: not off}
         elif axis.knob == "use_recompute" and value is not None and value.casefold() not in (*YES, *NO):
+            if len(value.split()) > len(RECOMPUTE):
+                raise UsageError(f"{part}: give {', '.join(RECOMPUTE)}, in this order, and no more")
             how = zip(RECOMPUTE, value.split(), strict=False)
             values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in how}
         else:

@@ -7,10 +7,10 @@ from typing import Any
 
 from flagcore.domain.objective import SERVING, told
 from flagcore.domain.serving import LATENCIES
-from flagcore.report.explained import PARTS, memory_parts
-from flagcore.report.formats import lookup
+from flagcore.report.explained import memory_parts, part_name
+from flagcore.report.formats import lookup, shown
 from flagcore.report.served import name_of, objective_text
-from flagcore.report.text import SHORT, values_text
+from flagcore.report.text import RECOMPUTE, SHORT, values_text
 
 CHANGES = {
     "allowed": "smallest change that may be tried",
@@ -37,9 +37,16 @@ def seconds_text(objective: str, seconds: float) -> str:
 
 def differs_text(differs: Mapping[str, Any]) -> str:
     """Return the knobs in which another candidate differs, with the value of each."""
-    return ", ".join(
-        f"{SHORT.get(knob, knob)} {_shown(own)} -> {_shown(other)}" for knob, (own, other) in differs.items()
-    )
+    left = {knob: pair for knob, pair in differs.items() if knob not in RECOMPUTE or "use_recompute" not in differs}
+    lines = []
+    for knob, pair in left.items():
+        values = [_value(value) for value in pair]
+        if knob == "use_recompute":
+            how = [differs[each] for each in RECOMPUTE if each in differs]
+            words = [" ".join(str(each[place]) for each in how if each[place] is not None) for place in (0, 1)]
+            values = [word or plain for word, plain in zip(words, values, strict=True)]
+        lines.append(f"{SHORT.get(knob, knob)} {values[0]} -> {values[1]}")
+    return ", ".join(lines)
 
 
 def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
@@ -55,14 +62,15 @@ def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"Predicted: {used}; {predicted.get('reason', 'no time')}"
     else:
         bounds = predicted.get("objective", step)
-        within = f"(80%: {bounds['low']:,.4g} to {bounds['high']:,.4g})"
+        within = f"(80%: {shown(bounds['low'])} to {shown(bounds['high'])})"
         yield f"Predicted: ~{seconds_text(objective, step['value'])} {within}, {used}"
     latencies = {name: lookup(predicted, f"{name}.p50") for name in LATENCIES}
     if told_of := [f"{name_of(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
         yield "  p50: " + ", ".join(told_of)
-    parts = {PARTS.get(name, name): seconds for name, seconds in predicted.get("time", {}).items() if seconds}
+    parts = {part_name(name): seconds for name, seconds in predicted.get("time", {}).items() if seconds}
     if parts:
-        yield "  time: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
+        whose = "a request's time" if "objective" in predicted else "time"
+        yield f"  {whose}: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items())
     yield "  memory: " + ", ".join(f"{name} {gib:.3g}" for name, gib in memory_parts(memory).items()) + " GiB"
 
 
@@ -102,7 +110,7 @@ def _changes(account: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {names[what]}: {differs_text(change['differs'])}: {time}{gain}, ~{used:.3g} GiB{ran}"
 
 
-def _shown(value: object) -> str:
+def _value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "unset" if value is None else str(value)

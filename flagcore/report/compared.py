@@ -7,10 +7,13 @@ from typing import Any
 
 from flagcore.domain.objective import SERVING, told
 from flagcore.report.account import differs_text
-from flagcore.report.explained import PARTS
+from flagcore.report.explained import part_name
 from flagcore.report.formats import lookup, shown, table
 from flagcore.report.served import heading, name_of
 from flagcore.report.text import values_text
+
+SAME = 1e-9
+"""Figures that differ by no more than this share are the same."""
 
 VERDICTS = {
     "surely": "surely: more than its runs differ",
@@ -54,7 +57,7 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
     if any(steps):
         yield _row(f"~{name}", [_figure(objective, step) for step in steps])
     for part, pair in both["time"].items():
-        yield _row(f"~  {PARTS.get(part, part)} s", pair)
+        yield _row(f"~  {part_name(part)} s", pair)
     for figure, pair in both["figures"].items():
         yield _row(f"~{name_of(figure)} s", pair)
     needed = [lookup(side, "predicted.memory.device_used_gib") for side in sides]
@@ -79,4 +82,6 @@ def _row(name: str, pair: Sequence[float | None]) -> list[str]:
     cells = [name, *("-" if figure is None else shown(figure) for figure in (a, b))]
     if a is None or b is None:
         return [*cells, "-", "-"]
+    if abs(b - a) <= SAME * abs(a):
+        return [*cells, "0", "0.0%"]
     return [*cells, f"{b - a:+.3g}", f"{b / a - 1.0:+.1%}" if a else "-"]

@@ -81,6 +81,11 @@ PARTS_IN_WORDS = {
 """What the parts of a request's time are."""
 
 
+def part_name(part: str) -> str:
+    """Return what reports call a part of a step, or of a request's time."""
+    return PARTS.get(part) or PARTS_IN_WORDS.get(part, (part, ""))[0]
+
+
 def explained(record: Mapping[str, Any]) -> str:
     """Return a prediction with its model's parts as text. What is not known is said to be unknown."""
     if record.get("status", "ok") != "ok":

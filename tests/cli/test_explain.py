@@ -34,6 +34,9 @@ def test_illegal_candidate_is_told_with_its_rule_its_values_and_the_smallest_leg
     assert (rule["rule"], rule["values"]) == ("global_batch_size", {"data_parallel_size": 2, "micro_batch_size": 3})
     assert account["predicted"] is None
     assert account["changes"]["allowed"]["differs"] == {"micro_batch_size": [3, 2]}
+    merged = told(project.spec(), "dp=2, ep=2")  # a dense model has no experts, and asking for them is illegal
+    assert (merged["state"], merged["candidate"]["expert_model_parallel_size"]) == ("illegal", 2)
+    assert merged["changes"]["allowed"]["differs"] == {"expert_model_parallel_size": [2, 1]}
 
 
 def test_value_that_the_space_lacks_is_told_and_predicted_all_the_same(
@@ -78,6 +81,7 @@ def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, 
         "sp=3": "is neither true nor false",
         "tp=1,TP=2": "given twice",
         "0": "those that are left are 1 to 7",
+        "recompute full uniform 1 2": "and no more",
         " , ": "names no knob; knobs: data_parallel_size (DP)",
     }.items():
         ran = flag("explain", project.spec(), wrong)

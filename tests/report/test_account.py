@@ -1,0 +1,42 @@
+"""One candidate, and how two differ, as people read it."""
+
+from __future__ import annotations
+
+from flagcore.report.account import differs_text, seconds_text
+from flagcore.report.explained import memory_parts, needs_text
+
+
+def test_knobs_of_recompute_are_told_as_one() -> None:
+    on = {"use_recompute": (False, True), "recompute_granularity": (None, "full"), "recompute_method": (None, "block")}
+    assert differs_text({"micro_batch_size": (1, 2), **on}) == "MBS 1 -> 2, recompute off -> full block"
+    assert differs_text({knob: pair[::-1] for knob, pair in on.items()}) == "recompute full block -> off"
+    assert differs_text({"recompute_method": ("uniform", "block")}) == "method uniform -> block"
+    assert differs_text({"max_num_seqs": (None, 0), "enforce_eager": (None, False)}) == (
+        "max_num_seqs unset -> 0, enforce_eager unset -> off"
+    )
+
+
+def test_seconds_are_told_as_the_objective_means_them() -> None:
+    assert seconds_text("tokens_per_second_per_device", 0.5) == "0.5 s a step"
+    assert seconds_text("output_tokens_per_s", 0.001) == "1,000 output tok/s"
+
+
+def test_parts_of_memory_add_up_for_training_and_for_servers() -> None:
+    training = {
+        "static_gib": 6.0,
+        "activation_gib": 2.0,
+        "peak_allocated_gib": 8.5,
+        "reserved_gib": 9.0,
+        "device_used_gib": 10.0,
+        "capacity_gib": 8.0,
+        "worst_stage": 3,
+        "components": {"ffn": {"params": 1.0, "weights_gib": 2.0, "optimizer_gib": 3.5, "activation_gib": 2.0}},
+    }
+    parts = memory_parts(training)
+    assert sum(parts.values()) == 10.0
+    assert parts["other states"] == 0.5
+    assert needs_text(training).startswith("it needs 10.00 GiB of 8.00 GiB on a device of stage 3: weights 2.00, ")
+    server = {key: figure for key, figure in training.items() if key != "components"} | {"kv_cache_gib": 4.0}
+    assert sum(memory_parts(server).values()) == 10.0
+    assert memory_parts(server)["weights"] == 2.0
+    assert "of stage" not in needs_text(server)
