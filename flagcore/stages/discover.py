@@ -203,7 +203,7 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
         strange = ", ".join(counts) or "no device at all"
         raise NoDevice(
             f"no usable device: found {strange}; install the vendor's plugin (`flag plugins list` shows what is "
-            "installed), or name a chip to plan for"
+            "installed), measure it with `flag calibrate`, or name a chip to plan for"
         )
     return max(known, key=lambda pair: (not plugins.engine_support(pair[0], engine).shared_devices, pair[1]))[0]
 

@@ -106,3 +106,9 @@ def test_a_torch_whose_native_library_crashes_takes_nobody_with_it(
     node(tmp_path, monkeypatch, "metax", *VENDORS)
     (tmp_path / "modules" / "torch.py").write_text("import os\nos.abort()\n")
     assert listed(tmp_path) == {}
+
+
+def test_names_of_older_nvidia_drivers_are_believed_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NAMES, "nvidia", "Tesla V100-SXM2-32GB")
+    node(tmp_path, monkeypatch, "nvidia", "nvidia")
+    assert listed(tmp_path) == {"nvidia": ["Tesla V100-SXM2-32GB"] * 2}

@@ -75,6 +75,6 @@ def own_network(group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
 
 def torch_devices(said: TorchSays | None) -> tuple[Device, ...]:
     """Return the devices that torch lists, if they are NVIDIA's; torch has honoured the visible devices already."""
-    if said is None or said.attributes or not all(each.chip.startswith("NVIDIA ") for each in said.devices):
+    if said is None or said.attributes or not all(smi.sounds(each.chip) for each in said.devices):
         return ()
     return said.devices

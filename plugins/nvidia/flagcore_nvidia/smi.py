@@ -73,7 +73,7 @@ def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
         vendor = line.get("pci.device_id")
         if isinstance(row, str):
             yield row
-        elif not (_sounds(row) if vendor is None else vendor.upper().endswith(PCI_VENDOR)):
+        elif not (sounds(row.device.chip) if vendor is None else vendor.upper().endswith(PCI_VENDOR)):
             foreign.append(row.device.chip)
         elif line.get("mig.mode.current") == "Enabled":
             yield f"GPU {row.device.index} ({row.device.chip}) {INSTANCES}"
@@ -87,7 +87,7 @@ def _listed(text: str) -> Iterator[Row | str]:
     cut = {int(index) for index in re.findall(r"(?m)^GPU +(\d+): .*\n +MIG ", text)}
     for row in listed(text):
         index, name = row.device.index, row.device.chip
-        if not _sounds(row):
+        if not sounds(row.device.chip):
             yield f"device {index} ({name}) is not NVIDIA's"
         else:
             yield f"GPU {index} ({name}) {INSTANCES}" if index in cut else row
@@ -117,7 +117,7 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
             percent=found(r"(\d+)%", parts[2])[0],
         ),
     )
-    if not _sounds(row):
+    if not sounds(row.device.chip):
         return f"device {index} ({name}) is not NVIDIA's, or is lost"
     if "ERR!" in parts[0]:
         return f"GPU {index} ({name}) tells errors (ERR!) instead of its state"
@@ -126,5 +126,6 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
     return row
 
 
-def _sounds(row: Row) -> bool:
-    return _NVIDIA.match(row.device.chip) is not None
+def sounds(name: str) -> bool:
+    """Return whether `name` is one that NVIDIA's driver gives."""
+    return _NVIDIA.match(name) is not None
