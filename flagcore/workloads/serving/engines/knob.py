@@ -94,7 +94,7 @@ class Knob:
             values = tuple(self.value(each, key) for each in asked)
         baseline = self._named(task.spec.baseline or {})
         others = (fixed, self.neutral, *(() if baseline is None else (self.value(baseline, "auto_tuner.baseline"),)))
-        words = {SHARE: SHARES, SPLIT: unequal.words(task)}.get(self.kind, self.words)
+        words = unequal.words(task) if self.kind == SPLIT else SHARES if self.kind == SHARE else self.words
         return Axis(
             knob=self.name,
             values=tuple(dict.fromkeys(values)),
