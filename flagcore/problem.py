@@ -86,6 +86,11 @@ def with_named_knobs(platform: Platform, workload: Workload) -> Platform:
             raise SpecError(key=f"auto_tuner.{where}.{name}", value=named[name], problem=problem, fix=fix)
     for knob in chosen:
         _check_knob(spec, knob)
+    try:
+        workload.axes(replace(task, knobs=chosen))
+    except SpecError as error:
+        more = f"; plugins bring {', '.join(knob.name for knob in known)}" if known else ""
+        raise SpecError(key=error.key, value=error.value, problem=error.problem, fix=error.fix + more) from None
     ours = {name for knob in chosen for choice in knob.choices for name in choice.environment}
     environment = {name: value for name, value in platform.environment.items() if name not in ours}
     return replace(platform, task=replace(task, knobs=chosen), knobs=known, environment=environment)

@@ -18,6 +18,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.plugin_knob import WHOLE_STEP, Factor, Need, PluginChoice, PluginKnob
 from flagcore.domain.prediction import Components, Predictions, RankPrediction
+from flagcore.domain.serving import LATENCIES, RATES
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement
@@ -239,6 +240,7 @@ def _with_time(found: Predictions, part: str, factor: Factor) -> Predictions:
         time_s = {name: seconds * factor.value for name, seconds in found.time_s.items()}
         after, ends = before * factor.value, (factor.low / factor.value, factor.high / factor.value)
         shares: tuple[FloatArray | float, FloatArray | float] = ends
+        found = replace(found, figures={name: _figure(name, each, factor) for name, each in found.figures.items()})
     else:
         own = found.time_s.get(part, np.zeros_like(before))
         time_s = {**found.time_s, part: own * factor.value} if part in found.time_s else dict(found.time_s)
@@ -252,6 +254,13 @@ def _with_time(found: Predictions, part: str, factor: Factor) -> Predictions:
         high_s=after * np.exp(np.hypot(np.log(high), np.log(shares[1]))),
         time_s=time_s,
     )
+
+
+def _figure(name: str, values: FloatArray, factor: Factor) -> FloatArray:
+    """Return a figure of a server whose iterations all take `factor` as long."""
+    if name in RATES:
+        return values / factor.value
+    return values * factor.value if name.partition(".")[0] in LATENCIES else values
 
 
 def _with_memory(found: Predictions, factor: Factor) -> Predictions:

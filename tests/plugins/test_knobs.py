@@ -249,6 +249,38 @@ def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> 
     assert choice.because == "the next of the grid"
 
 
+SERVES = """
+    from flagcore.domain.chip import Source
+    from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
+    from flagcore.hooks import hookimpl
+
+    @hookimpl
+    def flagcore_knobs(chip, engine):
+        slow = PluginChoice(value=True, environment={"ACME_SLOW": "1"}, time=Factor(value=2.0, low=1.5, high=3.0))
+        source = Source(kind="published", detail="made up")
+        return [PluginKnob(name="acme_slow", off=False, choices=(slow,), says="waits", source=source)]
+"""
+
+
+def test_an_engine_that_serves_has_plugins_knobs_too(install: Install, tmp_path: Path) -> None:
+    install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": SERVES})
+    spec = {
+        "model": SPEC["model"],
+        "cluster": {"chip": "H100-SXM", "devices_per_node": 1},
+        "serve": {"engine": "vllm", "profile": {"input_len": 64, "output_len": 16, "concurrency": 2}},
+        "auto_tuner": {"space": {"acme_slow": "auto"}},
+    }
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    found = {each["candidate"]["acme_slow"]: each for each in api.estimate(file).candidates}
+    assert found[True]["step_time_s"]["value"] == pytest.approx(2 * found[False]["step_time_s"]["value"])
+    assert found[True]["tpot_s"]["p50"] == pytest.approx(2 * found[False]["tpot_s"]["p50"])
+    assert found[True]["output_tokens_per_s"] == pytest.approx(found[False]["output_tokens_per_s"] / 2)
+    file.write_text(yaml.safe_dump(spec | {"auto_tuner": {"space": {"wholly_else": True}}}))
+    with pytest.raises(SpecError, match=r"wholly_else is no knob of vllm.*plugins bring acme_slow"):
+        api.estimate(file)
+
+
 LAUNCH = '''
 """A launch command of a user's: takes Megatron's flags and the vendor's, and trains with megatron-core on CPU."""
 import argparse, json, os, pathlib, subprocess, sys
