@@ -98,7 +98,11 @@ def explained(record: Mapping[str, Any]) -> str:
 
 def served_text(record: Mapping[str, Any]) -> str:
     """Return what is predicted of a server: its rates and latencies, where a request's time goes, and its memory."""
-    rates = [f"~{_number(record[name])} {words}" for name, words in RATES_IN_WORDS.items() if name in record]
+    rates = [
+        f"~{_number(record[name])} {words}"
+        for name, words in RATES_IN_WORDS.items()
+        if name in record and not (name.startswith("goodput") and record[name] == record.get("requests_per_s"))
+    ]
     latencies = {words: record[name] for name, words in LATENCIES_IN_WORDS.items() if name in record}
     rows = [[words, *(_number(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
     parts = [part for part in ("\n".join(rates), table(["~ seconds", *STATISTICS], rows) if rows else "") if part]

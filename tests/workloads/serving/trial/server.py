@@ -47,6 +47,11 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(3)
         if BEHAVIOUR == "slow":
             time.sleep(60)
+        if BEHAVIOUR == "busy":
+            self.send_response(503)
+            self.send_header("Retry-After", "1")
+            self.end_headers()
+            return self.wfile.write(b"overloaded") and None
         if BEHAVIOUR == "refuses":
             return self.plain({"error": {"message": "exceed_context_size_error: 700 of 512"}}, 400)
         self.send_response(200)
@@ -73,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.001 + REST_S / (made // 2))
         self.line({"choices": [{"index": 0, "text": "", "finish_reason": why}]})
         self.line({"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": made}})
-        self.line("[DONE]")
+        if BEHAVIOUR != "cut_off":
+            self.line("[DONE]")
 
     def line(self, event: object) -> None:
         self.wfile.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())

@@ -26,6 +26,8 @@ WRONG = {
     "slow": (TrialState.TIMED_OUT, "timed out: not answered within"),
     "garbage": (TrialState.FAILED, "broken stream"),
     "error_in_200": (TrialState.FAILED, "EngineDeadError: the engine core is dead"),
+    "busy": (TrialState.FAILED, "HTTP 503 Service Unavailable: overloaded"),
+    "cut_off": (TrialState.FAILED, "connection lost: the stream ended after 3 events, without [DONE]"),
     "refuses": (TrialState.INVALID, "exceed_context_size_error: 700 of 512"),
     "stops_at_eos": (TrialState.INVALID, "ignore_eos is not kept"),
     "cuts": (TrialState.INVALID, "do not fit into the context"),
