@@ -42,7 +42,8 @@ def source_of(package_folder: Path, module: str) -> Package | None:
         if (folder / "pyproject.toml").is_file():
             with suppress(UsageError):
                 found = read_source(folder)
-                if module in found.points.values():
+                package = module.partition(".")[0]
+                if any(value.partition(".")[0].partition(":")[0] == package for value in found.points.values()):
                     return found
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -169,6 +169,10 @@ class Subject:
             if failure.hook in hooks:
                 fix = f"see {failure.hook} in docs/hooks.md for what it may answer"
                 yield Problem(message=f"{failure.hook}: {failure.reason}", fix=fix)
+
+    def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
+        """Return what the plugin itself answers, unchecked. Raises whatever it raises."""
+        return self.loaded.plugins[0].ask(hook, arguments)
 
     def own_chips(self) -> tuple[Chip, ...]:
         """Return its chips. Raises Skip where it has none."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from flagcore.domain.launch import Launch
 from flagcore.plugins import launcher
@@ -13,6 +15,8 @@ from flagcore.testing.kit import Problem
 from flagcore.testing.subject import Subject
 
 KEEP = {"KEEP": "me"}
+SECONDS = 30.0
+"""How long a trial may take to begin."""
 
 
 def a_prepared_launch_still_runs_the_command(plugin: Subject) -> Iterator[Problem]:
@@ -60,13 +64,18 @@ def a_prepared_launch_keeps_its_limits(plugin: Subject) -> Iterator[Problem]:
 
 def a_prepared_launch_can_be_stopped(plugin: Subject) -> Iterator[Problem]:
     with tempfile.TemporaryDirectory() as folder:
-        sleeper = Launch(argv=(sys.executable, "-S", "-c", "import time; time.sleep(60)"), folder=folder)
+        begun = Path(folder, "begun")
+        code = f"import time; open({str(begun)!r}, 'w').close(); time.sleep(60)"
+        sleeper = Launch(argv=(sys.executable, "-S", "-c", code), folder=folder)
         for task in itertools.islice(plugin.tasks(), 1):
             running = launcher("local").start(plugin.loaded.prepare_launch(sleeper, task))
-            alive = running.poll() is None
+            until = time.monotonic() + SECONDS
+            while not begun.exists() and running.poll() is None and time.monotonic() < until:
+                time.sleep(0.01)
+            alive = begun.exists() and running.poll() is None
             ended = running.stop()
             if not alive or ended.ended_by != "request":
                 yield Problem(
-                    message=f"flagcore_prepare_launch: a sleeping trial ended by {ended.ended_by}",
-                    fix="a wrapper must stay the parent of the command, and be there on this machine",
+                    message=f"flagcore_prepare_launch: a sleeping trial ended by {ended.ended_by} ({ended.code})",
+                    fix="a wrapper must start the command, stay its parent, and be there on this machine",
                 )

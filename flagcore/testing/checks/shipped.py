@@ -49,6 +49,8 @@ def what_quirks_refuse_is_told_by_the_hook(plugin: Subject) -> Iterator[Problem]
     refusals = plugin.quirks.refusals
     if not refusals:
         raise Skip("quirks.yaml refuses nothing")
+    if any(plugin.told("flagcore_engine_support")):
+        raise Skip("flagcore_engine_support gives no answer that can be used")
     for chip in plugin.own_chips():
         for each in refusals:
             concerned = not each.chips or chip.name in each.chips

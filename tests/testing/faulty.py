@@ -1,0 +1,172 @@
+"""A healthy plugin of a vendor that does not exist, and ways to break exactly one thing of it."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagcore import api
+from flagcore.testing.subject import Subject
+from flagcore.vendorkit import knobs, maturity, quirks, variables
+
+HOOKS = "flagcore_acme/hooks.py"
+SMI = "flagcore_acme/smi.py"
+DISCOVER = "flagcore_acme/discover.py"
+CHIP = "flagcore_acme/chips/a1.yaml"
+ENVIRONMENT = "flagcore_acme/environment.yaml"
+QUIRKS = "flagcore_acme/quirks.yaml"
+MATURITY = "flagcore_acme/maturity.yaml"
+KNOBS = "flagcore_acme/knobs.yaml"
+CURVE = "flagcore_acme/costs/a1/curve.yaml"
+COLLECTIVES = "flagcore_acme/costs/a1/collectives.yaml"
+SOURCES = "tests/smi/sources.yaml"
+PYPROJECT = "pyproject.toml"
+
+MORE_HOOKS = '''
+
+class StayInPod:
+    """Four devices share fast links."""
+
+    name = "acme_pod"
+    says = "tensor parallelism stays inside a pod of 4"
+
+    def prunes(self, columns, predictions):
+        """Return True where it does not."""
+        return columns["tensor_model_parallel_size"] > 4
+
+
+@hookimpl
+def flagcore_topology(group):
+    """Return the levels of the link."""
+    from flagcore.physics.collectives.topology import topology_of
+
+    return topology_of(group) if _mine(group.chip) and group.chip.link else None
+
+
+@hookimpl
+def flagcore_pruning_rules(task):
+    """Return the rule for tasks on our chips."""
+    return [StayInPod()] if any(_mine(group.chip) for group in task.cluster.groups) else None
+
+
+@hookimpl
+def flagcore_prepare_launch(launch, task):
+    """Put a wrapper before the command."""
+    from dataclasses import replace
+
+    mine = any(_mine(group.chip) for group in task.cluster.groups)
+    return replace(launch, argv=("env", *launch.argv)) if mine else None
+
+
+@hookimpl
+def flagcore_knobs(chip, engine, engine_version):
+    """Return the knobs of the vendor's Megatron."""
+    from flagcore.vendorkit.knobs import knobs
+
+    return knobs(PACKAGE, chip, engine, engine_version) if _mine(chip) else None
+'''
+MORE_QUIRKS = """\
+refused:
+  - name: acme_no_block
+    engine: megatron
+    knob: recompute_method
+    values: [block]
+    reason: the vendor's Megatron has uniform recompute only
+    source: *made_up
+notes:
+  - {says: the first step compiles for a minute, source: *made_up}
+"""
+MORE_KNOBS = """\
+knobs:
+  - name: acme_overlap
+    engine: megatron
+    says: collectives run on a copy engine
+    default: false
+    choices: [{value: true, time: {value: 0.97, low: 0.9, high: 1.02}, environment: {ACME_OVERLAP: "1"}}]
+    source: {kind: published, where: the vendor's guide}
+"""
+MORE_COLLECTIVES = """\
+source: {kind: measured, how: tests of one node, software: accl 1.2, date: 2026-11-02}
+curves:
+  - kind: all_reduce
+    ranks: 4
+    payload_bytes: [1024, 1048576, 67108864, 1073741824]
+    seconds: [1.2e-05, 3.1e-05, 6.9e-04, 9.8e-03]
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One edit: `new` in the place of `old` in `file`; `old` empty: put to its end; both empty: the file is deleted.
+
+    `check` is what fails, `says` what its message names, and `fix` what its advice names. `also` are checks that cannot
+    but fail with it.
+    """
+
+    check: str
+    file: str
+    old: str
+    new: str
+    says: str
+    fix: str = ""
+    also: tuple[str, ...] = ()
+
+
+def healthy(folder: Path) -> Path:
+    """Write the healthy plugin, with every hook and every file that one may have, and return its folder."""
+    made = api.new_plugin("acme", vendor="ACME", directory=str(folder))
+    append(made / HOOKS, MORE_HOOKS)
+    append(made / QUIRKS, MORE_QUIRKS)
+    (made / KNOBS).write_text(MORE_KNOBS)
+    (made / COLLECTIVES).write_text(MORE_COLLECTIVES)
+    append(made / ENVIRONMENT, "  - {name: ACME_QUEUES, value: '1', meaning: queues of a device, source: *made_up}\n")
+    edit(made / ENVIRONMENT, "source: {kind", "source: &made_up {kind")
+    edit(made / MATURITY, "not_checked:", "  - {what: collectives of four devices, chips: [A1]}\nnot_checked:")
+    return made
+
+
+def broken(folder: Path, source: Path, fault: Fault) -> Path:
+    """Return a copy of the healthy plugin with one fault."""
+    made = folder / "flagcore-acme"
+    shutil.copytree(source, made)
+    if not fault.old and not fault.new:
+        (made / fault.file).unlink()
+    elif not fault.old:
+        append(made / fault.file, fault.new)
+    else:
+        edit(made / fault.file, fault.old, fault.new)
+    return made
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + text)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) >= 1, f"{path.name} has no {old!r}"
+    path.write_text(text.replace(old, new, 1))
+
+
+@contextmanager
+def imported(folder: Path) -> Iterator[Subject]:
+    """Import the plugin in `folder` as if nothing of its name had been seen, and forget it again."""
+    path = list(sys.path)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    try:
+        importlib.invalidate_caches()
+        yield Subject(name="acme", hooks=importlib.import_module("flagcore_acme.hooks"))
+    finally:
+        sys.dont_write_bytecode = before
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flagcore_acme"]:
+            del sys.modules[name]
+        for known in (knobs.all_knobs, maturity.maturity, quirks.quirks, variables.variables):
+            known.cache_clear()
