@@ -28,6 +28,7 @@ def loaded() -> LoadedPlugins:
         ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"),
         ("NVIDIA H20", "H20"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA H20-3e", "H20-3e"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("GeForce RTX 4090", "RTX-4090"),
         ("nvidia l40s", "L40S"),
