@@ -52,8 +52,7 @@ SCHEDULE = PluginKnob(
 )
 PLUGIN = """
     from flagcore.domain.chip import Source
-    from flagcore.domain.experience import Past
-from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
+    from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
     from flagcore.hooks import hookimpl
 
     SOURCE = Source(kind="published", detail="made up")
