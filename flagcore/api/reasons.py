@@ -93,7 +93,9 @@ def _said(rule: Mapping[str, Any]) -> str:
 
 def _ended(found: Known, trial: Trial) -> str:
     """Return how a trial ended: what it measured, beside the best, or why it did not."""
-    line = f"{'probe' if trial.fidelity == PROBE else 'trial'} {trial.number} ({trial.role.value}) {trial.state.value}"
+    what = "probe" if trial.fidelity == PROBE else "trial"
+    role = "imported" if trial.source else trial.role.value
+    line = f"{what} {trial.number} ({role}) {trial.state.value}"
     best, measured = found.lessons.best, trial.measurement
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")

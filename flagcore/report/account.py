@@ -97,7 +97,9 @@ def _changes(account: Mapping[str, Any]) -> Iterator[str]:
     if "fastest" in several and several["fastest"] == several.get("faster"):
         names["faster"] = f"{CHANGES['faster']}, and {CHANGES['fastest']}"
         del several["fastest"]
-    if own is not None and not account["changes"].keys() & {"faster", "fastest"}:
+    if not several and account["state"] not in ("open", "ran"):
+        yield "No change helps: no candidate is left that may be tried."
+    elif own is not None and not account["changes"].keys() & {"faster", "fastest"}:
         yield "Nothing is expected to be faster."
     if several:
         yield "What would have to change:"

@@ -165,7 +165,9 @@ def kept_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ..
         frozen = study.get_trials(deepcopy=False)
         return tuple(_thaw(each) for each in frozen if "result" in each.user_attrs)
     except KeyError:
-        return ()
+        if url is None:
+            return ()
+        raise RunError(f"{url} holds no trials of this run; a relative path there starts where it was tuned") from None
     except Exception as error:
         raise RunError(f"{url or file} cannot be read ({_line(error)})") from None
 

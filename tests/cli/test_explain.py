@@ -61,6 +61,15 @@ def test_memory_that_a_candidate_lacks_is_told_by_parts_that_add_up(told: Callab
     assert account["changes"]["allowed"]["predicted"]["memory"]["fits"]
 
 
+def test_where_nothing_fits_no_change_helps(flag: Flag, project: Project) -> None:
+    spec = project.spec(cluster={"memory_per_device": "100MiB"})
+    told = flag("explain", spec, "tp=2, mbs=1")
+    assert told.code == 0
+    assert "does_not_fit: it needs" in told.out
+    assert told.out.endswith("No change helps: no candidate is left that may be tried.\n")
+    assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
+
+
 def test_what_a_table_shows_names_the_candidate(told: Callable[..., Any], flag: Flag, project: Project) -> None:
     space = {"use_recompute": [True, False], "sequence_parallel": [True, False], "use_distributed_optimizer": [True]}
     spec = project.spec(auto_tuner={"space": {**space, "micro_batch_size": [1, 2]}})
