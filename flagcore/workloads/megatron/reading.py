@@ -66,7 +66,7 @@ def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
             devices=tuple(
                 {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}
                 for rank in ranks
-                if SPEED_TEST in rank
+                if rank.get(SPEED_TEST) is not None
             ),
         )
     except NOT_AS_AGREED as error:
