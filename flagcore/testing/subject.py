@@ -15,6 +15,7 @@ import yaml
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
+from flagcore.domain.maturity import Maturity
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names
@@ -23,7 +24,7 @@ from flagcore.testing.examples import group_of, task_on
 from flagcore.testing.kit import Problem, Skip
 from flagcore.testing.package import Package, read_installed, source_of
 from flagcore.testing.transcripts import Transcript, read_transcripts
-from flagcore.vendorkit.maturity import Maturity, maturity
+from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import Quirks, quirks
 from flagcore.vendorkit.variables import Variable, variables
 
