@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flagcore import __version__, plugins
 from flagcore.errors import UsageError
+from flagcore.hooks import HOOKS_API
 from flagcore.plugins.installed import installed, origin
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
         "chip": chip,
         "file": chip.casefold(),
         "release": ".".join(__version__.split(".")[:2]),
+        "api": str(HOOKS_API),
         "next": _next(__version__),
     }
     try:

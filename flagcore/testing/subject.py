@@ -168,7 +168,9 @@ class Subject:
         """Yield what went wrong with `hooks` until now."""
         for failure in self.loaded.failures:
             if failure.hook in hooks:
-                fix = f"see {failure.hook} in docs/hooks.md for what it may answer"
+                file = failure.reason.startswith("SpecError")
+                mend = "mend that key of the file; docs/write-a-plugin.md tells what each file holds"
+                fix = mend if file else f"see {failure.hook} in docs/hooks.md for what it may answer"
                 yield Problem(message=f"{failure.hook}: {failure.reason}", fix=fix)
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:

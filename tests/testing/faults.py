@@ -63,6 +63,7 @@ def support(check: str, key: str, value: str, says: str) -> Fault:
 
 MODULE = (
     Fault(LOADS, HOOKS, "def flagcore_chips(", "def flagcore_chip(", "did you mean", "docs/hooks.md"),
+    Fault(LOADS, HOOKS, "HOOKS_API = 1", "HOOKS_API = 99", "written for hooks 99", "docs/hooks.md"),
     Fault(LOADS, HOOKS, "(group: NodeGroup) -> Mem", "(cluster: object) -> Mem", "takes cluster", "docs/hooks.md"),
     Fault("importing_it_loads_no_driver_and_no_framework", HOOKS, "from flagcore_acme", "import torch\nfrom flagcore_acme", "torch", "inside the hook"),
     Fault("it_imports_of_flagcore_only_what_plugins_may", HOOKS, "from flagcore_acme import", "import flagcore.loop\nfrom flagcore_acme import", "imports flagcore.loop", "vendorkit"),
@@ -77,7 +78,8 @@ MODULE = (
     Fault("asking_it_leaves_the_process_as_it_was", HOOKS, "return failure_patterns(", "import os\n    os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n    return failure_patterns(", "environment", "flagcore_environment"),
 )
 CHIPS = (
-    Fault("chips_and_devices_are_answered_as_their_hooks_promise", HOOKS, "return load_chips(PACKAGE)", "return [*load_chips(PACKAGE), 'A2']", "flagcore_chips", "docs/hooks.md", also=("*",)),
+    Fault("chips_and_devices_are_answered_as_their_hooks_promise", CHIP, "kind: estimated, method", "kind: guessed, method", "a1.yaml: memory_bytes.source.kind", "mend that key"),
+    Fault("chips_and_devices_are_answered_as_their_hooks_promise", HOOKS, "return load_chips(PACKAGE)", "return [*load_chips(PACKAGE), 'A2']", "flagcore_chips", "docs/hooks.md"),
     Fault("every_figure_has_a_source_of_a_known_kind", CHIP, "TODO: made up, replace it by a figure with its source", " ", "A1: memory_bytes", "what that kind must say"),
     Fault("dates_of_sources_are_written_as_iso_dates", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date", "2026-11-02"),
     Fault("names_and_aliases_are_each_of_one_chip", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "answers to", "one chip", also=("a_chip_file_is_named_like_its_chip",)),

@@ -8,7 +8,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.launch import Launch
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import FOREIGN_CHIP, group_of, task_on
-from flagcore.testing.kit import Problem
+from flagcore.testing.kit import Problem, Skip
 from flagcore.testing.subject import Subject
 
 FIX = "answer None unless chip.vendor is yours"
@@ -61,6 +61,8 @@ def it_leaves_the_launch_on_a_foreign_chip_alone(plugin: Subject) -> Iterator[Pr
 
 
 def it_reads_no_foreign_device(plugin: Subject) -> Iterator[Problem]:
+    if plugin.chips == () and any(plugin.told("flagcore_chips")):
+        raise Skip("flagcore_chips gives no answer that can be used")
     yield from _silent(plugin, "flagcore_telemetry", {"device": Device(index=0, chip=FOREIGN_CHIP.name)})
 
 

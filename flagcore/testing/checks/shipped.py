@@ -62,7 +62,7 @@ def what_quirks_refuse_is_told_by_the_hook(plugin: Subject) -> Iterator[Problem]
 
 
 def maturity_names_known_chips(plugin: Subject) -> Iterator[Problem]:
-    chips = {chip.name for chip in plugin.chips}
+    chips = {chip.name for chip in plugin.own_chips()}
     for claim in _claims(plugin):
         for name in sorted(set(claim.chips) - chips):
             yield Problem(message=f"maturity.yaml: {claim.what!r} names {name!r}", fix="name chips of chips/*.yaml")
