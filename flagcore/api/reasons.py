@@ -24,6 +24,12 @@ from flagcore.stages.prune import AS_MUCH_MEMORY, LEARNED, needed_share
 ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
 """What became of a candidate: a rule of the engine forbids it; the spec does not list it; it was not worth a trial; it
 ran; it may be tried."""
+LEGAL = {
+    True: "it would be legal, and fit",
+    False: "it would be legal, but not fit",
+    None: "it would be legal; nobody knows whether it would fit",
+}
+"""What is said of a candidate outside the space, by whether it is predicted to fit."""
 
 
 def legality(problem: Problem, workload: Workload) -> Sequence[Rule]:
@@ -64,7 +70,8 @@ def state_of(
         return ILLEGAL, [*map(_said, broken), *outside], []
     if row is None:
         unlisted = ["not in the space: no combination of the values that the spec lists gives it"]
-        return OUTSIDE, [*(outside or unlisted), "it would be legal", *_needs(predicted)], []
+        legal = LEGAL[(predicted or {"memory": {}})["memory"].get("fits")]
+        return OUTSIDE, [*(outside or unlisted), legal, *_needs(predicted)], []
     if any(trial.fidelity == RUN and trial.role is not Role.IMPORTED for trial in tried):
         return RAN, [_ended(found, trial) for trial in tried], _taught(found, row)
     probed = [_ended(found, trial) for trial in tried if trial.fidelity != ESTIMATE]

@@ -1,0 +1,63 @@
+"""`flag explain` and `compare` of servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Ran
+
+Flag = Callable[..., Ran]
+SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
+SPEC: dict[str, Any] = {
+    "model": SHAPE,
+    "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
+    "serve": {"engine": "llamacpp", "profile": {"input_len": 32, "output_len": 16, "concurrency": 4}},
+    "auto_tuner": {"space": {"instances": [1, 2], "parallel": [2, 4], "threads": [1, 2]}},
+}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Callable[..., str]:
+    def write(**sections: Any) -> str:
+        data = {name: {**part, **sections.get(name, {})} for name, part in SPEC.items()}
+        (tmp_path / "spec.yaml").write_text(yaml.safe_dump(data))
+        return str(tmp_path / "spec.yaml")
+
+    return write
+
+
+def test_server_is_told_by_its_objective_its_latencies_and_its_cache(flag: Flag, spec: Callable[..., str]) -> None:
+    told = flag("explain", spec(), "instances 2, parallel 4, threads 1").out
+    assert "output tok/s (80%: " in told
+    assert "  p50: TTFT " in told
+    assert "cache " in told
+    account = json.loads(flag("explain", spec(), "parallel=3", "--json").out)
+    assert account["state"] == "not in the space"
+    assert "it would be legal, and fit" in account["because"]
+    assert account["predicted"]["output_tokens_per_s"] > 0
+    illegal = json.loads(flag("explain", spec(), "instances=3", "--json").out)
+    assert illegal["rules"][0]["values"]["instances"] == 3
+    assert illegal["changes"]["allowed"]["differs"]["instances"][0] == 3
+
+
+def test_two_servers_are_compared_by_rate_latency_and_memory(flag: Flag, spec: Callable[..., str]) -> None:
+    arguments = ("compare", "--spec", spec(), "instances 2, parallel 4, threads 1", "baseline")
+    both = json.loads(flag(*arguments, "--json").out)
+    assert both["figures"].keys() >= {"ttft_s.p50", "tpot_s.p50"}
+    assert both["memory"]["cache"][0] > 0
+    assert "~output tok/s" in flag(*arguments).out
+
+
+def test_value_that_a_plugin_refuses_is_told_with_its_reason(flag: Flag, spec: Callable[..., str]) -> None:
+    pytest.importorskip("flagcore_metax", reason="the chip is this plugin's")
+    cluster = {"chip": "C550", "devices_per_node": 8, "memory_per_device": "64GiB"}
+    file = spec(cluster=cluster, serve={"engine": "vllm"}, auto_tuner={"space": {"instances": "auto"}})
+    account = json.loads(flag("explain", file, "kv_cache_type=fp8", "--json").out)
+    assert account["state"] == "illegal"
+    assert "vLLM-metax takes no FP8 here" in account["because"][0]
