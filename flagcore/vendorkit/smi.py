@@ -18,7 +18,7 @@ from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import Listing, cleaned
 
 MIB = 2**20
-MOST_BYTES = 8 * MIB
+MOST_BYTES = 2 * MIB
 """What a tool may print: one that floods is ended by it, before it fills the disk."""
 
 
