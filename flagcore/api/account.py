@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.given import SpecLike
 from flagcore.api.nearby import changes, differing, nearest_measured, scale, scaled_times
 from flagcore.api.posing import Known, known
-from flagcore.api.reasons import OPEN, RAN, all_trials, broken_here, state_of
+from flagcore.api.reasons import OPEN, OUTSIDE, RAN, all_trials, broken_here, state_of
 from flagcore.api.typed import as_candidate, typed_columns
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import Columns
@@ -20,7 +20,6 @@ from flagcore.problem import fastest
 from flagcore.report.account import account_text
 from flagcore.report.notebook import as_html
 from flagcore.report.result import trial as trial_record
-from flagcore.report.text import candidate_text
 from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
 from flagcore.strategies.learned import believed
@@ -83,7 +82,7 @@ def explain_candidate(
 
 def account(found: Known, name: str) -> Account:
     """Return all that is known of a candidate by its name, see `explain_candidate`. Raises UsageError."""
-    typed, columns = named_columns(found, name)
+    columns, named = named_columns(found, name)
     space = found.problem.space
     rules = broken_here(found.problem, found.workload, columns)
     meant = columns if rules else canonical(columns, found.workload.merges(found.task))
@@ -92,6 +91,8 @@ def account(found: Known, name: str) -> Account:
     predicted = None if rules else found.record(meant)
     tried = [trial for trial in all_trials(found) if trial.candidate == same]
     state, because, taught = state_of(found, same, row, tried, rules, predicted)
+    if state == OUTSIDE:
+        because += [f"it would be removed: {each}" for each in found.pruned_by(meant)]
     believed_of = _believed(found, row)
     step = None if predicted is None else _scaled(found, row, predicted)
     near = nearest_measured(found, meant, same)
@@ -100,13 +101,13 @@ def account(found: Known, name: str) -> Account:
         to_change.pop("allowed", None)
     task = found.task
     return Account(
-        name="the candidate" if typed else _told_name(found, name.strip()),
+        name="the candidate" if named else _told_name(found, name.strip()),
         where=str(found.where),
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         objective=task.spec.objective,
         candidate=same.as_dict(),
-        typed=asked.as_dict() if candidate_text(asked) != candidate_text(same) else None,
+        typed=asked.as_dict() if named & differing(asked.as_dict(), same.as_dict()).keys() else None,
         state=state,
         because=tuple(because),
         rules=(*rules, *taught),
@@ -121,14 +122,14 @@ def account(found: Known, name: str) -> Account:
     )
 
 
-def named_columns(found: Known, name: str) -> tuple[bool, Columns]:
-    """Return whether a candidate was typed as knobs, and its columns of one row. Raises UsageError."""
+def named_columns(found: Known, name: str) -> tuple[Columns, frozenset[str]]:
+    """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
     known_as = _by_name(found, name.strip())
     if known_as is None:
-        return True, typed_columns(name, found.task, found.workload)
+        return typed_columns(name, found.task, found.workload)
     values = known_as.as_dict()
     axes = found.problem.space.axes
-    return False, {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}
+    return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}, frozenset()
 
 
 def _by_name(found: Known, name: str) -> Candidate | None:

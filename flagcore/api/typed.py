@@ -17,8 +17,9 @@ YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none
 NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 
-def typed_columns(text: str, task: Task, workload: Workload) -> dict[str, IntArray]:
-    """Return the columns of the one candidate that `text` says: knob=value or knob value, with commas between.
+def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
+    """Return the columns of the one candidate that `text` says, and the knobs that it names: knob=value or knob value,
+    with commas between.
 
     A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, else
     what the engine does without it; a data-parallel size is what the devices leave. Raises UsageError.
@@ -35,8 +36,13 @@ def typed_columns(text: str, task: Task, workload: Workload) -> dict[str, IntArr
     except SpecError as error:
         wrong = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
         raise UsageError("; ".join([str(error), *map(_values, wrong)])) from None
-    free = [axis.knob for axis in axes if axis.is_flag and axis.knob not in {**fixed, **given}]
-    return {axis.knob: (plain if axis.knob in free else whole)[axis.knob] for axis in axes}
+    implied = [
+        axis.knob
+        for axis in axes
+        if axis.is_flag and axis.knob not in given and (axis.knob not in fixed or plain[axis.knob][0])
+    ]
+    columns = {axis.knob: (plain if axis.knob in implied else whole)[axis.knob] for axis in axes}
+    return columns, frozenset(given)
 
 
 def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
@@ -48,7 +54,7 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {short.casefold(): by_name[knob] for short, knob in NAMES.items() if knob in by_name}
     given: dict[str, KnobValue] = {}
-    for part in (each.strip() for each in text.split(",")):
+    for part in _parts(text):
         if not part:
             continue
         name, value = _split(part, by_name)
@@ -71,6 +77,12 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
     if not given:
         raise UsageError(f"{text!r} names no knob; {_knobs(axes)}")
     return given
+
+
+def _parts(text: str) -> list[str]:
+    """Return what stands between commas, or between blanks where several have an equals sign."""
+    parts = [each.strip() for each in text.split(",")]
+    return [each for part in parts for each in (part.split() if part.count("=") > 1 else [part])]
 
 
 def _split(part: str, by_name: Mapping[str, Axis]) -> tuple[str, str | None]:

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 @click.command("explain")
 @click.argument("spec", metavar="SPEC|RUN", type=click.Path())
-@click.argument("candidate", required=False, metavar="[CANDIDATE]")
+@click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
 @click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
 @options.output
 @options.plugins
-def explain_command(spec: str, candidate: str | None, chip: str | None, form: str, without: tuple[str, ...]) -> None:
+def explain_command(
+    spec: str, candidate: tuple[str, ...], chip: str | None, form: str, without: tuple[str, ...]
+) -> None:
     """Tell where every combination of SPEC went: which rule removed how many, and what each rule says.
 
     With the folder of a run, tell it as it was when the run ended. With a CANDIDATE, tell all of that one: what removed
@@ -34,8 +36,8 @@ def explain_command(spec: str, candidate: str | None, chip: str | None, form: st
     from flagcore.report.formats import render
     from flagcore.report.text import funnel
 
-    if candidate is not None:
-        _tell(api.explain_candidate(spec, candidate, chip=chip, without=without), form)
+    if candidate:
+        _tell(api.explain_candidate(spec, " ".join(candidate), chip=chip, without=without), form)
         return
     found = api.explain(spec, chip=chip, without=without)
     took = {**found.counts.illegal, **found.counts.pruned}

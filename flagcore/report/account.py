@@ -26,7 +26,9 @@ def account_text(account: Mapping[str, Any]) -> str:
     heading = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'])}"
     lines = [heading, f"  {account['state']}", *(f"  - {line}" for line in account["because"])]
     if account["typed"]:
-        lines.append(f"  the engine takes it for this; asked was {values_text(account['typed'])}")
+        pairs = {knob: (asked, account["candidate"][knob]) for knob, asked in account["typed"].items()}
+        taken = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]})
+        lines.append(f"  the engine takes what was asked for this: {taken}")
     return "\n".join([*lines, *_predicted(account), *_believed(account), *_nearest(account), *_changes(account)])
 
 

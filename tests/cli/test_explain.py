@@ -49,6 +49,22 @@ def test_value_that_the_space_lacks_is_told_and_predicted_all_the_same(
         "sequence_parallel",
     }
     assert account["predicted"]["step_time_s"]["value"] > 0
+    useless = told(project.spec(train={"attention": "flash"}), "tp=2, recompute_granularity=selective")
+    assert "it would be removed: selective_recompute_with_flash_attention" in useless["because"][-1]
+
+
+def test_knob_that_does_nothing_is_told(told: Callable[..., Any], flag: Flag, project: Project) -> None:
+    account = told(project.spec(), "tp=1, dp=2, sp=true")
+    assert (account["typed"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
+    assert "the engine takes what was asked for this: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
+    assert told(project.spec(), "tp=2, mbs=4")["typed"] is None
+
+
+def test_knobs_may_stand_apart_without_commas(flag: Flag, project: Project) -> None:
+    spec = project.spec()
+    asked = flag("explain", spec, "tp=2, mbs=4").out
+    assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "TP=2 micro_batch_size=4").out == asked
+    assert flag("explain", spec, "candidate").code == 2
 
 
 def test_memory_that_a_candidate_lacks_is_told_by_parts_that_add_up(told: Callable[..., Any], project: Project) -> None:
