@@ -26,7 +26,6 @@ from flagcore.store.directory import write
 
 REPORT = "report.html"
 FORMS = {"html": as_html, "markdown": as_markdown}
-GOING_ON = "it has not: these are the trials that have ended"
 DIFFERENT = "Here the best is predicted otherwise than when the run was made: what was not kept of that is left out."
 SAME = 1e-6
 """Two predictions of one candidate are the same if they differ by less, as a share."""
@@ -39,7 +38,12 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     machine predicts something else. A run that was killed, or that goes on, is told by its journal. `without` names
     plugins to leave out of that. Raises RunError if the folder has no run that can be read.
     """
-    return FORMS[form](page(_data(Path(run_dir), without)))
+    data = _data(Path(run_dir), without)
+    try:
+        made = page(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunError(f"{data.folder} holds a result that cannot be told ({error!r})") from error
+    return FORMS[form](made)
 
 
 def keep_report(run_dir: Path, ending: Ending, workload: Workload, data: Mapping[str, Any]) -> bool:
@@ -114,7 +118,7 @@ def _understood(folder: Path, without: Collection[str]) -> tuple[Known | None, s
 
 def _so_far(found: Known) -> Plan:
     """Return the plan of the trials that have ended."""
-    return summarise(found.task, found.problem.space, found.pruned, found.lessons, GOING_ON)
+    return summarise(found.task, found.problem.space, found.pruned, found.lessons, because="")
 
 
 def _predicted_again(understood: Known, found: Mapping[str, Any]) -> dict[str, Any]:

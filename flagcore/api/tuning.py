@@ -138,8 +138,8 @@ def _tune(
             ending = run_loop(replace(spec, baseline=baseline), parts)
             tell(filter(None, [drift_text(ending.plan)]))
             outcome = keep(ending, workload, directory.path, with_fidelity(anywhere(data, file.parent)))
-            outcome = replace(outcome, reported=keep_report(directory.path, ending, workload, outcome.data))
             _remember(experience, name, ending)
+            outcome = replace(outcome, reported=keep_report(directory.path, ending, workload, outcome.data))
         finally:
             directory.close()
     if isinstance(ending.error, Interrupted):

@@ -26,7 +26,8 @@ def answer(run: RunData) -> Section:
         blocks += [Facts(tuple(_facts(run, best))), *_doubts(run, best), *_commands(run)]
     if "engines" in run.result:
         blocks.append(_engines(run))
-    blocks.append(Text(f"It ended because {run.result['stopped_because']}."))
+    if run.result["stopped_because"]:
+        blocks.append(Text(f"It ended because {run.result['stopped_because']}."))
     return Section(anchor="answer", title="The answer", blocks=tuple(blocks))
 
 

@@ -49,7 +49,7 @@ def limit_line(name: str, x: float) -> dict[str, Any]:
 def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
     """Return a layout with titles of both axes. `more` goes before what is here; axes are merged."""
     axes = {
-        "xaxis": {"title": {"text": x}, "automargin": True, **more.pop("xaxis", {})},
+        "xaxis": {"title": {"text": x}, "automargin": True, "tickangle": 0, **more.pop("xaxis", {})},
         "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
     }
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}

@@ -18,7 +18,7 @@ def progress(run: RunData) -> Section | None:
         return None
     rows, spent, best = [], 0.0, None
     first = {trial["number"] for trial in run.trials}
-    ran: list[tuple[float, float, str]] = []
+    ran: dict[str, list[tuple[float, float, str]]] = {}
     failed: list[tuple[float, str]] = []
     steps: list[tuple[float, float]] = []
     for trial in run.everything:
@@ -30,7 +30,10 @@ def progress(run: RunData) -> Section | None:
             if best is not None:
                 steps.append((spent, best))
         if figure is not None:
-            ran.append((spent, figure, name_of(run, trial)))
+            kind = (
+                "ended early" if trial["state"] == "stopped" else "a repeat" if trial["role"] == "repeat" else "a trial"
+            )
+            ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
         else:
             failed.append((spent, name_of(run, trial)))
         rows.append(
@@ -50,19 +53,22 @@ def progress(run: RunData) -> Section | None:
     )
     if not steps:
         return Section(anchor="progress", title="The search", blocks=(Text("Nothing was measured."), held))
-    traces = [line("best so far", 0, *zip(*steps, strict=True))]
+    traces = [line("best first run so far", 0, *zip(*steps, strict=True))]
     traces[0]["line"] |= {"shape": "hv"}
-    traces.append(points("a trial", 1, *zip(*((x, y) for x, y, _ in ran), strict=True), text=[n for _, _, n in ran]))
+    for series, kind in enumerate(("a trial", "a repeat", "ended early"), start=1):
+        if mine := ran.get(kind):
+            x, y, names = zip(*mine, strict=True)
+            traces.append(points(kind, series, x, y, text=list(names)))
     if failed:
-        low = min(y for _, y, _ in ran)
+        low = min(y for mine in ran.values() for _, y, _ in mine)
         names = [name for _, name in failed]
         traces.append(points("not measured", 4, [x for x, _ in failed], [low] * len(failed), text=names))
     says = (
-        f"{len(rows)} trials, repeats included, took {spent:,.0f} s; the best went from {cell(steps[0][1]).text} to "
-        f"{cell(steps[-1][1]).text} {run.unit}."
+        f"{len(rows)} trials, repeats included, took {spent:,.0f} s; the best first run went from "
+        f"{cell(steps[0][1]).text} to {cell(steps[-1][1]).text} {run.unit}."
     )
     chart = Chart(
-        title="Best so far over the time of all trials",
+        title="Best so far, by first runs, over the time of all trials",
         says=says,
         traces=tuple(traces),
         layout=layout("seconds of all trials together", run.unit),

@@ -75,6 +75,7 @@ def _against(
         ("the best's", 1, 14, [each for each in known if each[0]["number"] == best]),
     ]
     traces = [line("what no other beats", 3, [x for x, _ in front], [y for _, y in front])]
+    traces[0]["line"] |= {"shape": "hv"}
     for group, series, size, mine in groups:
         if mine:
             text = [label(f"trial {trial['number']}: {served.load_text(point)}", 60) for trial, point, _, _ in mine]

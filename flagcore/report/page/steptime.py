@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,8 @@ from flagcore.report.page.timeline import DRAWN, Pass, fewest, timeline
 
 MOST_PASSES = 3000
 """Passes that a timeline has at most: more cannot be told apart, and browsers draw them slowly."""
+MOST_COUNTED = 100_000
+"""Passes of a whole step that are played to tell how long stages idle; with more, those that are drawn stand for it."""
 MEASURED = {"forward_backward_s": "forward and backward", "optimizer_s": "optimizer"}
 """What the trial program measures of a step, of its first rank."""
 
@@ -47,7 +49,7 @@ def pipeline(run: RunData) -> Section | None:
         why = f"its schedule, {passes.schedule}," if passes.schedule not in DRAWN else f"{len(passes.forward_s)} stages"
         blocks: tuple[Block, ...] = (Text(f"The timeline of {why} is not drawn."),)
     else:
-        blocks = (_timeline(passes, timeline(passes, drawn), drawn),)
+        blocks = (_timeline(passes, drawn),)
     return Section(anchor="pipeline", title="The pipeline of the best", blocks=blocks)
 
 
@@ -108,8 +110,9 @@ def _measured(run: RunData, trial: Mapping[str, Any]) -> list[Any]:
     return [*medians, cell(number(lookup(trial, "measured.step_time_s.median")))]
 
 
-def _timeline(passes: Passes, drawn: Sequence[Pass], microbatches: int) -> Chart:
-    count = len(passes.forward_s)
+def _timeline(passes: Passes, microbatches: int) -> Chart:
+    drawn, count = timeline(passes, microbatches), len(passes.forward_s)
+    counted = passes.microbatches if 2 * count * passes.virtual * passes.microbatches <= MOST_COUNTED else microbatches
     numbered = len(drawn) <= 260
     traces = []
     for series, (name, backward) in enumerate((("forward", False), ("backward", True))):
@@ -131,15 +134,17 @@ def _timeline(passes: Passes, drawn: Sequence[Pass], microbatches: int) -> Chart
             trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
             trace |= {"textfont": {"color": "#000000"}}
         traces.append(trace)
-    whole = max(each.end_s for each in drawn)
-    rows = []
+    played = timeline(passes, counted)
+    whole, rows = max(each.end_s for each in played), []
     for stage in range(count):
-        busy = sum(each.end_s - each.start_s for each in drawn if each.stage == stage)
+        busy = sum(each.end_s - each.start_s for each in played if each.stage == stage)
         figures = [cell(each) for each in (passes.forward_s[stage], passes.backward_s[stage], busy, whole - busy)]
         rows.append([cell(stage), *figures, percent((whole - busy) / whole)])
-    of = f"{microbatches} of {passes.microbatches} micro-batches" if microbatches < passes.microbatches else "a step"
+    of = f"the {passes.microbatches} micro-batches of a step"
+    if counted < passes.microbatches:
+        of = f"{counted} of {of}"
     held = table(
-        f"Seconds of one micro-batch, and of {of} as drawn; a message takes {shown(passes.send_s)} s",
+        f"Seconds of one micro-batch, and of {of}; a message takes {shown(passes.send_s)} s",
         ["stage", "~forward, s", "~backward, s", "~busy, s", "~idle, s", "~idle, share"],
         rows,
     )
@@ -147,7 +152,9 @@ def _timeline(passes: Passes, drawn: Sequence[Pass], microbatches: int) -> Chart
     virtual = f", {passes.virtual} virtual stages a device" if passes.virtual > 1 else ""
     return Chart(
         title="Forward and backward passes of each stage, as predicted",
-        says=f"{count} stages{virtual}; of {of} a stage idles for up to {idle:.1%}. Numbers are micro-batches.",
+        says=f"{count} stages{virtual}; over {of} a stage idles for up to {idle:.1%} of the time."
+        + (f" Drawn are the passes of a step of {microbatches}." if microbatches < passes.microbatches else "")
+        + (" Numbers are micro-batches." if numbered else ""),
         traces=tuple(traces),
         layout=rows_layout("seconds since the step began", count, each=30, barmode="overlay", bargap=0.15),
         table=held,

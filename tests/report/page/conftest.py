@@ -27,7 +27,8 @@ import sys
 print({HOSTILE!r})
 sys.exit("ValueError: </pre><b>it is</b> | broken")
 """
-FINISHED = ("dense", "pipeline", "experts", "serving", "resumed", "estimate")
+FINISHED = ("dense", "pipeline", "experts", "serving", "engines", "resumed", "estimate")
+SERVED = ("serving", "engines")
 KINDS = (*FINISHED, "failed", "interrupted", "killed")
 
 
@@ -113,14 +114,17 @@ class Runs:
             gone = where / name
             shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
 
-    def serving(self, where: Path) -> None:
+    def engines(self, where: Path) -> None:
+        self.serving(where, ["llamacpp", "vllm"])
+
+    def serving(self, where: Path, engine: object = "llamacpp") -> None:
         project = self.project(where)
         (project.folder / "weights.gguf").touch()
         spec = {
             "model": MODEL,
             "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
             "serve": {
-                "engine": "llamacpp",
+                "engine": engine,
                 "command": [sys.executable, str(SERVER), "known"],
                 "weights": "weights.gguf",
                 "profile": {"input_len": 16, "output_len": 8, "num_prompts": 4, "concurrency": 4},

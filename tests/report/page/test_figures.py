@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
-from tests.report.page.conftest import FINISHED, KINDS, Runs
+from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 
 MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 
@@ -19,7 +19,7 @@ def test_the_answer_is_the_best_with_its_gain(runs: Runs, kind: str) -> None:
     made = runs(kind)
     best, facts = made.result["best"], made.page.facts("answer")
     assert facts["Gain over the baseline"].value == made.result["gain"]
-    if kind == "serving":
+    if kind in SERVED:
         told = best["measured"]["figures"]["output_tokens_per_s"]
     elif kind == "estimate":
         told = best["predicted"]["tokens_per_second_per_device"]["value"]
@@ -96,7 +96,7 @@ def test_predicted_against_measured_has_each_trial_with_its_interval(runs: Runs,
     rows = made.page.rows("accuracy", "Measured and predicted")
     measured = [trial for trial in made.result["trials"] if trial["measured"]]
     assert [int(row["trial"].value or 0) for row in rows] == [trial["number"] for trial in measured]
-    key = "objective" if kind == "serving" else "step_time_s"
+    key = "objective" if kind in SERVED else "step_time_s"
     for row, trial in zip(rows, measured, strict=True):
         bounds = trial["predicted"][key]
         assert [row[name].value for name in ("~predicted", "~low", "~high")] == [
@@ -113,7 +113,7 @@ def test_the_best_so_far_only_gets_better_and_ends_at_the_best_first_run(runs: R
     best = [row["best so far"].value for row in rows if row["best so far"].value is not None]
     assert best == sorted(best)
     first = {trial["number"] for trial in made.result["trials"]}
-    heading = "output tok/s" if kind == "serving" else "tokens/s/device"
+    heading = "output tok/s" if kind in SERVED else "tokens/s/device"
     ran = [row[heading].value for row in rows if int(row["trial"].value or 0) in first]
     assert best[-1] == max(value for value in ran if value is not None)
     spent = sum(trial["duration_s"] for name in ("trials", "repeats") for trial in made.result[name])
@@ -186,3 +186,16 @@ def test_text_of_a_figure_is_its_figure_rounded(runs: Runs, kind: str) -> None:
 
 def _x(chart: Any) -> str:
     return str(chart["layout"]["xaxis"]["title"]["text"])
+
+
+def test_engines_are_told_side_by_side_with_links_to_their_own_pages(runs: Runs) -> None:
+    made = runs("engines")
+    rows = {row["engine"].text: row for row in made.page.rows("answer", "Engines that were tuned")}
+    assert list(rows) == list(made.result["engines"])
+    assert rows["llamacpp"]["output tok/s"].value == pytest.approx(
+        made.result["best"]["measured"]["figures"]["output_tokens_per_s"]
+    )
+    (link,) = rows["llamacpp"]["engine"].every("a")
+    assert (made.folder / link.attributes["href"]).read_text().startswith("<!DOCTYPE html>")
+    (other,) = set(rows) - {"llamacpp"}
+    assert rows[other]["it ended because"].text == made.result["engines"][other]["error"]

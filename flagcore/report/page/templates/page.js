@@ -18,7 +18,7 @@
       changes[axis + ".zerolinecolor"] = rule;
       changes[axis + ".linecolor"] = ink;
     }
-    changes["xaxis.nticks"] = narrow ? 5 : 10;
+    changes["xaxis.nticks"] = narrow ? 4 : 10;
     return changes;
   }
 
