@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -106,8 +107,11 @@ class Predictions:
             fits=None if capacity is None else bool(self.device_used_bytes[row] <= capacity),
             worst_stage=int(self.worst_stage[row]),
             model_flops=self.model_flops,
-            figures={name: float(values[row]) for name, values in self.figures.items()} if known else {},
+            figures={name: figure for name, figure in self._told(row) if math.isfinite(figure)} if known else {},
         )
+
+    def _told(self, row: int) -> Iterator[tuple[str, float]]:
+        return ((name, float(values[row])) for name, values in self.figures.items())
 
     def _capacity(self, row: int) -> float | None:
         if not isinstance(self.capacity_bytes, np.ndarray):

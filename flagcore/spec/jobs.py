@@ -21,6 +21,19 @@ from flagcore.spec.serve_schema import Clients, Knob, NoTokens, PerSecond, Reque
 from flagcore.spec.settings import Settings, settings_of
 from flagcore.spec.validate import Section, checked
 
+SERVING_KNOBS = (
+    "instances",
+    "instance_sizes",
+    "max_num_seqs",
+    "max_running_requests",
+    "max_num_batched_tokens",
+    "chunked_prefill_size",
+    "block_size",
+    "page_size",
+    "enforce_eager",
+)
+"""Knobs of engines that go by a name of their own, which a record has under `candidate`."""
+
 
 class _Cluster(Section):
     chip: Text
@@ -87,9 +100,13 @@ def job_from(line: Mapping[str, object]) -> Job:
     """Return one record as a job. A model's relative path starts at the working directory. Raises SpecError."""
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object a line")
-    if line.get("kind") == "serve":
+    kind = line.get("kind")
+    if kind not in ("train", "serve"):
+        problem = "is missing" if kind is None else "must be train or serve"
+        raise spec_error("kind", problem, value=kind, fix="say which of the two the record is")
+    if kind == "serve":
         return _served(line)
-    _no_slips(line)
+    _no_slips(line, _Record, {"settings": "train", **dict.fromkeys(JobKnobs.model_fields, "candidate")})
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
     _whole_cluster(data.get("cluster"))
     record = checked(_Record, data)
@@ -126,6 +143,9 @@ def _served(line: Mapping[str, object]) -> Job:
     """Return the record of a server as a job. Raises SpecError."""
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
     serve = data.get("serve")
+    knobs = dict.fromkeys((*JobKnobs.model_fields, *SERVING_KNOBS), "candidate")
+    absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
+    _no_slips(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits
         data["serve"] = {**serve, "precision": "nvfp4"}
     _whole_cluster(data.get("cluster"))
@@ -163,15 +183,17 @@ def _served(line: Mapping[str, object]) -> Job:
     )
 
 
-def _no_slips(line: Mapping[str, object]) -> None:
-    """Raise SpecError for a key that was meant to be one of a record's: it would be taken for one of its source's."""
-    known = list(_Record.model_fields)
+def _no_slips(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
+    """Raise SpecError for a key that was meant to be one of a record's: it would be taken for one of its source's.
+
+    `belongs` tells under which key of the record a name belongs.
+    """
+    known = list(record.model_fields)
     for key in line:
         if key in known or not isinstance(key, str):
             continue
-        if key == "settings" or key in JobKnobs.model_fields:
-            where = "train" if key == "settings" else "candidate"
-            raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {where}")
+        if key in belongs:
+            raise spec_error((key,), "is not a known key", value=line[key], fix=f"it belongs under {belongs[key]}")
         if close := difflib.get_close_matches(key[:64], [name for name in known if name not in line], n=1, cutoff=0.7):
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
 

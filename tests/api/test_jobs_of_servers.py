@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -19,15 +20,19 @@ MODEL = {
 SERVE = {"precision": "bf16", "input_len": 256, "output_len": 64, "num_prompts": 128, "concurrency": 64}
 
 
+RECORD: dict[str, Any] = {
+    "id": "a",
+    "kind": "serve",
+    "model": MODEL,
+    "cluster": {"chip": "NVIDIA H200", "devices": 8, "devices_per_node": 8},
+    "serve": {**SERVE, "engine": "vllm"},
+    "candidate": {},
+}
+
+
 def answer(engine: str = "vllm", devices: int = 8, **candidate: Any) -> dict[str, Any]:
-    record = {
-        "id": "a",
-        "kind": "serve",
-        "model": MODEL,
-        "cluster": {"chip": "NVIDIA H200", "devices": devices, "devices_per_node": 8},
-        "serve": {**SERVE, "engine": engine},
-        "candidate": candidate,
-    }
+    cluster, serve = {**RECORD["cluster"], "devices": devices}, {**SERVE, "engine": engine}
+    record = {**RECORD, "cluster": cluster, "serve": serve, "candidate": candidate}
     (told,) = estimate_jobs([record])
     return told
 
@@ -102,3 +107,57 @@ def test_a_split_that_cannot_be_is_told(sizes: str, says: str) -> None:
     told = answer(instance_sizes=sizes)
     assert told["status"] == "invalid"
     assert says in told["reason"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("engine_args", {"enforce_eager": True}, "it belongs under serve"),
+        ("max_num_seqs", 4, "it belongs under candidate"),
+        ("tensor_model_parallel_size", 2, "it belongs under candidate"),
+        ("candidates", {}, "did you mean candidate?"),
+    ],
+)
+def test_a_key_of_a_record_in_the_wrong_place_is_told(key: str, value: object, says: str) -> None:
+    given = {**RECORD, key: value}
+    if key == "candidates":
+        del given["candidate"]
+    (told,) = estimate_jobs([given])
+    assert told["status"] == "invalid"
+    assert says in told["reason"]
+
+
+def test_what_a_source_adds_to_a_record_is_passed_over() -> None:
+    (plain,) = estimate_jobs([RECORD])
+    (told,) = estimate_jobs([{**RECORD, "engine": "vllm", "measured": {}, "source": "a", "quality": 3}])
+    assert told == plain
+
+
+def test_a_kind_that_does_not_exist_is_told_before_all_else() -> None:
+    (told,) = estimate_jobs([{**RECORD, "kind": "sevre"}])
+    assert told["reason"].startswith("kind = 'sevre' must be train or serve")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_a_chip_whose_memory_nobody_knows_has_memory_that_json_can_hold(engine: str) -> None:
+    (told,) = estimate_jobs(
+        [{**RECORD, "cluster": {**RECORD["cluster"], "chip": "MLU580"}, "serve": {**SERVE, "engine": engine}}]
+    )
+    assert told["status"] == "ok"
+    assert told["reason"].startswith("no time")
+    assert "fits" not in told["memory"]
+    assert 0.0 < json.loads(json.dumps(told, allow_nan=False))["memory"]["device_used_gib"] < 100.0
+
+
+@pytest.mark.parametrize("load", [{"concurrency": 64}, {"request_rate": "inf"}])
+def test_instances_that_get_no_request_answer_none(load: dict[str, object]) -> None:
+    serve = {**SERVE, "concurrency": None, **load, "num_prompts": 2, "engine": "vllm"}
+    two, eight = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": each}} for each in (2, 8)])
+    assert eight["output_tokens_per_s"] == pytest.approx(two["output_tokens_per_s"])
+    assert eight["requests_per_s"] * eight["e2e_s"]["mean"] <= 2.0 * 1.001
+
+
+def test_an_open_loop_over_many_instances_answers_no_more_than_comes() -> None:
+    serve = {**SERVE, "concurrency": None, "request_rate": 1, "num_prompts": 64, "engine": "vllm"}
+    (told,) = estimate_jobs([{**RECORD, "serve": serve, "candidate": {"instances": 8}}])
+    assert told["requests_per_s"] <= 64 / 63

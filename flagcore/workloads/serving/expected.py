@@ -64,13 +64,17 @@ class Expected:
 
     def flight(self, lanes: int) -> int:
         """Return how many requests one of several lanes may have in flight: its share, of an open loop all of them."""
-        most = self.load.concurrency or self.input_len.size
-        return -(-most // min(lanes, most))
+        return -(-self._most // min(lanes, self._most))
+
+    @property
+    def _most(self) -> int:
+        """Return how many requests are in flight at the most: no more than there are."""
+        return min(self.load.concurrency or self.input_len.size, self.input_len.size)
 
     def figures(self, kinds: Sequence[tuple[Price, int]], slo: Mapping[str, float]) -> dict[str, float]:
         """Return the figures of the load on lanes of one kind or several, so many of each; rates of all together."""
         lanes = sum(count for _, count in kinds)
-        flight, here = self.load.concurrency or self.input_len.size, self.flight(lanes)
+        flight, here = self._most, self.flight(lanes)
         if len(kinds) > 1:
             served = Served.of(self._together(kinds, here))
             if flight < lanes:  # some are always idle, and a request goes to the one that has had the fewest
@@ -78,6 +82,8 @@ class Expected:
             served = served.endless(here * lanes, here * lanes) if self._endless else served
             return figures_of(served, flight / here / lanes, slo)
         served = self._served(kinds[0][0], min(lanes, flight), here)
+        if self.arrivals is not None:  # the last of all requests comes to another lane than the last of this one
+            served = replace(served, seconds=max(served.seconds, float(self.arrivals[-1] + served.e2e[-1])))
         return figures_of(served, flight / here, slo)  # the load makes so many full lanes
 
     @property

@@ -143,7 +143,9 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
     """Return what a device holds. What the driver and libraries take comes off what an engine may use."""
     capacity = costs.memory.capacity_bytes()
     none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0
-    budget = settings.memory_fraction * (np.inf if capacity is None else capacity) - none
+    budget = (
+        np.full(settings.instances.shape, np.inf) if capacity is None else settings.memory_fraction * capacity - none
+    )
     memory = serving_memory(
         serving,
         split,
@@ -181,14 +183,15 @@ def _predictions(
     capacity = costs.memory.capacity_bytes()
     least = memory.weights + memory.activations + memory.graphs
     one = settings.context_len * memory.token
-    held = least + np.maximum(memory.cache, one)
+    cache = np.where(np.isinf(memory.cache), one, memory.cache)  # nobody knows how much room: what one request needs
+    held = least + np.maximum(cache, one)
     reserved = np.where(np.isnan(settings.cache_bytes), held, costs.memory.reserved_bytes(held))
     used = costs.memory.device_used_bytes(reserved)
     if capacity is not None:  # an engine refuses to start without room for one request, whatever is left beside it
         beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
         used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
-    fullest, cache = kinds.worst(used), np.maximum(memory.cache, 0.0)
-    figures["kv_cache_gib"] = cache[fullest] / 2**30
+    fullest, cache = kinds.worst(used), np.maximum(cache, 0.0)
+    figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest] / 2**30
     return Predictions(
         step_time_s=time,
         low_s=time * low / wider,
