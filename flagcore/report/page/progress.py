@@ -57,8 +57,8 @@ def progress(run: RunData) -> Section | None:
     traces[0]["line"] |= {"shape": "hv"}
     for series, kind in enumerate(("a trial", "a repeat", "ended early"), start=1):
         if mine := ran.get(kind):
-            x, y, names = zip(*mine, strict=True)
-            traces.append(points(kind, series, x, y, text=list(names)))
+            x, y, numbers = zip(*mine, strict=True)
+            traces.append(points(kind, series, x, y, text=list(numbers)))
     if failed:
         low = min(y for mine in ran.values() for _, y, _ in mine)
         names = [name for _, name in failed]

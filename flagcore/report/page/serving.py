@@ -89,7 +89,7 @@ def _against(
     top = max(known, key=lambda each: each[3])
     yield Chart(
         title=f"{short} against {name}",
-        says=f"{len(front)} of {len(known)} load points are beaten by none; most is {shown(top[3])} {short} at "
+        says=f"No other load point beats {len(front)} of {len(known)}; most is {shown(top[3])} {short} at "
         f"{shown(top[2])} s {name}" + (f"; the limit is {limit:g} s." if limit is not None else "."),
         traces=tuple(traces),
         layout=layout(f"{name}, s", short, shapes=shapes, xaxis=spread_axis(x_values) or {"rangemode": "tozero"}),

@@ -140,7 +140,7 @@ def _timeline(passes: Passes, microbatches: int) -> Chart:
         busy = sum(each.end_s - each.start_s for each in played if each.stage == stage)
         figures = [cell(each) for each in (passes.forward_s[stage], passes.backward_s[stage], busy, whole - busy)]
         rows.append([cell(stage), *figures, percent((whole - busy) / whole)])
-    of = f"the {passes.microbatches} micro-batches of a step"
+    of = f"the {passes.microbatches} micro-batches of a step" if passes.microbatches > 1 else "a step"
     if counted < passes.microbatches:
         of = f"{counted} of {of}"
     held = table(
