@@ -63,7 +63,7 @@ def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
     return told
 
 
-_BUFFER_LINE = re.compile(r"(\w+)\s+(model|KV|compute) buffer size\s*=\s*([\d.]+) MiB")
+_BUFFER_LINE = re.compile(r"\b(\w+)\s+(model|KV|compute) buffer size\s*=\s*([\d.]+) MiB")
 _KINDS = {"model": "weights_gib", "KV": "kv_cache_gib", "compute": "compute_gib"}
 _CELLS_LINE = re.compile(r"llama_kv_cache: size = .*\(\s*(\d+) cells,.*?(\d+)/\d+ seqs\)")
 

@@ -102,7 +102,7 @@ _PREFIX = r"^(\(\w[^)]*\) )?"
 """Processes of an engine put their name and number before each line."""
 FAILURES = (
     FailurePattern(
-        pattern=r"torch\.OutOfMemoryError|\w+ out of memory\. Tried to allocate|CUDA out of memory|"
+        pattern=r"torch\.OutOfMemoryError|\b\w+ out of memory\. Tried to allocate|CUDA out of memory|"
         r"out of memory occurred when warming up sampler",
         state=TrialState.OUT_OF_MEMORY,
     ),

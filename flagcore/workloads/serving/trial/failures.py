@@ -24,7 +24,7 @@ PATTERNS = tuple(FailurePattern(pattern=rf"^{words}:", state=state) for state, w
 HEAD_BYTES, TAIL_BYTES = 4 << 20, 1 << 20
 """What is read of a log: how the server started, and how it ended."""
 LONGEST_LINE = 2000
-NAMED = re.compile(r"\b[A-Za-z_.]*(Error|Exception)\b(: |$)")
+NAMED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(Error|Exception)\b(: |$)")
 ANY = re.compile(r"\b(error|fatal|abort(ed)?|terminate called|failed|core dumped)\b", re.IGNORECASE)
 HARMLESS = re.compile(
     r"\b(WARNING|WARN|INFO|DEBUG)\b|Warning: |^\s*(File \"|raise |at /)"

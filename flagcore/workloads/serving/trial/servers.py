@@ -92,7 +92,7 @@ class Server:
                 time.sleep(POLL_SECONDS)
                 continue
             try:
-                last = f"answer {self._ask(path)[0]}"
+                last = f"answer {self._ask(path, deadline - time.monotonic())[0]}"
             except OSError as error:
                 last = f"no answer ({error})"
             if is_held_by(self.port, self.pids()):
@@ -186,10 +186,10 @@ class Server:
             time.sleep(POLL_SECONDS)
         return True
 
-    def _ask(self, path: str) -> tuple[int, str]:
-        """Return status and text of GET `path`. Raises OSError."""
+    def _ask(self, path: str, left: float = ANSWER_SECONDS) -> tuple[int, str]:
+        """Return status and text of GET `path`, waiting no longer than the `left` seconds. Raises OSError."""
         try:
-            with DIRECT.open(self.url + path, timeout=ANSWER_SECONDS) as answer:
+            with DIRECT.open(self.url + path, timeout=max(0.1, min(left, ANSWER_SECONDS))) as answer:
                 return answer.status, answer.read(MOST_TEXT).decode("utf-8", errors="replace")
         except urllib.error.HTTPError as error:
             return error.code, ""

@@ -17,7 +17,9 @@ FIRST_S, REST_S = {1: (0.2, 2.0), 2: (0.2, 1.0), 4: (0.8, 0.0)}[SLOTS] if BEHAVI
 class Handler(BaseHTTPRequestHandler):
     answered = 0
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, *_: object) -> None:
+        if BEHAVIOUR == "talks":  # one word of 200,000 letters for each request
+            print("x" * 200_000, flush=True)
 
     def plain(self, data: object, status: int = 200) -> None:
         body = json.dumps(data).encode()
@@ -28,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         slots = SLOTS + 1 if BEHAVIOUR == "other_slots" else SLOTS
+        if BEHAVIOUR == "mute":
+            time.sleep(60)
         if self.path == "/health":
             self.plain({"status": "ok"}, 503 if BEHAVIOUR == "never_healthy" else 200)
         elif self.path == "/props":

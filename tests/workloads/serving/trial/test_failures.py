@@ -9,7 +9,8 @@ import pytest
 from flagcore.domain.failure import LONGEST_REASON, classify
 from flagcore.domain.launch import Exit, FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.workloads.serving.engines import vllm
+from flagcore.workloads.serving.engines import llamacpp, sglang, vllm
+from flagcore.workloads.serving.engines.contract import Engine
 from flagcore.workloads.serving.trial import failures
 from flagcore.workloads.serving.trial.failures import PATTERNS, TrialFailure, died, first_error, log_text
 
@@ -41,6 +42,13 @@ def test_the_first_line_that_names_a_cause_is_told_not_the_last_that_names_none(
 )
 def test_without_a_pattern_an_exception_goes_before_an_error_and_that_before_the_last_line(log: str, line: str) -> None:
     assert first_error(log, ()) == (None, line)
+
+
+@pytest.mark.parametrize("engine", [vllm.ENGINE, llamacpp.ENGINE, sglang.ENGINE])
+@pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
+def test_lines_of_one_long_word_are_looked_through(engine: Engine, line: str) -> None:
+    log = f"{line}\n" * 2500 + "ValueError: at last"
+    assert first_error(log, engine.failure_patterns())[1] == "ValueError: at last"
 
 
 def test_running_out_of_memory_goes_before_what_follows_from_it() -> None:

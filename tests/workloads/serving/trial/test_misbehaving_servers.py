@@ -32,6 +32,7 @@ WRONG = {
     "stops_at_eos": (TrialState.INVALID, "ignore_eos is not kept"),
     "cuts": (TrialState.INVALID, "do not fit into the context"),
     "never_healthy": (TrialState.TIMED_OUT, "answer 503 on /health"),
+    "mute": (TrialState.TIMED_OUT, "was not healthy after 4 s: no answer (timed out) on /health"),
     "crashes": (TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError: 16 is no multiple"),
     "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
     "out_of_memory_later": (TrialState.OUT_OF_MEMORY, "failed to allocate CUDA0 buffer"),
@@ -56,6 +57,11 @@ def test_a_trial_that_went_wrong_has_its_class_its_reason_and_no_figures(behavio
     assert reason in str(done.reason)
     assert not (trials.trial_folder(tmp_path) / METRICS).exists()
     assert all_gone(tmp_path)
+
+
+def test_a_server_that_floods_its_log_is_measured(tmp_path: Path) -> None:
+    done = trials.run(trials.platform(tmp_path, "talks"), tmp_path)
+    assert done.state is TrialState.MEASURED, done.reason
 
 
 def test_figures_of_an_earlier_trial_in_the_folder_do_not_pass_for_this_ones(tmp_path: Path) -> None:
