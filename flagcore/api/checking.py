@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from flagcore.testing.package import read_source
 
 SECONDS = 600.0
 """How long the checks of one plugin may take."""
+ENTRY = "its_entry_point_names_the_module_of_hooks"
+"""The check that fails where a folder's pyproject.toml cannot be read."""
+CHECK_SECONDS = 90.0
+"""How long one of them may: far more than any takes that waits for a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,14 @@ class _Wanted:
     name: str
     version: str
     folder: Path | None = None
+    unreadable: str = ""
+    """What is wrong with its pyproject.toml, so that nothing else can be checked."""
 
 
 def check_plugins(targets: Sequence[str] = ()) -> list[Checked]:
     """Check plugins by their name or by the folder of their pyproject.toml; without any, all that are installed.
 
-    Raises UsageError for what is neither.
+    A pyproject.toml that names no plugin is a failed check. Raises UsageError for what is neither.
     """
     wanted = [found for target in targets for found in _wanted(target)] if targets else _all()
     at_once = max(1, min(4, os.cpu_count() or 1))
@@ -75,7 +82,12 @@ def _wanted(target: str) -> list[_Wanted]:
         return [_Wanted(target, origin(points[target][0]).version)]
     folder = Path(target)
     if folder.is_dir():
-        package = read_source(folder.resolve())
+        try:
+            package = read_source(folder.resolve())
+        except UsageError as error:
+            if not (folder / "pyproject.toml").is_file():
+                raise
+            return [_Wanted(folder.resolve().name, "", unreadable=str(error))]
         return [_Wanted(name, package.version, package.folder) for name in package.points]
     near = get_close_matches(target, points, n=1)
     hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(sorted(points)) or 'none'}"
@@ -83,6 +95,16 @@ def _wanted(target: str) -> list[_Wanted]:
 
 
 def _run(wanted: Sequence[_Wanted]) -> list[Checked]:
+    unreadable = [_unreadable(each) for each in wanted if each.unreadable]
+    return [*unreadable, *_checked([each for each in wanted if not each.unreadable])]
+
+
+def _unreadable(each: _Wanted) -> Checked:
+    fix = "mend that line of pyproject.toml; docs/write-a-plugin.md shows a whole one"
+    return Checked(each.name, "", ({"check": ENTRY, "state": "failed", "message": each.unreadable, "fix": fix},))
+
+
+def _checked(wanted: Sequence[_Wanted]) -> list[Checked]:
     with tempfile.TemporaryDirectory(prefix="flagcore-check-") as folder:
         started = [(each, Path(folder, f"{place}.jsonl")) for place, each in enumerate(wanted)]
         running: list[subprocess.Popen[bytes]] = []
@@ -104,19 +126,33 @@ def _start(each: _Wanted, report: Path) -> subprocess.Popen[bytes]:
 
 
 def _ended(each: _Wanted, report: Path, process: subprocess.Popen[bytes]) -> Checked:
-    try:
-        code, how = process.wait(SECONDS), ""
-    except subprocess.TimeoutExpired:
-        code, how = 1, f"it took more than {SECONDS:.0f} s"
+    code, how = _waited(report, process)
     records = _read(report)
     results = [record for record in records if "state" in record]
-    if code != 0:
+    if code != 0 or not any("ends" in record for record in records):
         begun = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
-        how = how or (f"signal {signal.Signals(-code).name} ended the process" if code < 0 else f"exit status {code}")
+        how = how or (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}")
         fix = "ask native libraries in a process of their own (flagcore.vendorkit.machine), with a limit of time"
         message = f"{each.name}: {how} during this check; the checks after it did not run"
+        if not how.startswith("it took"):
+            how += " ended the process"
         results.append({"check": begun, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))
+
+
+def _waited(report: Path, process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """Return the exit status and why the process was given up: it may not take long for all, nor for one check."""
+    start = last = time.monotonic()
+    size = 0
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2), ""
+        now = time.monotonic()
+        if report.exists() and report.stat().st_size != size:
+            size, last = report.stat().st_size, now
+        for since, most in ((last, CHECK_SECONDS), (start, SECONDS)):
+            if now - since > most:
+                return 1, f"it took more than {most:.0f} s"
 
 
 def _read(report: Path) -> list[dict[str, str]]:

@@ -26,6 +26,7 @@ def knob_record(task: Task, knob: PluginKnob) -> dict[str, Any]:
         "in_space": knob in task.knobs,
         "says": knob.says,
         "claim": knob.claim,
+        "effect": f"{knob.effect.kind}: {knob.effect.detail}" if knob.effect else None,
         "needs": [str(need) for need in knob.needs] + ["a mixture of experts"] * knob.of_experts,
         "effects": [_effect(choice) for choice in knob.choices],
         "not_launched": {str(value): reason for value, reason in why.items() if reason},

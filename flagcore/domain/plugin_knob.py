@@ -63,8 +63,9 @@ class Need:
 class PluginKnob:
     """A knob of one engine on one kind of chip. `name` is a key of a spec's space that the core does not have.
 
-    `says` tells what it is, `claim` what its source says it gains. `needs` must hold where it is on; `of_experts` says
-    that only a mixture of experts has it.
+    `says` tells what it is, `claim` what its source says it gains, and `effect` where the factors of its choices are
+    from: mostly an estimate with its reasoning; None where they are those of the source. `needs` must hold where it is
+    on; `of_experts` says that only a mixture of experts has it.
     """
 
     name: str
@@ -73,6 +74,7 @@ class PluginKnob:
     says: str
     source: Source
     claim: str = ""
+    effect: Source | None = None
     needs: tuple[Need, ...] = ()
     of_experts: bool = False
 

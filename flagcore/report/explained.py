@@ -265,7 +265,8 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
 def _sentence(knob: Mapping[str, Any]) -> str:
     needs = f"Needs {', '.join(knob['needs'])}. " if knob["needs"] else ""
     claim = f"Its source: {knob['claim']}. " if knob["claim"] else ""
-    return f"{needs}{claim}({knob['source']})"
+    effect = f" Its effect here: {knob['effect']}." if knob["effect"] else ""
+    return f"{needs}{claim}({knob['source']}){effect}"
 
 
 def _range(factor: Mapping[str, float]) -> str:

@@ -1,7 +1,7 @@
 """Checks one plugin in a process of its own: `python -m flagcore.testing.child REPORT NAME [FOLDER]`.
 
-REPORT receives a line of JSON a step: `{"begins": CHECK}`, then the result of the check. What a native library crashes
-is so seen as the check that began last.
+REPORT receives a line of JSON a step: `{"begins": CHECK}`, then the result of the check; the last line is
+`{"ends": NAME}`. What a native library crashes is so seen as the check that began last.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -32,6 +33,7 @@ def main(arguments: list[str]) -> int:
     with open(report, "w", encoding="utf-8", buffering=1) as file:
         for record in _records(name, Path(folder[0]) if folder else None):
             file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({"ends": name}) + "\n")
     return 0
 
 
@@ -70,4 +72,4 @@ def _subject(name: str, folder: Path | None) -> Subject:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os._exit(main(sys.argv[1:]))  # threads that the plugin started may not keep it alive

@@ -41,6 +41,14 @@ class Result:
     fix: str = ""
 
 
+def fix_of(reason: str) -> str:
+    """Return what to do about what a plugin's files raised; nothing for what is no file's fault."""
+    if reason.startswith("SpecError"):
+        return "mend that key of the file; docs/write-a-plugin.md tells what each file holds"
+    missing = "write that file (docs/write-a-plugin.md tells what it holds), or let the hook answer None"
+    return missing if reason.startswith("FileNotFoundError") else ""
+
+
 def run(check: Check, subject: Subject) -> Result:
     """Return how `check` ends for `subject`. What the plugin raises meanwhile is a failure of the check."""
     name = check.__name__
@@ -52,7 +60,7 @@ def run(check: Check, subject: Subject) -> Result:
         raise
     except BaseException as error:
         fix = "the plugin raised this while it was asked: mend it there, or answer None for what it does not know"
-        return Result(check=name, state="failed", message=one_line(error), fix=fix)
+        return Result(check=name, state="failed", message=one_line(error), fix=fix_of(one_line(error)) or fix)
     if not problems:
         return Result(check=name, state="passed")
     told = list(dict.fromkeys(problem.message for problem in problems))

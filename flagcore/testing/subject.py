@@ -21,7 +21,7 @@ from flagcore.domain.trial import TrialState
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names
 from flagcore.plugins.installed import installed
 from flagcore.testing.examples import group_of, task_on
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.kit import Problem, Skip, fix_of
 from flagcore.testing.package import Package, read_installed, source_of
 from flagcore.testing.transcripts import Transcript, read_transcripts
 from flagcore.vendorkit.maturity import maturity
@@ -91,6 +91,12 @@ class Subject:
         if not isinstance(self.hooks, ModuleType):
             raise Skip("the plugin is an object, not a module that can be imported by name")
         return self.hooks.__name__.partition(".")[0]
+
+    @property
+    def hooks_module(self) -> str:
+        """The name of the module of hooks. Raises Skip for an object."""
+        self.package  # noqa: B018 (raises for an object)
+        return str(getattr(self.hooks, "__name__", ""))
 
     @property
     def package_folder(self) -> Path:
@@ -168,9 +174,7 @@ class Subject:
         """Yield what went wrong with `hooks` until now."""
         for failure in self.loaded.failures:
             if failure.hook in hooks:
-                file = failure.reason.startswith("SpecError")
-                mend = "mend that key of the file; docs/write-a-plugin.md tells what each file holds"
-                fix = mend if file else f"see {failure.hook} in docs/hooks.md for what it may answer"
+                fix = fix_of(failure.reason) or f"see {failure.hook} in docs/hooks.md for what it may answer"
                 yield Problem(message=f"{failure.hook}: {failure.reason}", fix=fix)
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:

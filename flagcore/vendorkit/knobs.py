@@ -2,7 +2,8 @@
 
 `knobs` is a list of `name` (the engine's own argument, or one that begins with the vendor's), `engine`, `says`,
 `source`, `choices`, and maybe `chips` (all), `versions` (all), `default` (what is off: null, or false for a flag),
-`claim` (what the source says it gains), `of_experts`, and `needs`, a list of `knob` with `at_least`, `at_most` or
+`claim` (what the source says it gains), `effect` (the source of the factors: estimated with its `method` where nobody
+published a figure), `of_experts`, and `needs`, a list of `knob` with `at_least`, `at_most` or
 `one_of`. A choice has a `value` and maybe `settings` (of the core, which predict it), `time` and `memory` (`value`,
 `low`, `high`, the ends of an 80% interval; time with the `part` of a step), `flags` and `environment`; without the last
 two, nobody published how to switch it on.
@@ -70,6 +71,7 @@ def _listed(part: Part) -> Listed:
             choices=tuple(_choice(each) for each in _each(part, "choices")),
             says=part.required("says", str),
             claim=part.optional("claim", str, ""),
+            effect=part.source("effect") if "effect" in part.content else None,
             needs=tuple(_need(each) for each in _each(part, "needs")),
             of_experts=part.optional("of_experts", bool, False),
             source=part.source("source"),

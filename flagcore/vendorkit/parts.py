@@ -15,10 +15,23 @@ SOURCE_SAYS = {"measured": "how", "datasheet": "document", "published": "where",
 """What each kind of source must say."""
 
 
+class _OnceEach(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice: YAML would keep the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: the key {key.value} is there twice; keep one")
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_parts(text: str, file: str, kind: str) -> Part:
     """Return the whole of a file of some `kind` ("a chip file"). Raises SpecError naming `file` if it is not YAML."""
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _OnceEach)
     except (yaml.YAMLError, RecursionError) as error:
         problem = f"is not YAML: {' '.join(str(error).split())}"
         raise SpecError(file=file, key="the file", problem=problem) from error

@@ -103,7 +103,7 @@ def sure(listing: Listing) -> Listing:
 
 def announced(listing: Listing, many: str | None) -> Listing:
     """Return `listing`, and tell if it shows fewer devices than the tool says that there are."""
-    short = listing.rows and not listing.left_out and many is not None and len(listing.rows) < int(many)
+    short = not listing.left_out and many is not None and len(listing.rows) < int(many)
     told = f"it says that there are {many} devices, but shows {len(listing.rows)}"
     return replace(listing, left_out=(told,)) if short else listing
 

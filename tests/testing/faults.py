@@ -66,6 +66,10 @@ MODULE = (
     Fault(LOADS, HOOKS, "HOOKS_API = 1", "HOOKS_API = 99", "written for hooks 99", "docs/hooks.md"),
     Fault(LOADS, HOOKS, "(group: NodeGroup) -> Mem", "(cluster: object) -> Mem", "takes cluster", "docs/hooks.md"),
     Fault("importing_it_loads_no_driver_and_no_framework", HOOKS, "from flagcore_acme", "import torch\nfrom flagcore_acme", "torch", "inside the hook"),
+    Fault("importing_it_loads_no_driver_and_no_framework", HOOKS, "from flagcore_acme", "try:\n    import pynvml\nexcept ImportError:\n    pass\nfrom flagcore_acme", "imports pynvml, where there is one", "inside the hook"),
+    Fault("importing_it_is_quick_and_quiet_and_changes_nothing", HOOKS, "HOOKS_API = 1", "HOOKS_API = 1\nprint('hello')", "prints 'hello'", "print nothing"),
+    Fault("importing_it_is_quick_and_quiet_and_changes_nothing", HOOKS, "HOOKS_API = 1", "HOOKS_API = 1\nimport os\nos.environ['ACME_Z'] = '1'", "ACME_Z", "flagcore_environment"),
+    Fault("importing_it_is_quick_and_quiet_and_changes_nothing", HOOKS, "HOOKS_API = 1", "HOOKS_API = 1\nimport time\ntime.sleep(5.5)", "takes 5.", "in the hook"),
     Fault("it_imports_of_flagcore_only_what_plugins_may", HOOKS, "from flagcore_acme import", "import flagcore.loop\nfrom flagcore_acme import", "imports flagcore.loop", "vendorkit"),
     Fault(
         "asking_it_twice_gives_the_same_answer",
@@ -75,11 +79,13 @@ MODULE = (
         "flagcore_environment",
         also=("what_trials_are_given_does_not_depend_on_the_users_shell",),
     ),
+    Fault("asking_it_leaves_the_process_as_it_was", HOOKS, "return load_chips(PACKAGE)", "print('loading')\n    return load_chips(PACKAGE)", "prints 'loading'", "logged"),
     Fault("asking_it_leaves_the_process_as_it_was", HOOKS, "return failure_patterns(", "import os\n    os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n    return failure_patterns(", "environment", "flagcore_environment"),
 )
 CHIPS = (
     Fault("chips_and_devices_are_answered_as_their_hooks_promise", CHIP, "kind: estimated, method", "kind: guessed, method", "a1.yaml: memory_bytes.source.kind", "mend that key"),
     Fault("chips_and_devices_are_answered_as_their_hooks_promise", HOOKS, "return load_chips(PACKAGE)", "return [*load_chips(PACKAGE), 'A2']", "flagcore_chips", "docs/hooks.md"),
+    Fault("chips_and_devices_are_answered_as_their_hooks_promise", CHIP, "devices_per_node: 8", "devices_per_node: 8\ndevices_per_node: 16", "the key devices_per_node is there twice", "mend that key"),
     Fault("every_figure_has_a_source_of_a_known_kind", CHIP, "TODO: made up, replace it by a figure with its source", " ", "A1: memory_bytes", "what that kind must say"),
     Fault("dates_of_sources_are_written_as_iso_dates", COLLECTIVES, "2026-11-02", "2/11/2026", "collectives.yaml: source.date", "2026-11-02"),
     Fault("names_and_aliases_are_each_of_one_chip", "flagcore_acme/chips/b2.yaml", "", "chip: B2\nvendor: acme\naliases: [ACME A1]\n", "answers to", "one chip", also=("a_chip_file_is_named_like_its_chip",)),
@@ -148,6 +154,7 @@ ENGINES = (
     Fault("a_knob_says_what_it_is", KNOBS, "says: collectives run on a copy engine", "says: ' '", "acme_overlap", "sentence"),
     Fault("a_knob_is_none_that_the_engine_has_everywhere", KNOBS, "name: acme_overlap", "name: use_recompute", "use_recompute", "another name"),
     Fault("a_knob_with_a_gain_says_how_sure_it_is", KNOBS, "low: 0.9, high: 1.02", "low: 0.97, high: 0.97", "for sure", "interval"),
+    Fault("the_effect_of_a_knob_is_estimated_or_has_a_source", KNOBS, "    effect: {kind: estimated, method: a guess}\n", "", "acme_overlap", "estimated"),
     Fault("knobs_are_for_known_engines_and_chips", KNOBS, "    says", "    chips: [Z9]\n    says", "'Z9'", "chips/*.yaml"),
 )
 ENVIRONMENTS = (
@@ -173,6 +180,7 @@ RUNS = (
     reading("readings_are_plausible_in_base_units", "{**s, 'power_watts': 61000.0}", "power_watts = 61000"),
     reading("memory_in_use_is_read", "{'power_watts': s['power_watts']}", "memory_used_bytes"),
     Fault("telemetry_is_answered_as_its_hook_promises", HOOKS, "return DeviceReading(TABLE, device.index) if mine", "return 'fine' if mine", "flagcore_telemetry", "docs/hooks.md"),
+    Fault("a_device_is_read_however_its_name_is_written", HOOKS, "any(chip.answers_to(device.chip) for chip in flagcore_chips())", "any(device.chip in (chip.name, *chip.aliases) for chip in flagcore_chips())", "'acme A1'", "answers_to"),
     Fault("rules_are_answered_as_their_hook_promises", HOOKS, "return [StayInPod()] if", "return [StayInPod] if", "flagcore_pruning_rules", "docs/hooks.md"),
     Fault("a_rule_has_a_name_and_says_what_it_knows", HOOKS, 'name = "acme_pod"', 'name = "acme pod"', "acme pod", "flag explain"),
     Fault("a_rule_leaves_something_to_try", HOOKS, 'columns["tensor_model_parallel_size"] > 4', 'columns["tensor_model_parallel_size"] > 0', "acme_pod leaves no candidate", "prune only"),
@@ -203,6 +211,7 @@ SHIPPED = (
     Fault("quirks_can_be_read_and_each_has_a_source", QUIRKS, "the first step compiles for a minute, source: *made_up", "the first step compiles, source: {kind: estimated, method: ' '}", "notes[0]", "where it is from"),
     Fault("quirks_are_of_known_engines_and_chips", QUIRKS, "{says: the first", "{chips: [Z9], says: the first", "'Z9'", "chips/*.yaml"),
     Fault("what_quirks_refuse_is_told_by_the_hook", HOOKS, "refused=refused(PACKAGE, chip, engine, engine_version),", "refused=(),", "acme_no_block", "refused(PACKAGE"),
+    Fault("how_well_founded_it_is_is_told", HOOKS, "return maturity(PACKAGE)", "return None", "flagcore_maturity says nothing", "maturity.yaml"),
     Fault("maturity_names_known_chips", MATURITY, "chips: [A1]\n    files", "chips: [A1, Z9]\n    files", "'Z9'", "chips/*.yaml"),
     Fault("maturity_tells_where_the_facts_of_each_chip_are_from", MATURITY, "facts of the chips", "facts", "A1 is missing", "list every chip"),
     Fault("maturity_names_the_transcripts_that_are_there", MATURITY, "[acme-smi-1.txt]", "[acme-smi-1.txt, acme-smi-9.txt]", "acme-smi-9.txt", "checked_on_transcripts"),

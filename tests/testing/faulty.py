@@ -87,6 +87,7 @@ knobs:
     engine: megatron
     says: collectives run on a copy engine
     default: false
+    effect: {kind: estimated, method: a guess}
     choices: [{value: true, time: {value: 0.97, low: 0.9, high: 1.02}, environment: {ACME_OVERLAP: "1"}}]
     source: {kind: published, where: the vendor's guide}
 """

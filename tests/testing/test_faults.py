@@ -13,7 +13,7 @@ from tests.testing.faulty import Fault, broken, healthy, imported
 
 WITH_TOOLS = {"detection", "transcripts", "telemetry", "engines"}
 """Modules of checks that start faked tools: tried where they, or one of them, are to fail."""
-SLOW = {"importing_it_loads_no_driver_and_no_framework"}
+SLOW = {"importing_it_loads_no_driver_and_no_framework", "importing_it_is_quick_and_quiet_and_changes_nothing"}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from flagcore.testing.checks import (
     environment,
     failures,
     foreign,
+    importing,
     knobs,
     launches,
     memory,
@@ -28,8 +29,8 @@ from flagcore.testing.checks import (
 from flagcore.testing.kit import Check
 
 MODULES = (
-    *(module, chips, peaks, foreign, topology, memory, costs, collectives, engines, knobs, environment, failures),
-    *(telemetry, pruning, launches, detection, transcripts, shipped, packaging),
+    *(module, importing, chips, peaks, foreign, topology, memory, costs, collectives, engines, knobs, environment),
+    *(failures, telemetry, pruning, launches, detection, transcripts, shipped, packaging),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flagcore.domain.chip import Chip
-from flagcore.domain.plugin_knob import PluginKnob
+from flagcore.domain.plugin_knob import Factor, PluginKnob
 from flagcore.plugins import workload
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problem, Skip
@@ -49,6 +49,16 @@ def a_knob_with_a_gain_says_how_sure_it_is(plugin: Subject) -> Iterator[Problem]
                         message=f"flagcore_knobs: {knob.name} of {engine} scales {what} by {factor.value:g} for sure",
                         fix="give low and high, the ends of an 80% interval: what others published is a guess here",
                     )
+
+
+def the_effect_of_a_knob_is_estimated_or_has_a_source(plugin: Subject) -> Iterator[Problem]:
+    for _, engine, knob in _knobs(plugin):
+        factors = [factor for choice in knob.choices for factor in (choice.time, choice.memory)]
+        if knob.effect is None and knob.source.kind != "estimated" and any(each != Factor() for each in factors):
+            yield Problem(
+                message=f"flagcore_knobs: {knob.name} of {engine} does not say where its factors are from",
+                fix="give effect: {kind: estimated, method: WHY}, or the source that published these very figures",
+            )
 
 
 def knobs_are_for_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:

@@ -61,6 +61,16 @@ def what_quirks_refuse_is_told_by_the_hook(plugin: Subject) -> Iterator[Problem]
                 )
 
 
+def how_well_founded_it_is_is_told(plugin: Subject) -> Iterator[Problem]:
+    plugin.own_chips()
+    if plugin.loaded.maturity(plugin.loaded.plugins[0]) is None:
+        yield from plugin.told("flagcore_maturity")
+        yield Problem(
+            message="flagcore_maturity says nothing: `flag plugins list` cannot tell what its facts stand on",
+            fix="write maturity.yaml, and answer maturity(PACKAGE) of flagcore.vendorkit.maturity",
+        )
+
+
 def maturity_names_known_chips(plugin: Subject) -> Iterator[Problem]:
     chips = {chip.name for chip in plugin.own_chips()}
     for claim in _claims(plugin):

@@ -64,6 +64,19 @@ def telemetry_is_answered_as_its_hook_promises(plugin: Subject) -> Iterator[Prob
     yield from plugin.told("flagcore_telemetry")
 
 
+def a_device_is_read_however_its_name_is_written(plugin: Subject) -> Iterator[Problem]:
+    plugin.implements("flagcore_telemetry")
+    for chip in plugin.chips:
+        if plugin.loaded.telemetry(Device(index=0, chip=chip.name)) is None:
+            continue
+        for name in sorted({*chip.aliases, chip.name.lower(), f"{chip.vendor} {chip.name}"}):
+            if plugin.loaded.telemetry(Device(index=0, chip=name)) is None:
+                yield Problem(
+                    message=f"flagcore_telemetry answers for {chip.name}, but not for the same chip as {name!r}",
+                    fix="ask chip.answers_to(device.chip) of each of your chips",
+                )
+
+
 def _samples(plugin: Subject) -> list[tuple[Device, Mapping[str, float]]]:
     """Return a reading of each device that is here or, without one, of the first transcript with known chips."""
     plugin.implements("flagcore_telemetry")

@@ -103,7 +103,8 @@ def flagcore_failure_patterns(chip: Chip) -> Sequence[FailurePattern] | None:
 @hookimpl
 def flagcore_telemetry(device: Device) -> Telemetry | None:
     """Return a reading of the whole machine: cores have no memory of their own."""
-    return MachineReading() if device.chip == "cpu" else None
+    mine = any(chip.answers_to(device.chip) for chip in flagcore_chips())
+    return MachineReading() if mine else None
 
 
 class MachineReading:

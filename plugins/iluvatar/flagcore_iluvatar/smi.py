@@ -23,7 +23,8 @@ from flagcore.vendorkit.rows import (
 
 TITLE = "IX-ML:"
 
-_OURS = re.compile(r"Iluvatar |(BI|MR)-V\d")
+_OURS = re.compile(r"Iluvatar |(BI|MR)(-V)?\d")
+"""Some releases leave out the vendor, or write BI150 for BI-V150."""
 _NAME = re.compile(r"(\d+)\s+(\S.*)")
 
 

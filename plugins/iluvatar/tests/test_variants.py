@@ -36,4 +36,5 @@ def test_a_query_is_read_by_its_header() -> None:
 def test_a_list_tells_names_and_uuids() -> None:
     rows = smi.parse("GPU 0: Iluvatar BI-V150S (UUID: GPU-0f8b)\nGPU  1: Iluvatar BI-V150S (UUID: GPU-0f8c)\n")
     assert [(row.device.index, row.device.uuid) for row in rows] == [(0, "GPU-0f8b"), (1, "GPU-0f8c")]
+    assert [row.device.chip for row in smi.parse("GPU   0: BI150 (UUID: GPU-0f8b)\n")] == ["BI150"]
     assert smi.parse("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0f8b)\n") == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 
 from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
@@ -136,13 +135,9 @@ def flagcore_failure_patterns(chip: Chip, engine: str, engine_version: str | Non
 @hookimpl
 def flagcore_telemetry(device: Device) -> Telemetry | None:
     """Return what mx-smi says of a device of this vendor: memory, power, temperature and load."""
-    return DeviceReading(TABLE, device.index) if device.chip.casefold() in _names() else None
+    mine = any(chip.answers_to(device.chip) for chip in flagcore_chips())
+    return DeviceReading(TABLE, device.index) if mine else None
 
 
 def _mine(chip: Chip) -> bool:
     return chip.vendor == "metax"
-
-
-@cache
-def _names() -> frozenset[str]:
-    return frozenset(name.casefold() for chip in flagcore_chips() for name in (chip.name, *chip.aliases))

@@ -26,7 +26,7 @@ TITLES = ("MetaX System Management Interface", "Mars System Management Interface
 
 _NAME = re.compile(r"(\d+)\s+(\S.*?)(?:\s+(?:On|Off|N/?A))?")
 _OURS = re.compile(r"(MetaX |MX[CNX]\d|Mars )")
-_LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+({BUS.pattern})\s+(\S.*?) \(UUID: ([\w-]+)\)\s*$", re.MULTILINE)
+_LISTED = re.compile(rf"^GPU#(\d+)\s+(\S.*?)\s+({BUS.pattern})\s+(\S.*?)(?: \(UUID: (\S+)\))?\s*$", re.MULTILINE)
 
 
 def is_metax(text: str) -> bool:
@@ -55,7 +55,7 @@ def read(text: str) -> Listing:
 
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs that `mx-smi -L` lists, by index."""
-    return {int(line[1]): line[5] for line in _LISTED.finditer(cleaned(text))}
+    return {int(line[1]): line[5] for line in _LISTED.finditer(cleaned(text)) if line[5]}
 
 
 def _listed(text: str) -> Iterator[Row | str]:
@@ -63,6 +63,8 @@ def _listed(text: str) -> Iterator[Row | str]:
         index, name, bus, state, uuid = int(line[1]), line[2], line[3], line[4], line[5]
         if state != "Available":
             yield f"GPU {index} ({name}) is not to be used: {state}"
+        elif not uuid:
+            yield f"GPU {index} ({name}) tells no UUID: the line was cut"
         elif _OURS.match(name):
             yield Row(device=Device(index=index, chip=name, uuid=uuid), bus=bus)
 

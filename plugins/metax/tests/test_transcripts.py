@@ -8,6 +8,7 @@ import yaml
 from flagcore_metax import hooks, smi
 from flagcore_metax.islands import ISLAND
 
+from flagcore.domain.chip import Device
 from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
 
 SMI = Path(__file__).parent / "smi"
@@ -66,6 +67,27 @@ def test_a_list_tells_names_without_memory() -> None:
     (row,) = smi.parse(text("mx-smi-8.txt"))
     assert (row.device.chip, row.device.memory_bytes, row.device.uuid) == ("MXC550", None, "GPU-abc-123")
     assert smi.parse(text("mx-smi-8.txt").replace("Available", "Not Available(5)")) == ()
+
+
+def test_a_listed_device_without_a_uuid_is_told() -> None:
+    lost = "GPU#7    MXC500      0000:3c:00.0   Not Available(MetaX Sysfs File Unaccessible)\n"
+    listing = smi.read(text("mx-smi-8.txt") + "\n" + lost)
+    assert [row.device.index for row in listing.rows] == [0]
+    assert listing.left_out == ("GPU 7 (MXC500) is not to be used: Not Available(MetaX Sysfs File Unaccessible)",)
+    (cut,) = smi.read(text("mx-smi-8.txt").replace(" (UUID: GPU-abc-123)", "")).left_out
+    assert "no UUID" in cut
+
+
+def test_output_that_counts_devices_but_lists_none_is_told() -> None:
+    title = "=================== MetaX System Management Interface Log ===================\n"
+    count = "Attached GPUs                                     : 2\nGPU#0  MXC500  0000:08:00.0\n"
+    assert smi.read(title + count).left_out == ("it says that there are 2 devices, but shows 0",)
+
+
+def test_a_device_is_read_however_its_name_is_written() -> None:
+    for name in ("MXC500", "metax c500", "C500", "MetaX-C500"):
+        assert hooks.flagcore_telemetry(Device(index=0, chip=name)) is not None
+    assert hooks.flagcore_telemetry(Device(index=0, chip="MetaX C700")) is None
 
 
 def test_uuids_are_listed_by_index() -> None:

@@ -1,0 +1,112 @@
+"""What importing the module of hooks does, tried in a process of its own: every command of flagcore pays for it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flagcore.testing.kit import Problem
+from flagcore.testing.subject import Subject
+
+DRIVERS = (
+    *("torch", "torch_mlu", "torch_npu", "torch_musa", "pynvml", "pymxsml", "pyixml", "pycndev", "tensorflow", "jax"),
+    *("cupy", "vllm", "sglang", "megatron", "triton"),
+)
+KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
+"""Variables that the fresh process has: in this one, the plugin was imported already."""
+SECONDS = 5.0
+"""Far above what reading a few small files takes; flagcore's own imports are not counted."""
+
+_TRY = """
+import contextlib, importlib, io, json, os, sys, threading, time
+module, package, drivers = sys.argv[1], sys.argv[2], sys.argv[3].split()
+sys.path[:0] = json.loads(sys.argv[4])
+import flagcore.physics.memory.device, flagcore.vendorkit.chipfile, flagcore.vendorkit.costfile
+ours, environment, start = sys.stdout, dict(os.environ), time.monotonic()
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+    importlib.import_module(module)
+seconds = time.monotonic() - start
+own = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
+changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
+print(json.dumps({
+    "drivers": [name for name in drivers if name in sys.modules],
+    "files": sorted(each.__file__ for each in own if getattr(each, "__file__", None)),
+    "printed": (out.getvalue() + errors.getvalue()).strip(),
+    "seconds": seconds,
+    "variables": sorted(changed),
+    "threads": threading.active_count() - 1,
+}), file=ours, flush=True)
+os._exit(0)
+"""
+
+
+def importing_it_loads_no_driver_and_no_framework(plugin: Subject) -> Iterator[Problem]:
+    said = _imported(plugin)
+    fix = "import it inside the hook that needs it, or ask it in a process of its own (vendorkit.machine)"
+    if isinstance(said, str):
+        message = f"{plugin.package}: import {plugin.hooks_module} fails alone: {said}"
+        yield Problem(message=message, fix="import what it uses in its file")
+        return
+    if said["drivers"]:
+        loads = ", ".join(said["drivers"])
+        yield Problem(message=f"{plugin.package}: import {plugin.hooks_module} loads {loads}", fix=fix)
+    for path in map(Path, said["files"]):
+        for name, line in _at_import(ast.parse(path.read_text("utf-8")).body):
+            if name in DRIVERS and name not in said["drivers"]:  # it is not installed here
+                yield Problem(message=f"{path.name}:{line} imports {name}, where there is one", fix=fix)
+
+
+def importing_it_is_quick_and_quiet_and_changes_nothing(plugin: Subject) -> Iterator[Problem]:
+    said = _imported(plugin)
+    if isinstance(said, str):
+        return
+    what = f"{plugin.package}: import {plugin.hooks_module}"
+    if said["printed"]:
+        yield Problem(
+            message=f"{what} prints {said['printed'][:60]!r}",
+            fix="print nothing; what a user should know is logged by a hook",
+        )
+    if said["seconds"] > SECONDS and not said["drivers"]:
+        yield Problem(message=f"{what} takes {said['seconds']:.1f} s", fix="do that work in the hook that needs it")
+    if said["variables"]:
+        variables = ", ".join(said["variables"])
+        fix = "variables for trials are the answer of flagcore_environment (environment.yaml)"
+        yield Problem(message=f"{what} changes the environment: {variables}", fix=fix)
+    if said["threads"]:
+        yield Problem(message=f"{what} starts {said['threads']} threads", fix="start nothing before a hook is asked")
+
+
+def _imported(plugin: Subject) -> dict[str, Any] | str:
+    """Return what a fresh process says of the import, or why it failed there."""
+    if "imported" not in plugin.memory:
+        arguments = [plugin.hooks_module, plugin.package, " ".join(DRIVERS), json.dumps([*filter(None, sys.path)])]
+        argv = [sys.executable, "-c", _TRY, *arguments]
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        try:
+            done = subprocess.run(argv, env=kept, capture_output=True, text=True, timeout=60, check=False)
+            last = (done.stdout.strip().splitlines() or ["{}"])[-1]
+            wrong = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            plugin.memory["imported"] = json.loads(last) if done.returncode == 0 and "drivers" in last else wrong
+        except subprocess.TimeoutExpired:
+            plugin.memory["imported"] = "it hangs"
+    found: dict[str, Any] | str = plugin.memory["imported"]
+    return found
+
+
+def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """Yield the packages, with the line, that statements import when the module is imported."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0], node.lineno
+        elif isinstance(node, ast.Try):
+            yield from _at_import([*node.body, *node.orelse, *node.finalbody])
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from _at_import([*node.body, *node.orelse])
