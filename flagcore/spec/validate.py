@@ -67,6 +67,8 @@ def _words_of(part: Schema) -> list[str]:
         return [
             f"a whole number from {part['minimum']} to {part['maximum']}" if "minimum" in part else "a whole number"
         ]
+    if kind == "number" and "maximum" not in part:
+        return ["a number"]
     if kind == "number":
         least = f"above {part['exclusiveMinimum']} up" if "exclusiveMinimum" in part else f"from {part['minimum']}"
         return [f"a number {least} to {part['maximum']}"]

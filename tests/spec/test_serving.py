@@ -113,3 +113,11 @@ def test_a_record_may_name_the_file_whose_weights_are_served(tmp_path: Path) -> 
 def test_a_record_without_one_kind_of_load_is_refused(load: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=r"serve\.concurrency and serve\.request_rate"):
         read_job({**RECORD, "serve": {**RECORD["serve"], **load}})
+
+
+@pytest.mark.parametrize("value", [{"deep": 1}, [1, 2]])
+def test_a_flag_of_the_engine_is_one_value(value: Any) -> None:
+    with pytest.raises(SpecError, match=r"serve\.engine_args\.flag = .* a whole number, a number"):
+        serve({}, engine_args={"flag": value})
+    with pytest.raises(SpecError, match=r"serve\.engine_args\.flag = .* a whole number, a number"):
+        read_job({**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "engine_args": {"flag": value}}})

@@ -116,7 +116,7 @@ def test_a_load_without_end_is_not_run(tmp_path: Path) -> None:
 def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     where = on_cards(tmp_path, loads=(Load(trace=str(trace)),))
-    with pytest.raises(SpecError, match=r"trace = .* cannot be read"):
+    with pytest.raises(SpecError, match=r"serve.profile.trace = .* cannot be read"):
         LLAMACPP.ready(where.task.spec)
     trace.write_text('{"conversations": [{"value": "a question"}, {"value": "an answer"}]}\n')
     LLAMACPP.ready(where.task.spec)

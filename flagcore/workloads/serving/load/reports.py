@@ -51,7 +51,7 @@ def _figures(path: Path, number: int | None) -> dict[str, float]:
     try:
         data: Any = json.loads(text)
     except ValueError:
-        data = _pick([_line(line) for line in text.splitlines() if line.strip()], number)
+        data = _pick([_line(line) for line in text.split("\n") if line.strip()], number)
     if not isinstance(data, dict):
         raise ReportError("is no report: the JSON is no object")
     if isinstance(data.get("benchmarks"), list):

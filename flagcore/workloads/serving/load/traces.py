@@ -8,6 +8,7 @@ tokens, Response tokens; HPMLL/BurstGPT).
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,11 +70,11 @@ def read_trace(path: str) -> Trace:
         text = read_regular(file, most=1 << 30).decode("utf-8-sig")
         trace = _burstgpt(text) if file.suffix.lower() == ".csv" else _json(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(key="trace", value=path, problem=f"cannot be read: {error}") from None
+        raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
     except (_Bad, csv.Error) as error:
-        raise SpecError(key="trace", value=path, problem=f"is no trace: {error}") from None
+        raise SpecError(key="serve.profile.trace", value=path, problem=f"is no trace: {error}") from None
     if not trace.input_len.size:
-        raise SpecError(key="trace", value=path, problem="has no request with both lengths")
+        raise SpecError(key="serve.profile.trace", value=path, problem="has no request with both lengths")
     return trace
 
 
@@ -90,13 +91,18 @@ def _json(text: str) -> Trace:
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
+    """Return the objects of JSON, or of JSON lines: only a line feed ends one, texts may hold other ends (U+2028)."""
+    rows, line = [], 0
     try:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            for line, each in enumerate(text.split("\n"), 1):  # noqa: B007
+                if each.strip():
+                    rows.append(json.loads(each))
     except (ValueError, RecursionError) as error:
-        raise _Bad(f"it is neither JSON nor JSON lines: {error}") from None
+        where = f" (line {line})" if line > 1 else ""
+        raise _Bad(f"it is neither JSON nor JSON lines{where}: {error}") from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise _Bad(f"row {number} is not an object")
@@ -145,11 +151,15 @@ def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Trace:
 
 def _burstgpt(text: str) -> Trace:
     """Leave out requests without an answer: BurstGPT's failures have 0 response tokens."""
-    rows = list(csv.DictReader(text.splitlines()))
+    table = csv.DictReader(io.StringIO(text, newline=""))
     needed = ("Timestamp", "Request tokens", "Response tokens")
-    lacking = [name for name in needed if rows and rows[0].get(name) is None]
-    if lacking:
+    lacking = [name for name in needed if name not in (table.fieldnames or ())]
+    if lacking and text.strip():
         raise _Bad(f"it lacks the column {lacking[0]!r}")
+    rows = list(table)
+    for number, row in enumerate(rows, 2):
+        if short := [name for name in needed if row[name] is None]:
+            raise _Bad(f"row {number} lacks {short[0]}")
     kept = [(n, row) for n, row in enumerate(rows, 2) if _number(row["Response tokens"], needed[2], n) > 0]
     return _trace(
         [_count(row, needed[1:2], number) for number, row in kept],

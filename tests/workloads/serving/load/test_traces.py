@@ -118,6 +118,7 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
     [
         ("", "a.jsonl", "it is empty"),
         ("{not json", "a.jsonl", "neither JSON nor JSON lines"),
+        ('{"input_length": 5, "output_length": 5}\n{"inp', "a.jsonl", "neither JSON nor JSON lines (line 2)"),
         ("[1, 2]", "a.json", "row 1 is not an object"),
         ('{"question": "a"}', "a.jsonl", "row 1 has neither conversations nor one of input_len"),
         ('{"input_length": 5}', "a.jsonl", "row 1 lacks output_len"),
@@ -137,6 +138,8 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
         ('{"conversations": [{"value": "a"}]}', "a.jsonl", "has no request with both lengths"),
         ("a,b\n1,2\n", "a.csv", "it lacks the column 'Timestamp'"),
         ("", "a.csv", "has no request with both lengths"),
+        ("0,GPT-4,100,20,120,API log\n", "a.csv", "it lacks the column 'Timestamp'"),
+        ("Timestamp,Request tokens,Response tokens\n1,2\n", "a.csv", "row 2 lacks Response tokens"),
         ("Timestamp,Request tokens,Response tokens\nsoon,1,2\n", "a.csv", "Timestamp is 'soon', not a number"),
         ("Timestamp,Request tokens,Response tokens\n1,x,2\n", "a.csv", "row 2: Request tokens is 'x'"),
     ],
@@ -144,8 +147,14 @@ def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> No
 def test_file_that_is_no_trace_says_where_and_why(content: str, name: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError) as error:
         read_trace(written(tmp_path, content, name))
-    assert error.value.key == "trace"
+    assert error.value.key == "serve.profile.trace"
     assert problem in str(error.value)
+
+
+def test_texts_may_hold_unicodes_own_ends_of_lines(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "one\u2028two\x85"}, {"from": "gpt", "value": "abcd\u2029efg"}]
+    row = json.dumps({"conversations": turns}, ensure_ascii=False)
+    assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([2, 2], [2, 2], None)
 
 
 def test_file_that_is_not_there_is_told(tmp_path: Path) -> None:
