@@ -8,7 +8,7 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup setup-vllm tune tune-serve test test-browser lint bench bench-estimate bench-load bench-replay sweeps accuracy clean
+.PHONY: setup setup-vllm tune tune-serve test test-browser lint docs bench bench-estimate bench-load bench-replay sweeps accuracy clean
 
 setup: $(VENV)/.done
 
@@ -60,6 +60,12 @@ test: lint
 test-browser: setup
 	$(PIP) "playwright>=1.50"
 	$(BIN)/python -m pytest tests/report/page/test_browser.py
+
+# The pages as a site, in build/site, that is read without a network. A link that leads nowhere is an error.
+docs: setup
+	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)')
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo build/site/index.html
 
 bench: bench-estimate
 	$(BIN)/python benchmarks/between_trials.py

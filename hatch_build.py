@@ -51,6 +51,7 @@ DEV = [
     "types-psutil",
     "types-PyYAML",
 ]
+DOCS = ["mkdocs-material>=9.6,<10"]
 
 
 class CustomMetadataHook(MetadataHookInterface):
@@ -71,7 +72,7 @@ class CustomMetadataHook(MetadataHookInterface):
         vendors = {name: [plugin(name)] for name in VENDORS}
         everything = [need for needs in (*vendors.values(), *ENGINES.values()) for need in needs]
         metadata["dependencies"] = [*CORE, plugin("cpu")]
-        metadata["optional-dependencies"] = {**vendors, **ENGINES, "dev": DEV, "all": everything}
+        metadata["optional-dependencies"] = {**vendors, **ENGINES, "dev": DEV, "docs": DOCS, "all": everything}
 
 
 def _sdist_is_being_built() -> bool:

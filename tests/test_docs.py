@@ -28,16 +28,19 @@ from flagcore.cli.main import COMMANDS, flag
 from flagcore.physics.schedules.named import SCHEDULES
 from flagcore.report.text import SHORT
 from flagcore.spec import parse_spec, read_spec
+from flagcore.spec.serving import engines_of, only
 from flagcore.stages.prune import LEARNED
 from flagcore.workloads.megatron.reading import METRICS, STEPS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{file.name}" for file in ROOT.glob("docs/*.md"))]
-OURS = ["README.md", "CONTRIBUTING.md", "docs/tutorial.md", "docs/cli.md", "docs/architecture.md"]
+OURS = ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/tutorial.md", "docs/tutorial-node.md"]
+OURS += ["docs/tutorial-plan.md", "docs/howto.md", "docs/comparison.md", "docs/cli.md", "docs/architecture.md"]
 """Pages whose snippets are tested here; those of spec, hooks and write-a-plugin have tests of their own."""
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 REFERENCE = TEXT["docs/cli.md"]
-NEEDS = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia")}
+NEEDS = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
+NEEDS["node.yaml"] = ("flagcore_metax", "flagcore_iluvatar")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -80,7 +83,8 @@ def test_path_that_a_page_names_exists(path: str) -> None:
 def test_yaml_snippet_is_a_spec_or_a_part_of_one(page: str, block: str) -> None:
     part = yaml.safe_load(block)
     whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
-    parse_spec({**whole, **part}, file=page, base=ROOT)
+    for data in [only(part, engine) for engine in engines_of(part)] or [part]:
+        parse_spec({**whole, **data}, file=page, base=ROOT)
 
 
 @pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
@@ -218,7 +222,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = CliRunner().invoke(flag, ["tune", "own.yaml", "--quiet", "--json"])
         assert done.exit_code == 0, done.output or done.exception
         assert json.loads(done.output)["best"]["measured"]["step_time_s"]["median"] == pytest.approx(0.4126)
-    shutil.copytree(folder / "runs" / "own", folder / "runs" / "train-cpu")
+    for name in ("train-cpu", "node"):  # the pages' other runs
+        shutil.copytree(folder / "runs" / "own", folder / "runs" / name)
     return folder
 
 

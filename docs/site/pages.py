@@ -1,0 +1,26 @@
+"""mkdocs hook: pages of the repository's root join the site, where links from and to docs/ have one folder less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+JOINED = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages of the root, with their links as the site has them. Called once a build."""
+    for name in JOINED:
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return the page with its links to the root's pages as the site has them. Called once a page."""
+    for name in JOINED:
+        markdown = markdown.replace(f"](../{name}", f"]({name}")
+    return markdown

@@ -1,0 +1,53 @@
+"""The pages as a site: each has its place, and what is built needs no network."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+JOINED = {"CONTRIBUTING.md", "CHANGELOG.md"}
+LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*\s(?:src|href)="?(?:https?:)?//|@import|url\("?https?:')
+"""What a browser would fetch from elsewhere; links that a reader may follow are none of it."""
+
+
+def test_each_page_has_one_place_in_the_navigation() -> None:
+    pages = {file.name for file in (ROOT / "docs").glob("*.md")} | JOINED
+    assert sorted(_pages(SITE["nav"])) == sorted(pages)
+
+
+def test_navigation_has_the_four_kinds_of_pages() -> None:
+    assert [next(iter(part)) for part in SITE["nav"]][1:5] == ["Tutorials", "How-tos", "Reference", "Explanation"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("material", reason="`make docs` installs mkdocs-material")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_site_loads_nothing_from_elsewhere(built: Path) -> None:
+    files = [*built.rglob("*.html"), *built.rglob("*.css")]
+    assert files
+    assert {file.name: found.group() for file in files if (found := LOADED.search(file.read_text()))} == {}
+
+
+def test_search_knows_every_page_without_a_server(built: Path) -> None:
+    index = (built / "search" / "search_index.js").read_text()
+    assert {page for page in _pages(SITE["nav"]) if f'"{page.removesuffix(".md")}.html"' not in index} == set()
+
+
+def _pages(nav: list[Any]) -> Iterator[str]:
+    for part in nav:
+        ((_, inner),) = part.items()
+        yield from _pages(inner) if isinstance(inner, list) else [inner]
