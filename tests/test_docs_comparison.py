@@ -1,0 +1,45 @@
+"""The figures that the page of comparisons quotes are those of the pages that measured them."""
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = " ".join((DOCS / "comparison.md").read_text(encoding="utf-8").split())
+PRIORITY = "FlagScale, priority performance"
+OURS = "flagcore, `learned`"
+FIRST = ", first run on a chip"
+
+
+def row(page: str, section: str, name: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    cells, *_ = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", text, re.MULTILINE)
+    return cells.split(" | ")
+
+
+def test_trials_to_the_best_are_those_of_the_replay() -> None:
+    names = (OURS, OURS + FIRST, "FlagScale, defaults", PRIORITY, "Optuna TPE")
+    ours, first, theirs, priority, tpe = (row("replay.md", "vTrain's sweeps", name)[1] for name in names)
+    assert f"| flagcore | {ours}, and {first} on the first run on a chip |" in PAGE
+    assert f"| FlagScale, defaults | {theirs} |" in PAGE
+    assert f"| FlagScale, priority performance | {priority} |" in PAGE
+    assert f"| Optuna's TPE | {tpe} |" in PAGE
+
+
+def test_what_less_memory_does_is_that_of_the_replay() -> None:
+    theirs, ours, first = (row("replay.md", "Less memory", name) for name in (PRIORITY, OURS, OURS + FIRST))
+    assert f"it needs {theirs[1]} trials and loses the best in {_lost(theirs):.0f}% of the sweeps" in PAGE
+    assert _lost(ours) == 0
+    assert f"against {ours[1]} and none, or {first[1]} and {_lost(first):.1f}% on a first run" in PAGE
+
+
+def test_errors_of_training_and_serving_are_those_of_their_pages() -> None:
+    calculon = row("accuracy.md", "Step time", "Korthikanti 2022 Table 5 (via Calculon)")
+    simumax = row("accuracy.md", "Step time", "SimuMax B200 release v1.2")
+    assert f"| 8 runs of Korthikanti et al. 2022, by which Calculon is validated | {calculon[2]} |" in PAGE
+    assert f"| {simumax[0]} runs of SimuMax's B200 release | {simumax[2]} |" in PAGE
+    tpot, ttft = (row("serving-model.md", "How far off", name)[0].split()[1].rstrip(",") for name in ("TPOT", "TTFT"))
+    assert f"off by {tpot} (median) in time per token and {ttft} in time to the first token" in PAGE
+
+
+def _lost(cells: list[str]) -> float:
+    return round(100 - float(cells[-1].rstrip("%")), 1)
