@@ -87,6 +87,20 @@ def test_where_no_configuration_keeps_the_slo_the_nearest_is_named(flag: Flag, p
     assert "parallel" in ran.err
 
 
+@pytest.mark.parametrize(("limit", "code"), [(0.6, 0), (0.05, 3)])
+def test_a_configuration_without_one_good_request_is_measured_and_breaks_the_slo(
+    limit: float, code: int, flag: Flag, project: Project
+) -> None:
+    ran = tune(flag, project, slo={"ttft_s": {"p99": limit}}, objective="goodput_requests_per_s")
+    assert ran.code == code, ran.err
+    result = project.result()
+    assert [trial["state"] for trial in result["trials"]] == ["measured"] * 3
+    (fastest,) = [trial for trial in result["trials"] if trial["candidate"]["parallel"] == 4]
+    assert fastest["measured"]["figures"]["goodput_requests_per_s"] == 0.0
+    assert fastest["measured"]["broken"]
+    assert (result["best"] or {"candidate": {"parallel": None}})["candidate"]["parallel"] == (None if code else 2)
+
+
 def test_a_trial_that_fails_has_no_figures_and_does_not_compete(flag: Flag, project: Project) -> None:
     ran = tune(flag, project, behaviour="cuts")
     assert ran.code == 5

@@ -42,6 +42,9 @@ BOUNDS = {
 }
 """80% of published points took between these times what a fit to the others predicts; gaps: estimated."""
 
+NONE_GOOD = 1e-3
+"""The share of requests that stands for none where goodput is compared."""
+
 NARROW = 1.9
 """Bytes of a weight below which a file of weights is not one of 16 bits."""
 
@@ -176,6 +179,8 @@ def _predictions(
 ) -> Predictions:
     name = figure_name(objective)
     told = figures.get(name, figures["output_tokens_per_s"])
+    if objective == "goodput_requests_per_s":  # where no request is good, so that such candidates are compared, too
+        told = np.where(told > 0, told, NONE_GOOD * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / told if is_rate(objective) else told
     low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]

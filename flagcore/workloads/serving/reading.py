@@ -18,6 +18,7 @@ from flagcore.files import read_regular
 from flagcore.workloads.serving.engines.place import Place
 from flagcore.workloads.serving.trial.job import METRICS, NOT_AS_AGREED
 
+GOODPUT = "goodput_requests_per_s"
 PER_DEVICE = "output_tokens_per_s_per_device"
 LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
 """What tells load points apart in a measurement's `points`."""
@@ -74,7 +75,8 @@ class _Point:
         name = figure_name(objective)
         if name not in self.figures:
             raise KeyError(f"{name} was not measured")
-        self.steps_s = tuple(seconds(objective, each[name]) for each in repeats)
+        graded = [each[name] or _of_none(name, each, count) for each, count in zip(repeats, counts, strict=True)]
+        self.steps_s = tuple(seconds(objective, figure) for figure in graded)
         if not all(math.isfinite(step) and step > 0 for step in self.steps_s):
             raise ValueError(f"{name} is not a positive number")
         self.step_s = statistics.median(self.steps_s)
@@ -91,6 +93,13 @@ class _Point:
 def _figures(given: Mapping[str, Any], devices: int) -> dict[str, float]:
     figures = {name: float(value) for name, value in given.items()}
     return figures | {PER_DEVICE: figures["output_tokens_per_s"] / devices}
+
+
+def _of_none(name: str, figures: Mapping[str, float], answered: object) -> float:
+    """Return what compares a load none of whose requests was good: half a request of all that were answered."""
+    if name != GOODPUT or not isinstance(answered, int) or answered < 1:
+        return 0.0
+    return figures["requests_per_s"] / (2 * answered)
 
 
 def _words(name: str, figures: Mapping[str, float], limit: float) -> str:
