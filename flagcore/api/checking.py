@@ -131,11 +131,13 @@ def _ended(each: _Wanted, report: Path, process: subprocess.Popen[bytes]) -> Che
     results = [record for record in records if "state" in record]
     if code != 0 or not any("ends" in record for record in records):
         begun = next((record["begins"] for record in reversed(records) if "begins" in record), "the start")
-        how = how or (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}")
-        fix = "ask native libraries in a process of their own (flagcore.vendorkit.machine), with a limit of time"
-        message = f"{each.name}: {how} during this check; the checks after it did not run"
-        if not how.startswith("it took"):
-            how += " ended the process"
+        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        told = how or f"{ended} ended the process"
+        process_fix = (
+            "ask native libraries in a process of their own (flagcore.vendorkit.machine), with a limit of time"
+        )
+        fix = "let no hook wait without a limit of time, and no pattern repeat what repeats" if how else process_fix
+        message = f"{each.name}: {told} during this check; the checks after it did not run"
         results.append({"check": begun, "state": "failed", "message": message, "fix": fix})
     return Checked(each.name, each.version, tuple(results))
 

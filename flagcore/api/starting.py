@@ -27,9 +27,9 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
     _check_name(name)
     vendor, chip = vendor or name.capitalize(), chip or f"{name[0].upper()}1"
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*( [\w.+-]+)*", vendor, re.ASCII):
-        raise UsageError(f"--vendor {vendor!r} must be words of letters, digits, '-', '.', '+' and '_'")
+        raise UsageError(f"--vendor {vendor!r} must be words of Latin letters, digits, '-', '.', '+' and '_'")
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", chip, re.ASCII):
-        raise UsageError(f"--chip {chip!r} must be one word of letters, digits, '-', '.', '+' and '_'")
+        raise UsageError(f"--chip {chip!r} must be one word of Latin letters, digits, '-', '.', '+' and '_'")
     if owner := plugins.load_plugins().owner(chip):
         raise UsageError(f"--chip {chip!r} is a chip of the plugin {owner} already; give the name of yours")
     folder = Path(directory) / f"flagcore-{name}"
@@ -57,8 +57,11 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
 
 
 def _check_name(name: str) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise UsageError(f"NAME {name!r} must be small letters, digits and '_', begin with a letter, and be no keyword")
+    if not re.fullmatch(r"[a-z][a-z0-9_]{,39}", name) or name.endswith("_") or keyword.iskeyword(name):
+        raise UsageError(
+            f"NAME {name[:60]!r} must be at most 40 small letters, digits and '_', begin with a letter, "
+            "not end with '_', and be no keyword"
+        )
     points = installed(plugins.GROUP).points
     if name in points:
         where = origin(points[name][0]).metadata["Name"]

@@ -48,7 +48,11 @@ def test_a_failed_check_is_told_with_what_to_do(flag: Flag, acme: Path) -> None:
 
 @pytest.mark.parametrize(
     ("hook", "told"),
-    [("import os; os.kill(os.getpid(), 11)", "SIGSEGV"), ("raise ImportError('libacme.so.1')", "libacme.so.1")],
+    [
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("import os; os._exit(0)", "exit status 0 ended the process"),
+        ("raise ImportError('libacme.so.1')", "libacme.so.1"),
+    ],
 )
 def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(flag: Flag, acme: Path, hook: str, told: str) -> None:
     hooks = acme / "flagcore_acme/hooks.py"
@@ -58,6 +62,28 @@ def test_a_plugin_that_crashes_or_does_not_load_is_a_failed_check(flag: Flag, ac
     (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
     assert failure["check"] == "the_plugin_loads_and_implements_known_hooks"
     assert told in failure["message"]
+
+
+@pytest.mark.parametrize(("old", "told"), [("[project]", "is not TOML"), ("flagcore.plugins", "names no plugin")])
+def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, told: str) -> None:
+    file = acme / "pyproject.toml"
+    file.write_text(file.read_text().replace(old, old[:-1], 1))
+    ran = flag("plugins", "check", str(acme), "--format", "json")
+    assert ran.code == 4
+    (failure,) = json.loads(ran.out)["plugins"][0]["failures"]
+    assert told in failure["message"]
+    assert failure["fix"]
+
+
+def test_a_check_that_hangs_is_given_up(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.api.checking.CHECK_SECONDS", 8.0)
+    hooks = acme / "flagcore_acme/hooks.py"
+    hooks.write_text(
+        hooks.read_text().replace("return failure_patterns(", "while True: pass\n    return failure_patterns(")
+    )
+    ran = flag("plugins", "check", str(acme), "--format", "json")
+    assert ran.code == 4
+    assert "it took more than 8 s" in json.loads(ran.out)["plugins"][0]["failures"][-1]["message"]
 
 
 def test_installed_plugins_are_checked_by_name(flag: Flag) -> None:

@@ -98,6 +98,8 @@ CHIPS = (
     Fault("a_narrower_format_is_not_slower", CHIP, "  fp16:", "  fp64: {value: 8.0e+13, source: *made_up}\n  fp16:", "fp32 = 4e+13 is below fp64", "again"),
     Fault("peaks_are_those_without_sparsity", CHIP, "  fp16:", "  fp8: {value: 1.2e+15, source: *made_up}\n  fp16:", "4.0 times bf16", "half"),
     Fault("fp16_and_bf16_have_like_peaks", CHIP, "fp16: {value: 3.0e+14", "fp16: {value: 5.0e+13", "bf16 is 6 times", "matrix units"),
+    Fault("fp16_and_bf16_have_like_peaks", CHIP, "bf16: {value: 3.0e+14", "bf16: {value: 6.0e+14", "bf16 is 2 times", "dense"),
+    Fault("a_link_is_not_faster_than_the_memory", CHIP, "value: 2.0e+11", "value: 1.6e+12", "is 1 of memory", "one direction"),
     Fault("peaks_and_memory_are_in_proportion", CHIP, "value: 1.6e+12", "value: 4.0e+10", "operations a byte", "prefix", also=("a_link_is_not_faster_than_the_memory",)),
     Fault("a_link_is_not_faster_than_the_memory", CHIP, "value: 2.0e+11", "value: 2.0e+12", "link.bytes_per_second", "not bits"),
     Fault("the_latency_of_a_link_is_in_seconds", CHIP, "  name: ACMELink", "  name: ACMELink\n  latency_seconds: 5.0", "= 5", "seconds"),
@@ -126,6 +128,7 @@ COSTS = (
     model("the_memory_budget_of_the_user_counts", "capacity_bytes", "lambda self: 2.0**35", "budget"),
     model("a_trial_may_use_no_more_than_the_chip_has", "capacity_bytes", "lambda self: 1e9 if group.memory_bytes else 1e12", "capacity_bytes() is 1e+12"),
     Fault("an_idle_device_shows_a_small_share_of_its_memory", HOOKS, "1.2 * 2**30", "1.2 * 2**34", "device_used_bytes(0)", "give bytes"),
+    Fault("an_idle_device_shows_a_small_share_of_its_memory", HOOKS, "1.2 * 2**30", "1.2", "device_used_bytes(0) = 1.2", "give bytes"),
     model("the_workspace_of_matrix_products_is_in_bytes", "workspace_bytes", "lambda self: 6e9", "workspace_bytes() = 6e+09"),
     Fault("kernel_times_are_answered_as_their_hook_promises", HOOKS, "return kernel_costs(PACKAGE, chip)", "return 'fast'", "flagcore_kernel_costs", "docs/hooks.md"),
     kernels("kernel_times_are_positive_and_grow_with_size", "host_copy_seconds", "lambda s, b: 1 / b", "host_copy_seconds"),
@@ -173,6 +176,7 @@ FAILURES = (
     Fault("each_example_is_matched_first_by_its_own_pattern", QUIRKS, "RuntimeError: ACME out", "RuntimeError: ACME ran out", "failures[0].example", "pattern"),
     Fault("a_healthy_log_matches_no_pattern", QUIRKS, 'pattern: "ACME out of memory"', 'pattern: "memory"', "'memory' matches", "match more"),
     Fault("no_pattern_takes_long_on_a_long_line", QUIRKS, 'pattern: "ACME out of memory"', 'pattern: "ACME out of memory|(a+)+$"', "takes more than", "nest"),
+    Fault("no_pattern_takes_long_on_a_long_line", QUIRKS, 'pattern: "ACME out of memory"', 'pattern: "ACME out of memory|(x+x+)+y"', "takes more than", "nest"),
     Fault("failures_name_known_engines", QUIRKS, "    state: out_of_memory", "    engines: [megatron, megatronn]\n    state: out_of_memory", "megatronn", "engines are"),
 )
 RUNS = (

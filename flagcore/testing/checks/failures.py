@@ -41,6 +41,8 @@ for pattern in json.load(sys.stdin):
     words = re.findall(r"[A-Za-z]{3,}", pattern)[:3]
     for piece in ["a", " ", "0", "a ", ":", "a:", *words, *(word + " " for word in words)]:
         compiled.search((piece * 4000)[:8000] + "!")
+    for letter in sorted(set(re.findall(r"[^\\W_]", pattern))):
+        compiled.search(letter * 400 + "!")
 """
 
 
@@ -50,12 +52,24 @@ def patterns_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Pr
     yield from plugin.told("flagcore_failure_patterns")
 
 
+def no_pattern_takes_long_on_a_long_line(plugin: Subject) -> Iterator[Problem]:
+    if not _patterns(plugin):
+        raise Skip("the plugin has no failure patterns")
+    if slow := _slow(plugin):
+        yield Problem(
+            message=f"flagcore_failure_patterns: {slow!r} takes more than {SECONDS:.0f} s on a line of 8,000 letters",
+            fix="do not nest repetitions, as in (a+)+; let one part end before the next begins",
+        )
+
+
 def each_example_is_matched_first_by_its_own_pattern(plugin: Subject) -> Iterator[Problem]:
     failures = plugin.quirks.failures
     if not failures:
         raise Skip("quirks.yaml has no failures")
     if any(plugin.told("flagcore_failure_patterns")):
         raise Skip("flagcore_failure_patterns gives no answer that can be used")
+    if plugin.chips:
+        _ready(plugin)
     for place, each in enumerate(failures):
         alike = [
             other
@@ -77,6 +91,7 @@ def given_log_lines_are_recognised(plugin: Subject) -> Iterator[Problem]:
         if patterns and not (plugin.package_folder / "quirks.yaml").is_file():
             raise Skip("no log lines are given: override the fixture failure_examples")
         raise Skip("no log lines are given beside those of quirks.yaml")
+    _ready(plugin)
     ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
     for line, state in plugin.examples:
         first = next((pattern for pattern in ordered if re.search(pattern.pattern, line)), None)
@@ -89,6 +104,7 @@ def given_log_lines_are_recognised(plugin: Subject) -> Iterator[Problem]:
 
 
 def a_healthy_log_matches_no_pattern(plugin: Subject) -> Iterator[Problem]:
+    _ready(plugin)
     for pattern in _patterns(plugin):
         for line in HEALTHY:
             if re.search(pattern.pattern, line):
@@ -96,22 +112,6 @@ def a_healthy_log_matches_no_pattern(plugin: Subject) -> Iterator[Problem]:
                     message=f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a good run",
                     fix="match more of what is written when it fails",
                 )
-
-
-def no_pattern_takes_long_on_a_long_line(plugin: Subject) -> Iterator[Problem]:
-    patterns = [pattern.pattern for pattern in _patterns(plugin)]
-    if not patterns:
-        raise Skip("the plugin has no failure patterns")
-    argv = [sys.executable, "-I", "-S", "-c", _TRY]
-    try:
-        subprocess.run(argv, input=json.dumps(patterns), capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        last = json.loads(said.splitlines()[-1]) if said else patterns[0]
-        yield Problem(
-            message=f"flagcore_failure_patterns: {last!r} takes more than {SECONDS:.0f} s on a line of 8,000 letters",
-            fix="do not nest repetitions, as in (a+)+; let one part end before the next begins",
-        )
 
 
 def failures_name_known_engines(plugin: Subject) -> Iterator[Problem]:
@@ -131,3 +131,23 @@ def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
         for p in plugin.loaded.failure_patterns(chip, engine)
     ]
     return tuple(dict.fromkeys(found))
+
+
+def _slow(plugin: Subject) -> str:
+    """Return the first pattern that takes long, tried in a process of its own; nothing if none does."""
+    if "slow_pattern" not in plugin.memory:
+        patterns = [pattern.pattern for pattern in _patterns(plugin)]
+        argv, plugin.memory["slow_pattern"] = [sys.executable, "-I", "-S", "-c", _TRY], ""
+        try:
+            given = json.dumps(patterns)
+            subprocess.run(argv, input=given, capture_output=True, text=True, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired as error:
+            said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            plugin.memory["slow_pattern"] = json.loads(said.splitlines()[-1]) if said else patterns[0]
+    return str(plugin.memory["slow_pattern"])
+
+
+def _ready(plugin: Subject) -> None:
+    """Raise Skip where a pattern takes too long to be tried."""
+    if _slow(plugin):
+        raise Skip("a pattern takes too long to be tried on lines")

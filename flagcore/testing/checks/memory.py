@@ -15,6 +15,8 @@ from flagcore.testing.examples import group_of
 from flagcore.testing.kit import Problem
 from flagcore.testing.subject import Subject
 
+LEAST_BYTES = 2**20
+"""Less is a figure in MiB or GiB."""
 IDLE_SHARE = 0.25
 """Of a device's memory, what context, libraries and collective buffers may take at most."""
 
@@ -59,7 +61,8 @@ def a_trial_may_use_no_more_than_the_chip_has(plugin: Subject) -> Iterator[Probl
 def an_idle_device_shows_a_small_share_of_its_memory(plugin: Subject) -> Iterator[Problem]:
     for chip, model in _models(plugin):
         used = float(model.device_used_bytes(np.zeros(1))[0])
-        if not 0 <= used <= IDLE_SHARE * (chip.memory_bytes.value if chip.memory_bytes else 2**35):
+        most = IDLE_SHARE * (chip.memory_bytes.value if chip.memory_bytes else 2**35)
+        if used != 0 and not LEAST_BYTES <= used <= most:
             yield Problem(
                 message=f"{chip.name}: device_used_bytes(0) = {used:g}",
                 fix="context, libraries and collective buffers take some hundreds of MiB to some GiB: give bytes",
