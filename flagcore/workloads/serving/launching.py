@@ -37,6 +37,9 @@ def ready(spec: Spec, engine: Engine) -> None:
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
         traffic(in_flight(load))
+    if serve.directory is not None and not Path(serve.directory).is_dir():
+        problem, fix = "is no folder, and serve.command starts there", "name one that exists, or leave it out"
+        raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
         problem, fix = "counts the requests that keep the SLO, and there is none", "give serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)

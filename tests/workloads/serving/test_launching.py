@@ -124,6 +124,13 @@ def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_
     assert [load.concurrency for load in read_job(tmp_path).loads] == [64]
 
 
+def test_a_folder_of_the_command_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
+    spec = on_cards(tmp_path).task.spec
+    spec = dataclasses.replace(spec, work=dataclasses.replace(spec.serve, directory=str(tmp_path / "none")))
+    with pytest.raises(SpecError, match=r"serve\.directory = .* is no folder"):
+        LLAMACPP.ready(spec)
+
+
 def test_goodput_without_limits_is_told_before_anything_runs(tmp_path: Path) -> None:
     spec = dataclasses.replace(on_cards(tmp_path).task.spec, objective="goodput_requests_per_s")
     with pytest.raises(SpecError, match=r"serve\.slo"):
