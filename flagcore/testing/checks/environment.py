@@ -18,6 +18,9 @@ from flagcore.testing.subject import Subject
 from flagcore.vendorkit.parts import SOURCE_SAYS
 from flagcore.vendorkit.variables import Variable
 
+EVERYONES = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
+"""Variables that a plugin cannot replace without breaking what the user's shell has set up."""
+
 
 def variables_have_names_and_texts(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_environment")
@@ -49,6 +52,16 @@ def a_variable_is_listed_once_for_an_engine(plugin: Subject) -> Iterator[Problem
                 yield Problem(
                     message=f"environment.yaml: {name} has {times} values for {engine}",
                     fix="keep one, or say by engines and chips where each holds",
+                )
+
+
+def variables_of_every_process_are_left_alone(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for engine in plugin.engines:
+            for name in sorted(EVERYONES & {*plugin.loaded.environment(chip, engine)}):
+                yield Problem(
+                    message=f"flagcore_environment: {name} of {engine} on {chip.name} replaces the user's own",
+                    fix="give `used` in its place: it tells the user what the vendor's stack needs there",
                 )
 
 

@@ -20,6 +20,9 @@ W1120 10:00:00.000 1234 torch/distributed/run.py:766] Setting OMP_NUM_THREADS fo
 setting random seeds to 1234
 node0:4711:4711 [0] COLL INFO Bootstrap : Using eth0:10.0.0.1<0>
 node0:4711:4711 [0] COLL INFO Connected all rings
+node0:4711:4711 [0] NCCL INFO TORCH_NCCL_ASYNC_ERROR_HANDLING set by environment to 1; timeout 600000 ms
+dist.py:12: UserWarning: barrier(): using the device under current context; this can potentially cause a hang
+WARNING 11-20 10:00:02 no fused kernel for this device was found; falling back, which does not fail
  iteration        1/      10 | consumed samples:           16 | elapsed time per iteration (ms): 812.4 | loss: 1.082E+01
 [Rank 0] (after 1 iterations) memory (MB) | allocated: 10482.1 | max allocated: 18231.0 | max reserved: 19960.0
  iteration        2/      10 | grad norm: 2.341 | number of skipped iterations:   0 | number of nan iterations:   0
