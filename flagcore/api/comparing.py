@@ -26,7 +26,7 @@ from flagcore.report.notebook import as_html
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, PREDICTED, UNKNOWN = "surely", "perhaps", "as predicted", "unknown"
-"""How sure it is which of two is faster: runs differ by more than their noise, by less, or no runs of both."""
+"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; or no runs of both."""
 MOST_DIFFERENCES = 12
 
 
@@ -35,7 +35,8 @@ class Comparison:
     """Two candidates `a` and `b`, part by part, as plain data: seconds and GiB, each pair in this order.
 
     `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, and `measured` (`step_time_s`: the median of
-    `runs` runs, `spread_s`, `noise` as a share, `device_used_gib` where it is known; None where nothing was measured).
+    `runs` runs, `spread_s` of the steps within a run, `between_s` from the fastest run to the slowest one, None of a
+    single run, `noise` as a share, `device_used_gib` where it is known; None where nothing was measured).
     `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
     part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
     of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
@@ -87,8 +88,13 @@ class _Side:
         return spec.train.global_batch_size * spec.train.seq_length / self.known.task.cluster.devices
 
     @property
+    def steps_s(self) -> list[float]:
+        """The seconds of a step of each run."""
+        return [run.measurement.step_time_s for run in self.runs if run.measurement]
+
+    @property
     def measured_s(self) -> float | None:
-        return median([run.measurement.step_time_s for run in self.runs if run.measurement]) if self.runs else None
+        return median(self.steps_s) if self.runs else None
 
     @property
     def predicted_s(self) -> float | None:
@@ -117,6 +123,7 @@ class _Side:
         return {
             "step_time_s": self.measured_s,
             "spread_s": median(each.spread_s for each in figures),
+            "between_s": max(self.steps_s) - min(self.steps_s) if len(figures) > 1 else None,
             "runs": len(figures),
             "noise": noise(self.runs),
             "fidelity": self.runs[0].fidelity,
@@ -184,10 +191,16 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
         fewer = min(len(a.runs), len(b.runs))
         apart = max(noise(a.runs), noise(b.runs)) / math.sqrt(fewer)
         slower = 1.0 - 1.0 / (1.0 + gap) if gap > 0 else -gap
-        return gap, SURELY if slower >= apart else PERHAPS
+        return gap, SURELY if slower >= apart and not _overlap(a, b) else PERHAPS
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
     return None, UNKNOWN
+
+
+def _overlap(a: _Side, b: _Side) -> bool:
+    """Return whether some run of the slower one was as fast as some run of the faster one."""
+    first, second = ([step / side.unit for step in side.steps_s] for side in (a, b))
+    return max(first) >= min(second) and max(second) >= min(first)
 
 
 def _tasks(a: Known, b: Known) -> tuple[str, ...]:

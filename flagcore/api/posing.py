@@ -87,8 +87,8 @@ def known(where: SpecLike, chip: str | None, without: Collection[str]) -> Known:
     if chip is not None:
         raise UsageError(f"--chip {chip} goes with a spec; the run {place} has a chip of its own")
     home = run_home(run)
-    said = RunDirectory(home).known() or {"run": "", "fixed": {}}
-    spec = replace(_spec(home / SPEC, None, without), baseline=said["fixed"].get("baseline"))
+    said = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
+    spec = _as_it_ran(_spec(home / SPEC, None, without), said)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = pose(spec, loaded, workload)
@@ -101,6 +101,16 @@ def known(where: SpecLike, chip: str | None, without: Collection[str]) -> Known:
 def run_home(run: Run) -> Path:
     """Return the folder in which a run's trials are: that of the engine that won, where several were tuned."""
     return run.folder / str(run.data["engine"]) if run.engines else run.folder
+
+
+def _as_it_ran(spec: Spec, said: Mapping[str, Any]) -> Spec:
+    """Return the spec of a run with the hardware and the baseline that it had, whatever is on this machine."""
+    spec = replace(spec, baseline=said["fixed"].get("baseline"))
+    hardware = said["task"].get("hardware") or {}
+    if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():
+        return spec
+    chip, devices = str(hardware["chip"]), int(hardware["devices_per_node"])
+    return replace(spec, cluster=replace(spec.cluster, chip=chip, devices_per_node=devices))
 
 
 def _known(where: Path, problem: Problem, workload: Workload, lessons: Lessons, past: Past) -> Known:

@@ -16,8 +16,8 @@ SAME = 1e-9
 """Figures that differ by no more than this share are the same."""
 
 VERDICTS = {
-    "surely": "surely: more than its runs differ",
-    "perhaps": "perhaps: within what their runs differ",
+    "surely": "surely: in every run, and by more than they differ",
+    "perhaps": "perhaps: their runs differ too much to tell",
     "as predicted": "as predicted; not both were measured",
 }
 
@@ -48,7 +48,8 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
     measured = [lookup(side, "measured.step_time_s") for side in sides]
     if any(measured):
         yield _row(name, [_figure(objective, step) for step in measured])
-        yield [*_row("spread, share", [_spread(side) for side in sides])[:3], "-", "-"]
+        yield [*_row("spread within a run, share", [_share(side, "spread_s") for side in sides])[:3], "-", "-"]
+        yield [*_row("runs differ by, share", [_share(side, "between_s") for side in sides])[:3], "-", "-"]
         yield [*_row("runs", [lookup(side, "measured.runs") for side in sides])[:3], "-", "-"]
         used = [lookup(side, "measured.device_used_gib") for side in sides]
         if any(used):
@@ -71,10 +72,10 @@ def _figure(objective: str, seconds: float | None) -> float | None:
     return told(objective, seconds) if seconds and objective in SERVING else seconds
 
 
-def _spread(side: Mapping[str, Any]) -> float | None:
-    """Return by which share the steps of a side's runs differ."""
-    measured = side["measured"]
-    return None if measured is None else measured["spread_s"] / measured["step_time_s"]
+def _share(side: Mapping[str, Any], name: str) -> float | None:
+    """Return a figure of a side's runs in seconds as a share of its step."""
+    seconds = lookup(side, f"measured.{name}")
+    return None if seconds is None else float(seconds) / float(side["measured"]["step_time_s"])
 
 
 def _row(name: str, pair: Sequence[float | None]) -> list[str]:

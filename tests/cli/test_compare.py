@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flagcore.api.comparing import _overlap
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -47,6 +49,10 @@ def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(
 ) -> None:
     spec = project.spec(control={"max_trials": 5})
     assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 0
+    text = flag("compare", str(project.run_dir), f"{project.run_dir}:baseline").out
+    assert "surely: in every run" in text
+    assert "spread within a run, share" in text
+    assert "runs differ by, share" in text
     both = compared(project.run_dir, f"{project.run_dir}:baseline")
     assert both["sure"] == "surely"
     assert both["gap"] == pytest.approx(0.1975 / 0.1025 - 1)
@@ -59,6 +65,17 @@ def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(
     apart = compared(f"{project.run_dir}:baseline", tmp_path / "other")
     assert apart["tasks"] == ["work.seq_length: 1024 -> 512"]
     assert apart["gap"] == pytest.approx(1.0, abs=1e-6)  # half the tokens in the same time
+
+
+def test_no_run_of_the_slower_one_is_as_fast_as_one_of_the_faster_where_it_is_sure() -> None:
+    def side(*steps_s: float) -> Any:
+        return SimpleNamespace(steps_s=steps_s, unit=1.0)
+
+    faster, slower = side(0.0135, 0.0239, 0.0117, 0.0110), side(0.0115, 0.0381, 0.0313, 0.0255)
+    assert _overlap(faster, slower)
+    assert _overlap(slower, faster)
+    assert not _overlap(side(1.0, 1.1), side(1.2, 1.5))
+    assert not _overlap(side(1.2), side(1.0, 1.1))
 
 
 def test_illegal_candidate_and_unknown_run_are_told(compared: Callable[..., Any], flag: Flag, project: Project) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flagcore.report.text import values_text
 from tests.cli.conftest import Project, Ran
@@ -168,3 +169,19 @@ def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, projec
     flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
     assert "goes with a spec" in flag("explain", str(project.run_dir), "best", "--chip", "cpu").err
     assert flag("explain", str(project.folder), "best").code == 2
+
+
+def test_run_is_told_with_the_chip_that_it_had_whatever_is_on_this_machine(
+    told: Callable[..., Any], flag: Flag, project: Project
+) -> None:
+    spec = project.spec(cluster={"chip": "H100-SXM", "devices_per_node": 2, "memory_per_device": "4GiB"})
+    run = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "estimate", "-q")
+    assert flag(*run).code == 0
+    kept = Path(project.run_dir, "spec.yaml")
+    data = yaml.safe_load(kept.read_text())
+    data["cluster"] = {"memory_per_device": "4GiB"}  # as if its spec had left the chip to discovery
+    before = told(project.run_dir, "best")
+    kept.write_text(yaml.safe_dump(data))
+    after = told(project.run_dir, "best")
+    assert (after["chip"], after["devices"]) == ("H100-SXM", 2)
+    assert after["predicted"] == before["predicted"]
