@@ -119,6 +119,10 @@ class Part:
         if kind not in SOURCE_SAYS:
             raise part.wrong("kind", "is no kind of source", f"use one of {', '.join(SOURCE_SAYS)}", kind)
         told = part.required(SOURCE_SAYS[kind], str)
+        for name, value in part.content.items():
+            if value is None:
+                fix = f'put a text with a comma in quotes: {SOURCE_SAYS[kind]}: "{told}, {name}"'
+                raise part.wrong(repr(name), "has no value", fix)
         more = [f"{name} {value}" for name, value in part.content.items()]
         return Source(kind=kind, detail=", ".join([told, *more]))
 

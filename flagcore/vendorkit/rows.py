@@ -17,7 +17,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 _AMOUNT = r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)?"
 _PAIR = re.compile(rf"{_AMOUNT}\s*/\s*{_AMOUNT}")
 _WATTS, _UNTOLD = r"(\d+(?:\.\d+)?)", r"(?:N/?A|ERR!)"
-_POWER = re.compile(rf"(?:{_WATTS} ?W|{_UNTOLD}) */ *(?:{_WATTS} ?W|{_UNTOLD})")
+_POWER = re.compile(rf"(?:(?<![\w.-]){_WATTS} ?W?|{_UNTOLD}) */ *(?:{_WATTS} ?W|{_UNTOLD})")
 
 Head = TypeVar("Head")
 
@@ -123,7 +123,7 @@ def memory_of(cell: str) -> tuple[float, float] | None:
 
 
 def watts_of(cell: str) -> tuple[str | None, str | None]:
-    """Return use and limit of power in a cell such as `P0   70W / 700W`, each None if it is not told."""
+    """Return use and limit of power in a cell such as `P0   70W / 700W` or `61 / 450 W`, each None if it is not told."""
     pair = _POWER.search(cell)
     return (pair[1], pair[2]) if pair else (found(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
 

@@ -43,6 +43,13 @@ def test_every_figure_keeps_its_source() -> None:
             "where",
         ),
         ("  bf16:", "  bf61:", "dense_flops_per_second.bf61", "is no key", "bf16"),
+        (
+            "X1 brief, page",
+            "X1 brief, revision 3, page",
+            "dense_flops_per_second.bf16.source.'revision 3'",
+            "has no value",
+            'document: "X1 brief, revision 3"',
+        ),
         ("vendor: x", "", "vendor", "is missing", ""),
         ("vendor: x", "vendor: x\ncolour: red", "colour", "is no key", ""),
         ("topology: switch", "topology: star", "link.topology", "is no topology", "switch"),

@@ -101,7 +101,7 @@ def trials_are_given_the_variables_that_have_a_value(plugin: Subject) -> Iterato
         for engine in plugin.engines:
             given = plugin.loaded.environment(chip, engine)
             for each in plugin.variables:
-                if each.value and not each.condition and each.concerns(chip, engine) and each.name not in given:
+                if each.value and _is_given(each, chip, engine) and each.name not in given:
                     yield Problem(
                         message=f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not given",
                         fix="answer environment(PACKAGE, chip, engine) in flagcore_environment",
