@@ -29,7 +29,7 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
 def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return one record a plugin, loaded or failed, with its chips and the reason of every failure."""
     loaded = plugins.load_plugins(without)
-    loaded.devices()
+    undetected = loaded.undetected()
     chips = loaded.chips()
     records: list[dict[str, Any]] = [
         {
@@ -41,6 +41,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "chips": [chip.name for chip in chips if loaded.owner(chip.name) == plugin.name],
             "warnings": list(plugin.warnings),
             "problem": "; ".join(str(f) for f in loaded.failures if f.name == plugin.name) or None,
+            "undetected": undetected.get(plugin.name),
         }
         for plugin in loaded.plugins
     ]
@@ -55,6 +56,7 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
             "chips": [],
             "warnings": [],
             "problem": str(failure),
+            "undetected": None,
         }
         for failure in loaded.failures
         if failure.name not in known
@@ -93,6 +95,8 @@ def doctor() -> list[dict[str, Any]]:
         records.append(
             _part(name, f"plugin {record['name']}", record["version"] if loaded else None, record["problem"] or "")
         )
+        if record["undetected"]:
+            records.append(_part(name, f"devices of plugin {record['name']}", None, record["undetected"]))
     return records
 
 

@@ -22,6 +22,7 @@ from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import answers
 from flagcore.plugins.blamed import blamed
 from flagcore.plugins.filled import FilledCollectiveCosts, FilledKernelCosts
+from flagcore.plugins.heard import heard
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loading import Plugin, load_plugin, make_plugin
 
@@ -49,6 +50,7 @@ class LoadedPlugins:
         self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.name))
         self._failures = dict.fromkeys(failures)
         self._devices: tuple[Device, ...] | None = None
+        self._undetected: dict[str, str] = {}
         self._catalogue: dict[str, tuple[Chip, str]] | None = None
         self._chips: list[Chip] = []
 
@@ -82,9 +84,23 @@ class LoadedPlugins:
     def devices(self) -> tuple[Device, ...]:
         """Return the devices that all plugins found. Asked once."""
         if self._devices is None:
-            found = [self._ask(plugin, "flagcore_devices", answers.devices) or () for plugin in self.plugins]
-            self._devices = tuple(device for devices in found for device in devices)
+            self._devices = tuple(device for plugin in self.plugins for device in self._devices_of(plugin))
         return self._devices
+
+    def undetected(self) -> Mapping[str, str]:
+        """Return, by plugin, why it found no device though something of it is here: its warnings, or its failure."""
+        self.devices()
+        return self._undetected
+
+    def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
+        with heard() as said:
+            try:
+                found = self._try(plugin, "flagcore_devices", answers.devices) or ()
+            except _Failed as failed:
+                found, said = (), [failed.failure.reason]
+        if said and not found:
+            self._undetected[plugin.name] = "; ".join(said)
+        return found
 
     def chips(self) -> tuple[Chip, ...]:
         """Return all chips. Asked once. Of two chips with one name or alias the first plugin's is kept."""

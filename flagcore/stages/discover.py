@@ -196,7 +196,10 @@ def _named(name: str, key: str, plugins: Plugins) -> Chip:
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
-    """Return the chip that most devices here have; chips that are no plain CPU go first. Raises NoDevice."""
+    """Return the chip that most devices here have; chips that are no plain CPU go first.
+
+    Raises NoDevice if there is none, or only a plain CPU where a plugin could not tell of its vendor's devices.
+    """
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.answers_to(name)]
     if not known:
@@ -205,7 +208,17 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
             f"no usable device: found {strange}; install the vendor's plugin (`flag plugins list` shows what is "
             "installed), measure it with `flag calibrate`, or name a chip to plan for"
         )
-    return max(known, key=lambda pair: (not plugins.engine_support(pair[0], engine).shared_devices, pair[1]))[0]
+    own, _, chip = max(
+        ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in known),
+        key=lambda found: found[:2],
+    )
+    if not own and plugins.undetected():
+        why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
+        raise NoDevice(
+            f"no usable device: only {chip.name} is left, as devices could not be asked ({why}); mend that, or give "
+            f"cluster.chip: {chip.name} to use it"
+        )
+    return chip
 
 
 def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:

@@ -123,7 +123,7 @@ def memory_of(cell: str) -> tuple[float, float] | None:
 
 
 def watts_of(cell: str) -> tuple[str | None, str | None]:
-    """Return use and limit of power in a cell such as `P0   70W / 700W` or `61 / 450 W`, each None if it is not told."""
+    """Return use and limit of power of a cell such as `P0   70W / 700W` or `61 / 450 W`, None if not told."""
     pair = _POWER.search(cell)
     return (pair[1], pair[2]) if pair else (found(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,22 @@ def test_the_schema_and_the_doctors_report_are_data(flag: Flag) -> None:
     parts = {part["name"]: part for part in json.loads(flag("doctor", "--json").out)}
     assert parts["flagcore"]["ok"]
     assert "pip install" in parts["torch"]["mend"] or parts["torch"]["ok"]
+
+
+def test_a_vendors_tool_that_fails_is_told_and_the_cpu_not_taken_for_its_devices(
+    flag: Flag, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho driver mismatch\nexit 18\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    told = [part["mend"] for part in json.loads(flag("doctor", "--json").out) if not part["ok"]]
+    assert any("nvidia-smi failed with exit status 18: driver mismatch" in line for line in told)
+    ran = flag("estimate", project.spec(cluster={"chip": "auto"}))
+    assert ran.code == 4
+    assert "driver mismatch" in ran.err
+    assert "cluster.chip: cpu" in ran.err
 
 
 def test_estimate_says_the_same_in_each_format(flag: Flag, project: Project) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -100,6 +101,21 @@ def test_the_plain_cpu_is_the_last_resort() -> None:
     cpu = plugin(CPU, 64, support=SHARED)
     assert discover(spec(), loaded(a=cpu, z=plugin(small.CHIP, 1))).task.cluster.groups[0].chip.name == "test-chip"
     assert discover(spec(), loaded(a=cpu)).task.cluster.groups[0].chip.name == "plain-cpu"
+
+
+def test_the_cpu_is_no_resort_where_a_vendors_tool_failed() -> None:
+    @hookimpl
+    def failing() -> list[Device]:
+        logging.getLogger("flagcore_x").warning("x-smi failed with exit status 9")
+        return []
+
+    vendor, cpu = plugin(small.CHIP), plugin(CPU, 64, support=SHARED)
+    vendor.flagcore_devices = failing
+    with pytest.raises(NoDevice, match=r"only plain-cpu is left.*x-smi failed with exit status 9.*chip: plain-cpu"):
+        discover(spec(), loaded(a=cpu, z=vendor))
+    assert discover(spec(chip="plain-cpu"), loaded(a=cpu, z=vendor)).task.cluster.groups[0].chip.name == "plain-cpu"
+    other = plugin(replace(small.CHIP, name="other", aliases=()), 1)
+    assert discover(spec(), loaded(a=cpu, b=other, z=vendor)).task.cluster.groups[0].chip.name == "other"
 
 
 def test_of_two_accelerators_the_one_with_more_devices_is_taken() -> None:
