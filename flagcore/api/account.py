@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.api.given import SpecLike
-from flagcore.api.nearby import changes, differing, nearest_measured, scale, scaled_times
+from flagcore.api.nearby import changes, differing, nearest_measured, scale, scaled_times, stopped_at
 from flagcore.api.posing import Known, known
 from flagcore.api.reasons import OPEN, OUTSIDE, RAN, all_trials, broken_here, state_of
 from flagcore.api.typed import as_candidate, typed_columns
@@ -34,8 +34,8 @@ class Account:
     rules are behind it (`rule`, `says`, the `values` that it looked at, the `trial` that taught it). `predicted` is
     None where the engine would refuse it. `believed` is what trials made of that. `trials` are its own, `nearest` is
     the measured one that `differs` by least. `expected_s` is a step's time as it was measured, else believed, else
-    predicted. `changes` have `differs`, `candidate`, `predicted` and `expected_s` of what would be `allowed`, `faster`
-    nearby, and `fastest` of all.
+    predicted. `changes` have `differs`, `candidate`, `predicted`, `expected_s`, its `trial`, and whether that
+    `measured` it to its end, of what would be `allowed`, `faster` nearby, and `fastest` of all.
     """
 
     name: str
@@ -175,14 +175,17 @@ def _believed(found: Known, row: int | None) -> Mapping[str, Any] | None:
 
 
 def _expected(found: Known, row: int) -> float | None:
-    """Return the seconds of a step as measured, else as trials let us believe, else as predicted."""
-    speed = found.lessons.speed_of(found.problem.space.candidate(row))
+    """Return the seconds of a step as measured, else as trials let us believe, else as predicted.
+
+    It is no less than what a trial had measured when it was stopped.
+    """
+    candidate = found.problem.space.candidate(row)
+    speed = found.lessons.speed_of(candidate)
     if speed:
         return 1.0 / speed
-    trusted = _believed(found, row)
-    if trusted is not None:
-        return float(trusted["step_time_s"]["value"])
-    return found.problem.predictions.row(row).step_time_s
+    trusted, least = _believed(found, row), stopped_at(found, candidate)
+    step = trusted["step_time_s"]["value"] if trusted else found.problem.predictions.row(row).step_time_s
+    return max((float(each) for each in (step, least) if each is not None), default=None)
 
 
 def _scaled(found: Known, row: int | None, predicted: Mapping[str, Any]) -> float | None:
@@ -203,4 +206,5 @@ def _change(found: Known, candidate: Candidate, row: int) -> Mapping[str, Any]:
         "predicted": record(found.task, found.problem.predictions.row(row)),
         "expected_s": _expected(found, row),
         "trial": ran,
+        "measured": found.lessons.speed_of(other) > 0.0,
     }

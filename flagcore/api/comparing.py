@@ -94,7 +94,8 @@ class _Side:
 
     @property
     def measured_s(self) -> float | None:
-        return median(self.steps_s) if self.runs else None
+        speed = self.known.lessons.speed_of(Candidate.of(self.account.candidate))
+        return 1.0 / speed if speed else None
 
     @property
     def predicted_s(self) -> float | None:

@@ -55,13 +55,26 @@ def allowed_rows(known: Known) -> IntArray:
 def scaled_times(known: Known) -> FloatArray:
     """Return the seconds of a step of each row: measured where it was, else predicted, on the scale of the trials.
 
-    That scale is the median of measured over predicted; without trials it is 1. Infinite where nothing is known.
+    That scale is the median of measured over predicted; without trials it is 1. What a trial that was stopped had
+    measured by then is the least. Infinite where nothing is known.
     """
     predicted = known.problem.predictions.step_time_s
     times = np.nan_to_num(predicted * scale(known), nan=np.inf)
+    for trial in known.lessons.trials:
+        least, row = stopped_at(known, trial.candidate), known.problem.space.find(trial.candidate)
+        if least is not None and row is not None:
+            times[row] = max(times[row], least) if np.isfinite(times[row]) else least
     for trial, row in _measured(known):
         times[row] = 1.0 / known.lessons.speed_of(trial.candidate)
     return times
+
+
+def stopped_at(known: Known, candidate: Candidate) -> float | None:
+    """Return the seconds of a step that a candidate's trial had when it was stopped as slower, None without such."""
+    trial = known.lessons.by_candidate.get(candidate)
+    if trial is None or trial.state is not TrialState.STOPPED or trial.measurement is None:
+        return None
+    return trial.measurement.step_time_s
 
 
 def scale(known: Known) -> float:

@@ -73,7 +73,7 @@ def state_of(
         legal = LEGAL[(predicted or {"memory": {}})["memory"].get("fits")]
         return OUTSIDE, [*(outside or unlisted), legal, *_needs(predicted)], []
     if any(trial.fidelity == RUN and trial.role is not Role.IMPORTED for trial in tried):
-        return RAN, [_ended(found, trial) for trial in tried], _taught(found, row)
+        return RAN, [*(_ended(found, trial) for trial in tried), *_altogether(found, candidate)], _taught(found, row)
     probed = [_ended(found, trial) for trial in tried if trial.fidelity != ESTIMATE]
     taught = _taught(found, row)
     if taught:
@@ -111,10 +111,22 @@ def _ended(found: Known, trial: Trial) -> str:
         return f"{line}, on another machine ({trial.source})"
     if measured.broken:
         line += f"; it breaks a limit: {', '.join(measured.broken)}"
-    if best is None or best.measurement is None or best.candidate == trial.candidate:
-        return line + ("" if best is None else "; it is the best")
+    if best is None:
+        return line
+    if best.candidate == trial.candidate:
+        return line + ("; it is the best" if len(found.lessons.runs_of(best.candidate)) == 1 else "")
     more = measured.step_time_s * found.lessons.speed_of(best.candidate) - 1.0
     return f"{line}, {more:+.1%} in time against the best (trial {best.number})"
+
+
+def _altogether(found: Known, candidate: Candidate) -> list[str]:
+    """Return what several runs of a candidate say together, nothing of a single one."""
+    runs, best = found.lessons.runs_of(candidate), found.lessons.best
+    if len(runs) < 2:
+        return []
+    step = 1.0 / found.lessons.speed_of(candidate)
+    line = f"the median of its {len(runs)} runs: {seconds_text(found.task.spec.objective, step)}"
+    return [f"{line}; it is the best" if best is not None and best.candidate == candidate else line]
 
 
 def _taught(found: Known, row: int) -> list[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -59,13 +60,14 @@ def explain_command(
 
 
 @click.command("compare")
-@click.argument("a")
-@click.argument("b")
+@click.argument("two", nargs=-1, metavar="A B")
 @click.option("--spec", type=click.Path(), metavar="SPEC", help="A and B are candidates of this spec.")
 @click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
 @options.output
 @options.plugins
-def compare_command(a: str, b: str, spec: str | None, chip: str | None, form: str, without: tuple[str, ...]) -> None:
+def compare_command(
+    two: tuple[str, ...], spec: str | None, chip: str | None, form: str, without: tuple[str, ...]
+) -> None:
     """Compare two candidates part by part: knobs, predicted time and memory, what was measured, and why they differ.
 
     A and B are RUN:CANDIDATE, or RUN for its best; with --spec both are CANDIDATE alone. A CANDIDATE is told as for
@@ -73,7 +75,22 @@ def compare_command(a: str, b: str, spec: str | None, chip: str | None, form: st
     """
     from flagcore import api
 
+    if len(two) != 2:
+        raise click.UsageError(f"compare takes two candidates, not {len(two)}: {_meant(two)}")
+    a, b = two
     _tell(api.compare(a, b, spec=spec, chip=chip, without=without), form)
+
+
+def _meant(words: tuple[str, ...]) -> str:
+    """Return what to type instead of words that are not two candidates."""
+    if len(words) == 3 and Path(words[0]).exists():
+        place, a, b = words
+        return f"`flag compare {place}:{a} {place}:{b}`" if Path(place).is_dir() else _of_spec(place, a, b)
+    return f"`flag compare RUN:best RUN:baseline`, or {_of_spec('SPEC', '1', '2')}"
+
+
+def _of_spec(spec: str, a: str, b: str) -> str:
+    return f"`flag compare --spec {spec} {a} {b}`"
 
 
 def _tell(found: api.Account | api.Comparison, form: str) -> None:

@@ -106,7 +106,7 @@ def _changes(account: Mapping[str, Any]) -> Iterator[str]:
     if several:
         yield "What would have to change:"
     for what, change in several.items():
-        step, mark = change["expected_s"], "~" if change["trial"] is None else ""
+        step, mark = change["expected_s"], "" if change["measured"] else "~"
         time = "time unknown" if step is None else f"{mark}{seconds_text(account['objective'], step)}"
         gain = f" ({step / own - 1.0:+.1%} in time)" if step and own else ""
         ran = "" if change["trial"] is None else f", trial {change['trial']}"

@@ -85,3 +85,13 @@ def test_illegal_candidate_and_unknown_run_are_told(compared: Callable[..., Any]
     ran = flag("compare", "nowhere:best", "nothing")
     assert (ran.code, ran.out) == (2, "")
     assert "nowhere:best is no run; give RUN or RUN:CANDIDATE, or --spec SPEC" in ran.err
+
+
+def test_candidates_given_without_their_run_are_answered_with_what_to_type(flag: Flag, project: Project) -> None:
+    spec = project.spec()
+    assert f"`flag compare --spec {spec} 1 2`" in flag("compare", spec, "1", "2").err
+    folder = str(project.folder)
+    wrong = flag("compare", folder, "best", "baseline")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert f"`flag compare {folder}:best {folder}:baseline`" in wrong.err
+    assert "`flag compare RUN:best RUN:baseline`, or `flag compare --spec SPEC 1 2`" in flag("compare", "first").err

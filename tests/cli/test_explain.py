@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from flagcore.api.account import account
+from flagcore.api.posing import known
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.problem import fastest
 from flagcore.report.text import values_text
+from flagcore.stages.learn import learn
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -122,7 +128,11 @@ def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag
     best = told(project.run_dir, "best")
     number = project.result()["best"]["number"]
     assert best["state"] == "ran"
-    assert best["because"][0] == f"trial {number} (search) measured: 0.1025 s a step; it is the best"
+    assert best["because"] == [
+        f"trial {number} (search) measured: 0.1025 s a step",
+        *(line for line in best["because"] if "(repeat) measured: 0.1025 s a step" in line),
+        "the median of its 2 runs: 0.1025 s a step; it is the best",
+    ]
     assert best["expected_s"] == pytest.approx(project.result()["best"]["measured"]["step_time_s"]["median"])
     assert told(project.run_dir, f"trial {number}")["candidate"] == best["candidate"]
     baseline = told(project.run_dir, "baseline")
@@ -185,3 +195,28 @@ def test_run_is_told_with_the_chip_that_it_had_whatever_is_on_this_machine(
     after = told(project.run_dir, "best")
     assert (after["chip"], after["devices"]) == ("H100-SXM", 2)
     assert after["predicted"] == before["predicted"]
+
+
+def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Project) -> None:
+    where = known(project.spec(), None, ())
+    row, other = (int(each) for each in fastest(where.problem)[:2])
+    slow_s = 1.01 * float(where.problem.predictions.step_time_s[other])
+    measured = Measurement(
+        step_times_s=(slow_s,), step_time_s=slow_s, spread_s=0.0, tokens_per_second_per_device=1.0, partial=True
+    )
+    stopped = Trial(
+        number=2,
+        candidate=where.problem.space.candidate(row),
+        role=Role.SEARCH,
+        state=TrialState.STOPPED,
+        predicted={},
+        measurement=measured,
+    )
+    after = replace(where, lessons=learn((stopped,)))
+    slowest = values_text(where.problem.space.candidate(int(fastest(where.problem)[-1])).as_dict())
+    assert account(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
+    assert account(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
+    beside = account(after, "2")
+    assert "fastest" not in beside.changes
+    itself = account(after, "1")
+    assert itself.expected_s == slow_s
