@@ -122,7 +122,7 @@ FOREIGN = (
 )
 COSTS = (
     Fault("levels_grow_and_end_at_all_devices", HOOKS, "topology_of(group) if", "type(topology_of(group))(levels=topology_of(group).levels[:0]) if", "flagcore_topology: answered levels", "docs/hooks.md"),
-    Fault("an_outer_level_is_not_faster_than_an_inner_one", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", "share in bytes"),
+    Fault("an_outer_level_is_not_faster_than_the_innermost_one", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", "share in bytes"),
     Fault("each_level_has_a_name_of_its_own", HOOKS, "topology_of(group) if", "type(topology_of(group))(levels=tuple(__import__('dataclasses').replace(x, name='one') for x in topology_of(group).levels)) if", "one, one", "name"),
     model("more_allocated_never_means_less_used", "device_used_bytes", "lambda self, reserved: reserved * 0.5", "A1: device_used_bytes"),
     model("the_memory_budget_of_the_user_counts", "capacity_bytes", "lambda self: 2.0**35", "budget"),
@@ -152,6 +152,9 @@ ENGINES = (
     Fault("refused_values_are_those_of_the_engines_knobs", QUIRKS, "knob: recompute_method", "knob: recompute_methods", "recompute_methods", "docs/spec.md"),
     Fault("what_an_engine_cannot_do_leaves_it_something", QUIRKS, "values: [block]", "values: [block, uniform]", "every value of recompute_method", "IMPOSSIBLE"),
     Fault("what_is_forced_has_a_name_and_a_reason", QUIRKS, "", "forced:\n  - {name: acme_x, engine: megatron, setting: attention, value: true, reason: so it is, source: *made_up}\n", "attention", "setting"),
+    Fault("refused_values_are_those_of_the_engines_knobs", QUIRKS, "knob: recompute_method\n", "knob: settings.recompute_method\n", "settings.recompute_method", "docs/spec.md"),
+    Fault("what_is_forced_is_a_setting_and_a_value_that_it_can_have", QUIRKS, "", "forced:\n  - {name: acme_x, engine: megatron, setting: settings.overlap_p2p_com, value: true, reason: so it is, source: *made_up}\n", "overlap_p2p_com = True", "train.settings"),
+    Fault("what_is_forced_is_a_setting_and_a_value_that_it_can_have", QUIRKS, "", "forced:\n  - {name: acme_x, engine: megatron, setting: settings.overlap_grad_reduce, value: often, reason: so it is, source: *made_up}\n", "overlap_grad_reduce = 'often'", "train.settings"),
     Fault("visible_devices_are_told_by_a_variable", HOOKS, "visible_devices=discover.VISIBLE", 'visible_devices="ACME VISIBLE"', "ACME VISIBLE", "environment variable", also=("only_visible_devices_count_in_their_order",)),
     Fault("knobs_are_answered_as_their_hook_promises", KNOBS, "acme_overlap", "ACME-overlap", "ACME-overlap"),
     Fault("a_knob_says_what_it_is", KNOBS, "says: collectives run on a copy engine", "says: ' '", "acme_overlap", "sentence"),

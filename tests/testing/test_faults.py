@@ -9,7 +9,7 @@ import pytest
 from flagcore.testing.checks import CHECKS
 from flagcore.testing.kit import Check, run_all
 from tests.testing.faults import FAULTS
-from tests.testing.faulty import Fault, broken, healthy, imported
+from tests.testing.faulty import HOOKS, Fault, broken, healthy, imported
 
 WITH_TOOLS = {"detection", "transcripts", "telemetry", "engines"}
 """Modules of checks that start faked tools: tried where they, or one of them, are to fail."""
@@ -55,3 +55,26 @@ def _near(fault: Fault) -> list[Check]:
         if check.__name__ == fault.check
         or (check.__name__ not in SLOW and (tools or room[check.__name__] not in ("detection", "transcripts")))
     ]
+
+
+def test_the_network_may_be_faster_than_a_bridge_within_the_node(tmp_path: Path, acme: Path) -> None:
+    bridged = Fault(
+        "an_outer_level_is_not_faster_than_the_innermost_one",
+        HOOKS,
+        "    return topology_of(group) if",
+        "    from dataclasses import replace\n"
+        "    from flagcore.domain.cluster import Topology\n"
+        "    if _mine(group.chip) and (group.nodes, group.devices_per_node) == (4, 8):\n"
+        "        node, network = topology_of(group).levels\n"
+        "        bridge = replace(node, name='bridge', bytes_per_second=0.96 * network.bytes_per_second)\n"
+        "        return Topology(levels=(replace(node, name='island', devices=4), bridge, network))\n"
+        "    return topology_of(group) if",
+        "",
+    )
+    (check,) = (each for each in CHECKS if each.__name__ == bridged.check)
+    with imported(broken(tmp_path, acme, bridged)) as plugin:
+        (group,) = (each for each in plugin.groups() if each.devices == 32)
+        found = plugin.loaded.topology(group)
+        assert found is not None
+        assert [level.name for level in found.levels][:2] == ["island", "bridge"]
+        assert [result.state for result in run_all([check], plugin)] == ["passed"]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+
+from pydantic import ValidationError
 
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.errors import SpecError
 from flagcore.plugins import workload
+from flagcore.spec.limits import PRECISIONS
+from flagcore.spec.settings import Settings, settings_of
 from flagcore.stages.build import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
 from flagcore.testing.kit import Problem, Skip
@@ -85,6 +91,17 @@ def what_is_forced_has_a_name_and_a_reason(plugin: Subject) -> Iterator[Problem]
                 )
 
 
+def what_is_forced_is_a_setting_and_a_value_that_it_can_have(plugin: Subject) -> Iterator[Problem]:
+    for chip, engine, said in _said(plugin):
+        for forced in said.forced:
+            if forced.setting.startswith(SHARED) and not _is_setting(forced.setting, forced.value):
+                yield Problem(
+                    message=f"flagcore_engine_support: {engine}, {chip.name}: {forced.name} forces {forced.setting} = "
+                    f"{forced.value!r}, which no trial can be given",
+                    fix="name a key of train.settings and a value that it can have (docs/spec.md)",
+                )
+
+
 def visible_devices_are_told_by_a_variable(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         if said.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", said.visible_devices):
@@ -105,7 +122,11 @@ def _said(plugin: Subject) -> list[tuple[Chip, str, EngineSupport]]:
 
 
 def _is_known(chip: Chip, engine: str, knob: str, values: tuple[object, ...]) -> bool:
-    if knob in JOB_KEYS or knob.startswith(SHARED):
+    if knob.startswith(SHARED):
+        return all(_is_setting(knob, value) for value in values)
+    if knob == "precision":
+        return set(values) <= set(PRECISIONS)
+    if knob in JOB_KEYS:
         return True
     if engine == "vllm":
         known = vllm_knobs.BY_NAME.get(knob)
@@ -114,3 +135,13 @@ def _is_known(chip: Chip, engine: str, knob: str, values: tuple[object, ...]) ->
         return True
     axis = next((axis for axis in workload(engine).axes(task_on(chip)) if axis.knob == knob), None)
     return axis is not None and {value for value in values if isinstance(value, str)} <= set(axis.words)
+
+
+def _is_setting(key: str, value: object) -> bool:
+    """Return whether a task can have this value of `settings.NAME`; arguments of servers are their engine's."""
+    where, _, name = key.partition(".")
+    if where != "settings":
+        return True
+    with suppress(SpecError, ValidationError):
+        return name in settings_of(Settings.model_validate({name: value}))
+    return False
