@@ -182,7 +182,10 @@ def _space(platform: Platform, workload: Workload, task: Task, baseline: Candida
 
 
 def _baseline(platform: Platform, workload: Workload) -> Candidate:
-    """Return the user's own configuration, or the one that an expert would write down."""
+    """Return the user's own configuration, or the one that an expert would write down.
+
+    An expert of the chip would not write down what its plugin's rules take out, unless they leave nothing.
+    """
     task, given = platform.task, platform.task.spec.baseline
     if given is None:
         usual = replace(task, spec=replace(task.spec, space=workload.usual_space(task)))
@@ -192,7 +195,9 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
         if not len(space):
             raise NothingFits(_nothing_legal(space, platform, workload))
         predictions = predict(task, workload, space, platform.costs)
-        return space.candidate(workload.rule_of_thumb(space.columns(), predictions))
+        left = prune(space, predictions, workload, platform.pruning_rules, ()).open_rows
+        rows = left if left.size else np.arange(len(space))
+        return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
     axes = workload.axes(task)
     columns, broken = check(
         workload.columns(task, given),

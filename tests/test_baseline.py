@@ -1,0 +1,55 @@
+"""The configuration that the gain is told against, where the user gives none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.contracts import PruningRule
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Columns
+from flagcore.domain.spec import Task
+from flagcore.hooks import hookimpl
+from flagcore.problem import pose
+from flagcore.workloads.megatron.adapter import WORKLOAD
+from tests import small
+from tests.stages.test_discover import loaded, plugin, spec
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+
+@dataclass(frozen=True)
+class Not:
+    """Rules out one pair of TP and PP; without one, everything."""
+
+    pair: tuple[object, object] | None
+    name: str = "test_not_this"
+    says: str = "it is slow here"
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        if self.pair is None:
+            return np.ones(columns[TP].shape, dtype=np.bool_)
+        tensor, stages = self.pair
+        gone: BoolArray = (columns[TP] == tensor) & (columns[PP] == stages)
+        return gone
+
+
+def baseline(*rules: PruningRule) -> Candidate:
+    @hookimpl
+    def flagcore_pruning_rules(task: Task) -> tuple[PruningRule, ...]:
+        return rules
+
+    found = loaded(x=plugin(small.CHIP, 8, flagcore_pruning_rules=flagcore_pruning_rules))
+    return pose(spec(), found, WORKLOAD).baseline
+
+
+def test_the_rule_of_thumb_is_not_what_a_plugins_rule_takes_out() -> None:
+    usual = baseline().as_dict()
+    other = baseline(Not((usual[TP], usual[PP]))).as_dict()
+    assert (other[TP], other[PP]) != (usual[TP], usual[PP])
+
+
+def test_where_a_plugins_rules_leave_nothing_the_rule_of_thumb_stands() -> None:
+    assert baseline(Not(None)) == baseline()
