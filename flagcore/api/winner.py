@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flagcore.api.attending import serve
+from flagcore.api.telling import tell
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
@@ -107,9 +108,12 @@ def run_best(
         sys.exit(serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
+    goes = f"what it prints comes here, what it keeps goes to {launch.get('folder', folder)}"
     try:
         os.chdir(folder)
-        os.execvpe(argv[0], argv, {**MEETING_PLACE, **os.environ, **environment})
+        program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
+        tell([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
+        os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
         raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
 

@@ -27,6 +27,8 @@ HOPELESS = 1.5
 POLL_SECONDS = 0.5
 MEMORY = "memory_used_bytes"
 """What telemetry calls the memory that a device shows in use."""
+POWER_LIMIT = "power_limit_watts"
+"""What telemetry calls the power that a device may draw, a setting, which has no peak."""
 OTHERS = 0.1
 """Where others had more than this share of it before a trial, a reading says nothing of the trial's own."""
 
@@ -160,7 +162,7 @@ class _Readings:
         return [value for samples in self._samples.values() for value in samples.get(MEMORY, [])]
 
     def summary(self) -> dict[str, float]:
-        """Return mean figures by name, and `peak_` ones, over all devices."""
+        """Return mean figures by name, and `peak_` ones of all but settings, over all devices."""
         joined: dict[str, list[float]] = {}
         for samples in self._samples.values():
             for name, values in samples.items():
@@ -174,4 +176,4 @@ class _Readings:
 
 def _means_and_peaks(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     means = {name: statistics.fmean(values) for name, values in samples.items()}
-    return means | {f"peak_{name}": max(values) for name, values in samples.items()}
+    return means | {f"peak_{name}": max(values) for name, values in samples.items() if name != POWER_LIMIT}

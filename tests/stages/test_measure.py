@@ -304,3 +304,11 @@ def test_telemetry_is_kept_of_each_device_and_one_with_a_low_clock_is_named(tmp_
     ]
     assert done.measurement.telemetry["peak_power_watts"] == 310
     assert done.measurement.slow == ("device 3 of node 0 runs at 0.5x the median clock of the others (1 GHz)",)
+
+
+def test_limit_of_power_is_a_setting_and_has_no_peak(tmp_path: Path) -> None:
+    platform = small.platform(TASK, telemetry=(Reads(power_limit_watts=400, power_watts=300),), read_devices=(0,))
+    ran = Ran(Exit(code=0, ended_by=None, duration_s=1.0), polls=2)
+    done = measure(ran, platform, Engine(), TRIAL, str(tmp_path), None)
+    assert done.measurement is not None
+    assert done.measurement.telemetry.keys() == {"power_limit_watts", "power_watts", "peak_power_watts"}

@@ -69,7 +69,7 @@ def _chart(title: str, start: tuple[str, int], took: Sequence[_Took], end: tuple
     left = [*after, end[1]]
     lines = max(name.count("<br>") + 1 for name in names)
     largest = max(shown, key=lambda each: each.count, default=None)
-    most = f" Most, {largest.count:,}, are {largest.name}." if largest else ""
+    most = f' The largest group of the others, {largest.count:,}, is "{largest.name}".' if largest else ""
     return Chart(
         title=title,
         says=f"Of {start[1]:,} {start[0]} {end[1]:,} are {'left' if end[0] == 'candidates' else 'untried'}.{most}",

@@ -63,10 +63,9 @@ def progress(run: RunData) -> Section | None:
         low = min(y for mine in ran.values() for _, y, _ in mine)
         names = [name for _, name in failed]
         traces.append(points("not measured", 4, [x for x, _ in failed], [low] * len(failed), text=names))
-    says = (
-        f"{len(rows)} trials, repeats included, took {spent:,.0f} s; the best first run went from "
-        f"{cell(steps[0][1]).text} to {cell(steps[-1][1]).text} {run.unit}."
-    )
+    says = f"{len(rows)} trials, repeats included, took {spent:,.0f} s; {_went(run, steps[0][1], steps[-1][1])}."
+    if "a repeat" in ran:
+        says += " The answer goes by the median of all runs of a candidate instead."
     chart = Chart(
         title="Best so far, by first runs, over the time of all trials",
         says=says,
@@ -75,6 +74,14 @@ def progress(run: RunData) -> Section | None:
         table=held,
     )
     return Section(anchor="progress", title="The search", blocks=(chart,))
+
+
+def _went(run: RunData, first: float, last: float) -> str:
+    """Return in words how far the best first run got."""
+    start, end = cell(first).text, cell(last).text
+    if start == end:
+        return f"no first run was faster than the first one with a figure, {start} {run.unit}"
+    return f"the best first run went from {start} to {end} {run.unit}"
 
 
 def _broken(trial: Mapping[str, Any]) -> bool:

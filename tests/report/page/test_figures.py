@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
+from flagcore.report.page.progress import _went
+from flagcore.report.page.run import RunData
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 
 MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
@@ -199,3 +202,18 @@ def test_engines_are_told_side_by_side_with_links_to_their_own_pages(runs: Runs)
     assert (made.folder / link.attributes["href"]).read_text().startswith("<!DOCTYPE html>")
     (other,) = set(rows) - {"llamacpp"}
     assert rows[other]["it ended because"].text == made.result["engines"][other]["error"]
+
+
+def test_the_largest_group_of_the_candidates_that_were_not_left_untried_is_told(runs: Runs) -> None:
+    made = runs("dense")
+    counts = made.result["counts"]
+    told = " ".join(each.text for each in made.page.section("funnel").every("figcaption"))
+    assert f"Of {counts['candidates']:,} candidates {counts['untried']:,} are untried." in told
+    assert "The largest group of the others, " in told
+
+
+def test_a_search_without_a_faster_run_does_not_tell_of_progress() -> None:
+    data = {"objective": {"name": "tokens_per_second_per_device"}}
+    run = RunData(result=data, folder=Path(), called="", insight={})
+    assert _went(run, 5560.0, 5560.2).startswith("no first run was faster than the first one with a figure, 5,560 ")
+    assert "went from 5,000 to 5,560" in _went(run, 5000.0, 5560.0)
