@@ -13,6 +13,8 @@ from flagcore.workloads.serving.load.stream import Stream, message_of
 PATH = "/v1/completions"
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 _ERROR_BYTES = 1 << 16
+_LOOK_S = 0.5
+"""How often a waiting reader's connection is looked at."""
 
 
 def session() -> aiohttp.ClientSession:
@@ -43,12 +45,15 @@ async def ask(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream
             coding = response.headers.get("Content-Encoding", "identity")
             if coding.lower() != "identity":
                 raise NotAnswered(ProblemKind.BROKEN, f"the stream is compressed ({coding}), which was not asked for")
-            content = response.content
-            while not stream.done:
-                data = await content.readany()
-                if not data:
-                    break
-                stream.feed(data, time.perf_counter())
+            content, watch = response.content, _Watch(response)
+            try:
+                while not stream.done:
+                    data = await content.readany()
+                    if not data:
+                        break
+                    stream.feed(data, time.perf_counter())
+            finally:
+                watch.end()
     except aiohttp.ClientConnectorError as error:
         raise NotAnswered(ProblemKind.NOT_REACHED, f"{url}: {error.strerror or error}") from None
     except aiohttp.InvalidURL:
@@ -59,3 +64,33 @@ async def ask(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream
         why = str(error) or type(error).__name__
         raise NotAnswered(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {why}") from None
     return sent
+
+
+class _Watch:
+    """Wakes the reader of a response whose connection is gone while it waits.
+
+    aiohttp 3.14 closes the connection at bytes that are no HTTP, and leaves who reads on waiting, if these bytes came
+    after the headers.
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self._handle: asyncio.TimerHandle | None = None
+        self._look()
+
+    def _look(self) -> None:
+        content, connection = self._response.content, self._response.connection
+        if connection is None or content.is_eof() or content.exception() is not None:
+            return  # the answer is whole, or its reader has been told
+        if connection.transport is None or connection.transport.is_closing():
+            gone = "the connection was given up for what came after the headers"
+            content.set_exception(
+                aiohttp.ClientResponseError(self._response.request_info, self._response.history, message=gone)
+            )
+            return
+        self._handle = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def end(self) -> None:
+        """Look no more."""
+        if self._handle is not None:
+            self._handle.cancel()

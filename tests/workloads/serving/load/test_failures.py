@@ -212,6 +212,12 @@ async def bad_chunks(asked: Asked, wire: Wire) -> None:
     await wire.raw(b"zz\r\nnot a chunk\r\n")
 
 
+async def bad_chunks_later(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await asyncio.sleep(0.2)
+    await wire.raw(b"zz\r\nnot a chunk\r\n")
+
+
 async def all_but_the_end(asked: Asked, wire: Wire) -> None:
     await wire.head()
     await pieces(5, wire)
@@ -312,6 +318,7 @@ MISBEHAVING = [
     (ends_without_a_word, ProblemKind.CONNECTION_LOST, "the stream ended after 3 events, unfinished"),
     (no_http, ProblemKind.BROKEN, "does not answer in HTTP"),
     (bad_chunks, ProblemKind.BROKEN, "does not answer in HTTP"),
+    (bad_chunks_later, ProblemKind.BROKEN, "does not answer in HTTP"),
 ]
 
 
