@@ -14,7 +14,7 @@ NETWORK_HOP_SECONDS = 4e-6
 """One further step between nodes: NCCL 2.30 `tuning.cc`, ring over a network with its 128-byte protocol."""
 
 NETWORK_EFFICIENCY = 0.9
-"""Calculon's share of InfiniBand; measured: all-gather over two NVLink domains 90 of 100 GB/s, all-to-all over two
+"""Calculon's share of InfiniBand; measured: all-gather over two switched domains 90 of 100 GB/s, all-to-all over two
 nodes 45.5 of 50, all-reduce over two nodes with a TCP offload 22.6 of 25."""
 
 COMPUTE_TAKEN, NETWORK_COMPUTE_TAKEN = 0.15, 0.02
