@@ -33,9 +33,11 @@ from flagcore.stages.prune import LEARNED
 from flagcore.workloads.megatron.reading import METRICS, STEPS
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{file.name}" for file in ROOT.glob("docs/*.md"))]
+PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+PAGES += [f"docs/{file.name}" for file in ROOT.glob("docs/*.md")]
 OURS = ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/tutorial.md", "docs/tutorial-node.md"]
 OURS += ["docs/tutorial-plan.md", "docs/howto.md", "docs/comparison.md", "docs/cli.md", "docs/architecture.md"]
+OURS += ["README.zh.md", "docs/tutorial.zh.md", "docs/tutorial-node.zh.md"]
 """Pages whose snippets are tested here; those of spec, hooks and write-a-plugin have tests of their own."""
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
 REFERENCE = TEXT["docs/cli.md"]
@@ -46,13 +48,14 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CAPTIONED = re.compile(r"\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINKS = [(page, target) for page in PAGES for target in LINK.findall(FENCE.sub("", TEXT[page]))]
-COMMAND_LINES = [
-    (page, line.removeprefix("$ "))
+COMMAND_LINES = {
+    line.removeprefix("$ "): page
     for page in OURS
     for language, block in FENCE.findall(TEXT[page])
     if language == "console"
     for line in block.splitlines()
-]
+}
+"""Each line once, with the last of the pages that show it."""
 YAML = [(page, block) for page in OURS for language, block in FENCE.findall(TEXT[page]) if language == "yaml"]
 PATHS = sorted(
     {
@@ -87,8 +90,8 @@ def test_yaml_snippet_is_a_spec_or_a_part_of_one(page: str, block: str) -> None:
         parse_spec({**whole, **data}, file=page, base=ROOT)
 
 
-@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
-def test_command_line_works(page: str, line: str, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("line", "page"), COMMAND_LINES.items())
+def test_command_line_works(line: str, page: str, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workshop)
     program, *arguments = shlex.split(line)
     if Path(program).name == "flag":

@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify_unicode
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 JOINED = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+
+
+def on_config(config: Any) -> Any:
+    """Let headings keep their Chinese in anchors, as they do on GitHub. Called once a build."""
+    config.mdx_configs["toc"]["slugify"] = slugify_unicode
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
