@@ -1,0 +1,113 @@
+"""What plugins answer of a chip: memory, kernels, collectives, telemetry, rules. A plugin need not inherit anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray
+
+
+class MemoryModel(Protocol):
+    """From what tensors take to what the device shows, in bytes of one device. Called with whole columns."""
+
+    def capacity_bytes(self) -> float | None:
+        """Return what a trial may use of one device, or None if nobody knows."""
+
+    def workspace_bytes(self) -> float:
+        """Return what a thread's workspace of the library of matrix products takes of the allocator."""
+
+    def reserved_bytes(self, allocated: FloatArray) -> FloatArray:
+        """Return what the allocator holds when tensors take `allocated` at their peak."""
+
+    def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
+        """Return what the device shows in use: `reserved`, context, libraries and collective buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Sizes of causal attention on one device, of a batch of sequences of equal length. The fields broadcast.
+
+    Training has as many `queries` as `keys`. An engine that serves asks the same of its steps: a prompt, or a piece of
+    one, is `queries` at the end of the `keys` that are then cached; decoding is one query on a context of `keys`,
+    `batch` sequences at once, whose keys and values are read from the cache, in pages or in one piece. Sequences of
+    several lengths are several elements.
+    """
+
+    batch: FloatArray
+    """Sequences."""
+    heads: FloatArray
+    """Query heads of a sequence that this device has."""
+    groups: FloatArray
+    """Key and value heads that these share: as many as `heads` without grouping."""
+    queries: FloatArray
+    """Positions computed: the last of the `keys`."""
+    keys: FloatArray
+    """Positions attended to, cached ones included."""
+    head_dim: FloatArray
+    """Width of a head; where keys and values differ in it, the mean."""
+
+
+class KernelCosts(Protocol):
+    """Seconds that kernels take on one device, the host's time to launch them not included.
+
+    All sizes are arrays that broadcast; NaN where unknown.
+    """
+
+    def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
+        """Return the time of C[m,n] = A[m,k] B[k,n] in `precision` (fp32 bf16 fp16 fp8 mxfp8 nvfp4 ...)."""
+
+    def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        """Return the time of fused causal attention forward: scores, softmax, values."""
+
+    def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
+        """Return the time of the backward pass of the same."""
+
+    def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time of an element-wise kernel that reads and writes `bytes_moved` in all."""
+
+    def launch_seconds(self) -> float:
+        """Return the time in which the host launches one kernel after another, framework included."""
+
+    def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
+        """Return the time to copy between device and pinned host memory, one way."""
+
+    def in_runs(self) -> float:
+        """Return what kernels take in a run on many devices over what these times say: 1 where they are of such runs.
+
+        Kernels measured alone take longer there: power and clocks of all devices, waits that no part names.
+        """
+
+
+class CollectiveCosts(Protocol):
+    """Seconds that collectives take between devices."""
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return the time of one collective in a group of `ranks` devices that are `stride` devices apart.
+
+        `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or send. `payload_bytes` is the whole
+        tensor: the reduced one, the gathered one, what is scattered, what a rank holds before an
+        all-to-all, the message. A group of one costs nothing; NaN where unknown.
+        """
+
+    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return the share (0 to 1) of a device's compute that a running collective takes from kernels beside it."""
+
+
+class Telemetry(Protocol):
+    """A reading of one device while a trial runs."""
+
+    def sample(self) -> Mapping[str, float]:
+        """Return figures by name, e.g. `memory_used_bytes`, `power_watts`, `temperature_celsius`."""
+
+
+class PruningRule(Protocol):
+    """A vendor's or user's knowledge of what is not worth trying. `name` is counted, `says` is shown."""
+
+    name: str
+    says: str
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        """Return True for each candidate that should not be tried. Asked in pieces: a row must not depend on others."""

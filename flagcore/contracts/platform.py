@@ -1,0 +1,97 @@
+"""The plugins as the core asks them, and all that they said about one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from flagcore.contracts.chip import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.domain.chip import Chip, Device
+from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.plugin_knob import PluginKnob
+from flagcore.domain.spec import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
+
+    `guessed` says that nobody measured the chip's kernels, or fitted a curve to them. `synchronous` says that the host
+    computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `in_runs` is by how much
+    kernels are longer in a run on many devices than `kernels` says.
+
+    They are those of the first node group. `further` are those of the others by the rank of their first device, in the
+    order of ranks, and `between` tells what a message from one group to the next takes; without others it is None.
+    """
+
+    memory: MemoryModel
+    kernels: KernelCosts
+    collectives: CollectiveCosts
+    guessed: bool = False
+    synchronous: bool = False
+    in_runs: float = 1.0
+    further: Mapping[int, Costs] = field(default_factory=dict)
+    between: CollectiveCosts | None = None
+
+    @property
+    def groups(self) -> tuple[Costs, ...]:
+        """Return the costs of each node group."""
+        return (self, *self.further.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """All that plugins said about one task, asked once in discover. `knobs` are all that plugins bring, whether the
+    task has them or not, `conflicts` tells where the user's own variables win over those of plugins,
+    `read_devices` which device each telemetry is of: its number on this machine."""
+
+    task: Task
+    costs: Costs
+    support: EngineSupport
+    environment: Mapping[str, str]
+    pruning_rules: tuple[PruningRule, ...]
+    failure_patterns: tuple[FailurePattern, ...]
+    telemetry: tuple[Telemetry, ...]
+    prepare_launch: Callable[[Launch], Launch]
+    knobs: tuple[PluginKnob, ...] = ()
+    engine_version: str | None = None
+    conflicts: tuple[str, ...] = ()
+    read_devices: tuple[int, ...] = ()
+
+    def prepared(self, planned: Launch) -> Launch:
+        """Return `planned` with the plugins' environment, then the spec's, and whatever plugins change in it."""
+        environment = {**planned.environment, **self.environment, **self.task.spec.envs}
+        return self.prepare_launch(replace(planned, environment=environment))
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """What the processes of a node may take where they live in its own memory; None where devices have theirs."""
+        group = self.task.cluster.groups[0]
+        memory = group.memory_bytes * group.devices_per_node if group.memory_bytes else None
+        return memory if self.support.shared_devices else None
+
+
+class Plugins(Protocol):
+    """The hooks as typed methods. A plugin that fails costs only its own answer."""
+
+    def devices(self) -> tuple[Device, ...]: ...
+    def undetected(self) -> Mapping[str, str]: ...
+    def chips(self) -> tuple[Chip, ...]: ...
+    def topology(self, group: NodeGroup) -> Topology | None: ...
+    def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None: ...
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None: ...
+    def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None: ...
+    def environment(
+        self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
+    ) -> Mapping[str, str]: ...
+    def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport: ...
+    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]: ...
+    def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]: ...
+    def prepare_launch(self, launch: Launch, task: Task) -> Launch: ...
+    def failure_patterns(
+        self, chip: Chip, engine: str, engine_version: str | None = None
+    ) -> tuple[FailurePattern, ...]: ...
+    def telemetry(self, device: Device) -> Telemetry | None: ...

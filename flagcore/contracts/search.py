@@ -1,0 +1,95 @@
+"""What the search calls: the order of trials, the store that keeps them, and who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.experience import Features, Past
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import IntArray, Space
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import RUN, Role, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What a strategy sees when the next trial is to be chosen.
+
+    `open_rows` (never empty) are rows of `space` that no rule removed and no trial settled. `trials` is one a
+    candidate, in order; `probes` were probed where trials run. `features` gives what errors of predictions may depend
+    on for some rows, and `past` is what trials of other runs were measured at. `seconds_left` is None without a limit.
+    """
+
+    task: Task
+    space: Space
+    predictions: Predictions
+    open_rows: IntArray
+    trials: Sequence[Trial]
+    features: Callable[[IntArray], Features]
+    past: Past
+    seconds_left: float | None = None
+    probes: Sequence[Trial] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The row to try next, or None if no further trial is worth its cost; `because` says why, in one line.
+
+    `belief` is what the strategy expects of it now, as plain data in the format of predictions.
+    """
+
+    row: int | None
+    because: str
+    belief: Mapping[str, object] = field(default_factory=dict)
+
+
+class Strategy(Protocol):
+    """The order in which candidates are tried."""
+
+    name: str
+
+    def next(self, scene: Scene) -> Choice:
+        """Return what to try next."""
+
+
+class TrialStore(Protocol):
+    """Trials that survive a kill. What was read never changes later; a finished trial is kept once."""
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return every finished trial in order."""
+
+    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object], fidelity: str = RUN) -> Trial:
+        """Note that a trial starts, and return it with its number."""
+
+    def finish(self, trial: Trial) -> None:
+        """Keep the trial for good."""
+
+    def folder(self, trial: Trial) -> str:
+        """Return the absolute path of the trial's folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that the user may want to see. The command line draws it, tests count it.
+
+    `kind` is trial_started or trial_finished; `seconds_left` estimates the rest of the run, repeats included.
+    `objective` is that of the run.
+    """
+
+    kind: str
+    trial: Trial
+    trials_finished: int
+    trials_planned: int
+    seconds_left: float | None
+    best: Trial | None
+    objective: str = ""
+
+
+class OnEvent(Protocol):
+    """Receives events."""
+
+    def __call__(self, event: Event) -> None:
+        """Take one event; what it raises ends the run."""
