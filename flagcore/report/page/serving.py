@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flagcore.domain.serving import STATISTICS
 from flagcore.report import served
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, label, table
-from flagcore.report.page.charts import layout, limit_line, line, points, rows_layout, spread_axis
+from flagcore.report.page.charts import layout, limit_line, line, points, spread_axis
 from flagcore.report.page.run import RunData, configuration, name_of, number
+from flagcore.report.page.spread import LATENCIES, spread
 
 RATE = "output_tokens_per_s"
-LATENCIES = ("tpot_s", "ttft_s")
-QUANTILES = STATISTICS[1:]
 
 
 def serving(run: RunData) -> Section | None:
@@ -30,8 +28,7 @@ def serving(run: RunData) -> Section | None:
     ]
     for latency in _wanted(limits):
         blocks += _against(run, points_of, latency, limits.get(latency))
-    for latency in LATENCIES:
-        blocks += _spread(run, latency)
+    blocks += spread(run, limits)
     return Section(anchor="serving", title="Throughput against latency", blocks=tuple(blocks))
 
 
@@ -104,44 +101,3 @@ def _front(known: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         if not kept or y > kept[-1][1]:
             kept.append((x, y))
     return kept
-
-
-def _spread(run: RunData, latency: str) -> Iterator[Block]:
-    """Yield how one latency spreads over the requests of each load point of the best and of the baseline."""
-    rows = []
-    for name, trial in (("best", run.best), ("baseline", run.baseline)):
-        same = run.best and run.baseline and run.best["number"] == run.baseline["number"] and name == "baseline"
-        for point in () if same else ((trial or {}).get("measured") or {}).get("points") or []:
-            statistics = {each: number(lookup(point, f"{latency}.{each}")) for each in STATISTICS}
-            if statistics["p50"] is not None:
-                load = served.load_text(point)
-                rows.append((f"{name}, {load}" if load else name, statistics))
-    if not rows:
-        return
-    short = served.SHORT_LATENCIES[latency]
-    held = table(
-        f"{short} of requests, s; of each only these statistics are kept",
-        ["load point", *STATISTICS],
-        [[name, *(cell(statistics[each]) for each in STATISTICS)] for name, statistics in rows],
-    )
-    names = [label(name) for name, _ in rows]
-    x: list[float | None] = []
-    y: list[str | None] = []
-    for (_, statistics), name in zip(rows, names, strict=True):
-        x += [statistics["p50"], statistics["p99"], None]
-        y += [name, name, None]
-    grey = {"color": "#888888", "width": 3}
-    traces: list[dict[str, Any]] = [
-        {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}
-    ]
-    for series, each in enumerate(STATISTICS):
-        traces.append(points(each, series, [statistics[each] for _, statistics in rows], names))
-    first, statistics = rows[0]
-    yield Chart(
-        title=f"{short} over the requests of a load point",
-        says=f"{first}: half of the requests have a {short} of {shown(statistics['p50'])} s or less, 99 of 100 of at "
-        f"most {shown(statistics['p99'])} s.",
-        traces=tuple(traces),
-        layout=rows_layout(f"{short}, s", len(rows), xaxis={"rangemode": "tozero"}),
-        table=held,
-    )

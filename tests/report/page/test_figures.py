@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from flagcore import api
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.progress import _went
 from flagcore.report.page.run import RunData
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
+from tests.report.page.reading import read
 
 MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 
@@ -156,12 +161,57 @@ def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> 
     assert limited["layout"]["shapes"][0]["x0"] == made.result["limits"]["ttft_s.p99"]
 
 
-def test_latencies_are_told_by_the_statistics_that_are_kept(runs: Runs) -> None:
+def test_latencies_are_told_by_their_statistics(runs: Runs) -> None:
     made = runs("serving")
     best = made.result["best"]["measured"]["points"][0]
     for name, latency in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
         row = made.page.rows("serving", f"{name} of requests")[0]
         assert {each: row[each].value for each in best[latency]} == best[latency]
+        assert row["requests"].value == best["answered"]
+
+
+@pytest.mark.parametrize("latency", ["ttft_s", "tpot_s"])
+def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_result(runs: Runs, latency: str) -> None:
+    made, short = runs("serving"), {"ttft_s": "TTFT", "tpot_s": "TPOT"}[latency]
+    (chart,) = [each for each in made.page.charts if _x(each) == f"{short}, s"]
+    told = {"best": made.result["best"], "baseline": made.result["baseline"]}
+    assert told["best"]["number"] != told["baseline"]["number"]
+    for who, trial in told.items():
+        (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
+        assert curve["y"] == pytest.approx(np.linspace(0.0, 1.0, len(curve["x"])))
+        statistics = trial["measured"]["points"][0][latency]
+        (marks,) = [trace for trace in chart["traces"] if trace["name"] == f"its p50, p90 and p99 ({who})"]
+        assert marks["x"] == [statistics[each] for each in ("p50", "p90", "p99")]
+        assert [np.percentile(curve["x"], share) for share in (50, 90, 99)] == pytest.approx(marks["x"], rel=1e-12)
+    limits = [each["x0"] for each in chart["layout"].get("shapes", ())]
+    assert limits == [limit for name, limit in made.result["limits"].items() if name.startswith(latency)]
+
+
+def test_a_run_that_kept_no_distributions_says_so(runs: Runs, tmp_path: Path) -> None:
+    made = runs("serving")
+    old = tmp_path / "old"
+    shutil.copytree(made.folder, old)
+    for file in old.glob("trials/*/metrics.json"):
+        data = json.loads(file.read_text())
+        for point in data["points"]:
+            for repeat in point["repeats"]:
+                del repeat["quantiles"]
+        file.write_text(json.dumps(data))
+    page = read(api.report(old))
+    assert "no distribution is drawn" in page.section("serving").text
+    best = made.result["best"]["measured"]["points"][0]["ttft_s"]
+    assert page.rows("serving", "TTFT of requests")[0]["p99"].value == best["p99"]
+
+
+@pytest.mark.parametrize("values", [[], [2.0, 1.0], ["1"], [float("nan")], None, {"a": 1}, [-1.0]])
+def test_quantiles_that_no_client_writes_are_left_out(runs: Runs, tmp_path: Path, values: object) -> None:
+    old = tmp_path / "odd"
+    shutil.copytree(runs("serving").folder, old)
+    for file in old.glob("trials/*/metrics.json"):
+        data = json.loads(file.read_text())
+        data["points"][0]["repeats"][0]["quantiles"] = {"ttft_s": values, "tpot_s": values}
+        file.write_text(json.dumps(data))
+    assert "no distribution is drawn" in read(api.report(old)).section("serving").text
 
 
 def test_chip_facts_have_their_sources(runs: Runs) -> None:

@@ -1,6 +1,6 @@
 """Requests as clients send them: prompts, arrivals, the client, and what is measured of the answers."""
 
-from flagcore.workloads.serving.load.figures import goodput
+from flagcore.workloads.serving.load.figures import goodput, quantiles_of
 from flagcore.workloads.serving.load.reports import read_report
 from flagcore.workloads.serving.load.result import Answer, LoadResult, ProblemKind, Target
 from flagcore.workloads.serving.load.sending import measure
@@ -12,5 +12,6 @@ __all__ = [
     "Target",
     "goodput",
     "measure",
+    "quantiles_of",
     "read_report",
 ]

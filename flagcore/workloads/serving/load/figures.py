@@ -12,6 +12,8 @@ from flagcore.domain.space import FloatArray
 from flagcore.workloads.serving.load.result import Answer, LoadResult
 
 _OF_REQUEST = ("ttft_s", "tpot_s", "e2e_s")
+QUANTILES = 201
+"""So many values of a latency are kept at the most: each half percent, so that p50, p90 and p99 are among them."""
 
 
 def duration_s(answers: Sequence[Answer]) -> float:
@@ -41,6 +43,22 @@ def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, 
             figures |= {f"{name}.{statistic}": value for statistic, value in statistics.items()}
     steady = steady_rate(answers, concurrency) if concurrency else None
     return figures if steady is None else figures | {"steady_output_tokens_per_s": steady}
+
+
+def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """Return each latency in seconds from its least to its greatest value, at shares of its values evenly apart.
+
+    All of them where there are no more than `QUANTILES`, else as many quantiles. Either way a percentile of the list is
+    that of all values, as `figures_of` tells it. A latency that no request has is left out.
+    """
+    found = {}
+    for name in LATENCIES:
+        values = _values(answers, name)
+        if values.size > QUANTILES:
+            values = np.percentile(values, np.linspace(0.0, 100.0, QUANTILES))
+        if values.size:
+            found[name] = [float(each) for each in np.sort(values)]
+    return found
 
 
 def steady_rate(answers: Sequence[Answer], concurrency: int) -> float | None:

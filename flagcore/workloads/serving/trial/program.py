@@ -16,7 +16,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.workloads.serving.engines.contract import Engine
-from flagcore.workloads.serving.load import LoadResult, ProblemKind, Target, goodput, measure
+from flagcore.workloads.serving.load import LoadResult, ProblemKind, Target, goodput, measure, quantiles_of
 from flagcore.workloads.serving.trial.client import ask_client
 from flagcore.workloads.serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore.workloads.serving.trial.job import METRICS, Job, plain_load
@@ -145,6 +145,7 @@ def _loaded(job: Job, servers: Sequence[Server], folder: Path, deadline: float) 
             points[place]["repeats"].append(
                 {
                     "figures": figures,
+                    "quantiles": quantiles_of(found.requests),
                     "duration_s": found.duration_s,
                     "completed": found.completed,
                     "notes": list(found.notes),

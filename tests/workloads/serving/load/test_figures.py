@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from flagcore.domain.serving import LATENCIES
 from flagcore.workloads.serving.load import Answer, LoadResult, goodput
-from flagcore.workloads.serving.load.figures import duration_s, figures_of, steady_rate
+from flagcore.workloads.serving.load.figures import QUANTILES, duration_s, figures_of, quantiles_of, steady_rate
 from flagcore.workloads.serving.load.machine import Meter
 
 
@@ -131,3 +133,21 @@ def test_children_of_the_client_are_no_others(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("flagcore.workloads.serving.load.machine._tree_s", lambda: next(tree))
     monkeypatch.setattr("flagcore.workloads.serving.load.machine.time.perf_counter", lambda: next(clock))
     assert Meter().figures()["others_cores"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("count", [1, 7, 200, 201, 202, 1000])
+def test_quantiles_are_few_and_have_the_percentiles_of_all_values(count: int) -> None:
+    answers = [answer(ttft=1.0 + (37 * n % count) ** 1.5, gaps=(0.5 + n % 13, 0.1)) for n in range(count)]
+    figures, kept = figures_of(answers, None), quantiles_of(answers)
+    assert list(kept) == list(LATENCIES)
+    for name, values in kept.items():
+        assert len(values) == min(QUANTILES, count * (2 if name == "itl_s" else 1))
+        assert values == sorted(values)
+        for statistic in ("p50", "p90", "p99"):
+            assert np.percentile(values, float(statistic[1:])) == pytest.approx(
+                figures[f"{name}.{statistic}"], rel=1e-12
+            )
+
+
+def test_a_latency_that_no_request_has_has_no_quantiles() -> None:
+    assert list(quantiles_of([answer(gaps=())])) == ["ttft_s", "e2e_s"]
