@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median_high
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
@@ -152,9 +153,12 @@ def gain_text(objective: str, gain: float) -> str:
 
 
 def nearest(plan: Plan) -> tuple[Trial, float] | None:
-    """Return the measured trial that misses the limits by least, and by which factor; None if none was measured."""
+    """Return the measured trial that misses the limits by least, and by which factor; None if none was measured.
+
+    Of a candidate that ran several times the median of its runs counts, of two the worse.
+    """
     missed = [
-        (trial, max(trial.measurement.figures.get(name, float("inf")) / limit for name, limit in plan.limits.items()))
+        (trial, median_high([_missed(run.measurement, plan.limits) for run in _runs(plan, trial) if run.measurement]))
         for trial in plan.trials
         if trial.measurement and trial.measurement.figures and plan.limits
     ]
@@ -169,7 +173,29 @@ def impossible(plan: Plan) -> str:
         return line
     trial, _ = near
     given = Candidate(tuple(each for each in trial.candidate.items if each[1] is not None))
-    return f"{line}; the nearest is trial {trial.number} ({given}): {'; '.join(near[0].measurement.broken)}"
+    broken = [
+        (run.number, "; ".join(run.measurement.broken))
+        for run in _runs(plan, trial)
+        if run.measurement and run.measurement.broken
+    ]
+    return f"{line}; the nearest is trial {trial.number} ({given}): {broken_text(trial.number, broken)}"
+
+
+def broken_text(number: int, broken: Sequence[tuple[int, str]]) -> str:
+    """Return which limits a trial broke, or its repeats did; `broken` has numbers of runs with what each broke."""
+    own = [why for run, why in broken if run == number]
+    again = [f"trial {run}: {why}" for run, why in broken if run != number]
+    return own[0] if own else f"it broke them when it ran again ({', '.join(again)})" if again else ""
+
+
+def _runs(plan: Plan, trial: Trial) -> list[Trial]:
+    """Return a trial and its repeats."""
+    return [trial, *(each for each in plan.repeats if each.candidate == trial.candidate)]
+
+
+def _missed(measured: Measurement, limits: Mapping[str, float]) -> float:
+    """Return by which factor figures miss the limits, below 1 where they keep them."""
+    return max(measured.figures.get(name, float("inf")) / limit for name, limit in limits.items())
 
 
 def cells(trial: Trial, objective: str, base: float | None) -> list[str]:

@@ -94,6 +94,14 @@ def test_limits_that_nothing_keeps_name_the_nearest() -> None:
     assert "No configuration kept p99 TTFT <= 1 s" in plan_text(found)
 
 
+def test_a_trial_that_broke_the_limits_only_when_it_ran_again_says_so() -> None:
+    once, again = trial(1, 200.0), dataclasses.replace(trial(2, 190.0, ttft=1.5), role=Role.REPEAT)
+    again = dataclasses.replace(again, candidate=once.candidate)
+    found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), once, again)
+    assert found.best is None
+    assert impossible(found).endswith("it broke them when it ran again (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
+
+
 def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
     objective = "ttft_s.p99"
     base, best = (trial(n, 10.0, ttft=t, objective=objective, limits={}) for n, t in ((0, 0.8), (1, 0.4)))

@@ -142,16 +142,19 @@ def _no_best(run: RunData) -> str:
         return "No trial has ended, so there is no answer."
     limits = run.result.get("limits")
     if limits and any(trial["measured"] for trial in trials):
-        return f"None of {len(trials)} trials kept {served.limits_text(limits)}."
+        near = run.nearest
+        told = (
+            f" The nearest is trial {near['number']} ({configuration(near)}): {run.why_broken(near)}." if near else ""
+        )
+        return f"None of {len(trials)} trials kept {served.limits_text(limits)}.{told}"
     kind = "probe" if run.fidelity == PROBE else "trial"
     return f"None of {len(trials)} {kind}s gave a measurement, so there is no best configuration."
 
 
 def _failures(run: RunData) -> Iterator[Block]:
-    limits, rows = run.result.get("limits") or {}, []
+    rows = []
     for trial in run.trials:
-        broken = (trial["measured"] or {}).get("broken") or []
-        why = "; ".join(broken) if limits and broken else trial["reason"]
+        why = run.why_broken(trial) or trial["reason"]
         rows.append([Cell(name_of(run, trial), None, f"#trial-{trial['number']}"), trial["state"], why])
     if rows:
         yield table("Why", ["trial", "state", "reason"], rows)

@@ -7,7 +7,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from flagcore.domain.objective import SERVING, told
@@ -90,6 +92,33 @@ class RunData:
         """Return a trial's objective as predicted before it ran, or a `bound` of it, `low` or `high`; None: unknown."""
         key = "objective" if self.serves else "tokens_per_second_per_device"
         return number(lookup(trial["predicted"], f"{key}.{bound}"))
+
+    def runs(self, trial: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return a trial and its repeats."""
+        same = (each for each in self.result.get("repeats") or () if each["candidate"] == trial["candidate"])
+        return [trial, *(each for each in same if each["number"] != trial["number"])]
+
+    def why_broken(self, trial: Mapping[str, Any]) -> str:
+        """Return which limits a trial broke, or its repeats did; nothing where all kept them."""
+        found = [(each["number"], (each["measured"] or {}).get("broken") or []) for each in self.runs(trial)]
+        return served.broken_text(trial["number"], [(number, "; ".join(why)) for number, why in found if why])
+
+    @property
+    def nearest(self) -> Mapping[str, Any] | None:
+        """The trial that misses the limits by least where none keeps them, by the median of its runs."""
+        limits: Mapping[str, float] = self.result.get("limits") or {}
+        if self.best is not None or not limits:
+            return None
+        ranked = []
+        for trial in self.trials:
+            missed = [
+                max((number(lookup(each["measured"], f"figures.{name}")) or inf) / limits[name] for name in limits)
+                for each in self.runs(trial)
+                if each["measured"]
+            ]
+            if trial["measured"] and missed:
+                ranked.append((median_high(missed), int(trial["number"]), trial))
+        return min(ranked, key=lambda each: each[:2])[2] if ranked else None
 
     @property
     def unit(self) -> str:

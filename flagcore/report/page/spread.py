@@ -56,16 +56,19 @@ def spread(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
 
 
 def _trials(run: RunData) -> Iterator[tuple[str, bool, Mapping[str, Any]]]:
-    """Yield the best and the baseline, each with its repeats after it; the baseline once where it is the best."""
+    """Yield the best and the baseline, each with its repeats after it; the baseline once where it is the best.
+
+    Where no trial keeps the limits, the nearest to them stands for the best.
+    """
     seen: list[Any] = []
-    for who, trial in (("best", run.best), ("baseline", run.baseline)):
+    first = ("best", run.best) if run.best else ("nearest", run.nearest)
+    for who, trial in (first, ("baseline", run.baseline)):
         if not trial or not trial["measured"] or trial["candidate"] in seen:
             continue
         seen.append(trial["candidate"])
-        yield who, False, trial
-        for again in run.result.get("repeats") or ():
-            if again["candidate"] == trial["candidate"] and again["measured"] and again["number"] != trial["number"]:
-                yield who, True, again
+        for each in run.runs(trial):
+            if each["measured"]:
+                yield who, each is not trial, each
 
 
 def _points(trial: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -74,7 +77,7 @@ def _points(trial: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _known(run: RunData, latency: str) -> Iterator[_Ran]:
     """Yield what was kept of the load point that the best is told by."""
-    place = _told(run.best)
+    place = _told(run.best or run.nearest)
     for who, again, trial in _trials(run):
         points_of = _points(trial)
         if place < len(points_of):
@@ -110,15 +113,10 @@ def _distribution(run: RunData, latency: str, known: Sequence[_Ran], limits: Map
     short = served.SHORT_LATENCIES[latency]
     mine = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
-    looks = {
-        ("best", False): (0, 3),
-        ("best", True): (2, 1.5),
-        ("baseline", False): (1, 3),
-        ("baseline", True): (3, 1.5),
-    }
-    for (who, again), (series, width) in looks.items():
-        ran = [each for each in known if (each.who, each.again) == (who, again)]
+    for series, again in ((0, False), (2, True), (1, False), (3, True)):
+        ran = [each for each in known if (each.who == "baseline", each.again) == (series % 2 == 1, again)]
         if ran:
+            width = 1.5 if again else 3
             trace = line(_called(ran), series, *_curves([values for each in ran for values in each.values]))
             trace["line"] = {**trace["line"], "width": width}
             traces.append(trace)

@@ -157,7 +157,7 @@ def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> 
     rows = made.page.rows("serving", "Load points by output tok/s and p50 TPOT")
     kept = {int(row["trial"].value or 0) for row in rows if row["by another load point"].text == "not beaten"}
     assert kept == {point["trial"] for point in made.result["front"]}
-    (limited,) = [chart for chart in made.page.charts if chart["layout"].get("shapes") and "TTFT" in _x(chart)]
+    (limited,) = [chart for chart in made.page.charts if _x(chart) == "p99 TTFT, s"]
     assert limited["layout"]["shapes"][0]["x0"] == made.result["limits"]["ttft_s.p99"]
 
 
@@ -185,6 +185,21 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
         assert [np.percentile(curve["x"], share) for share in (50, 90, 99)] == pytest.approx(marks["x"], rel=1e-12)
     limits = [each["x0"] for each in chart["layout"].get("shapes", ())]
     assert limits == [limit for name, limit in made.result["limits"].items() if name.startswith(latency)]
+
+
+def test_where_no_trial_keeps_the_limits_the_nearest_is_told_and_drawn(runs: Runs, tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    shutil.copytree(runs("serving").folder, late)
+    data = json.loads((late / "result.json").read_text())
+    data |= {"best": None, "gain": None, "gains": [], "limits": {"ttft_s.p99": 1e-6}}
+    for trial in data["trials"]:
+        missed = trial["measured"]["figures"]["ttft_s"]["p99"]
+        trial["measured"]["broken"] = [f"ttft_s.p99 is {missed:.4g} s, over 1e-06 s"]
+    (late / "result.json").write_text(json.dumps(data))
+    near = min(data["trials"], key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])
+    page = read(api.report(late))
+    assert f"The nearest is trial {near['number']} (" in page.section("answer").text
+    assert f"nearest, trial {near['number']}" in [trace["name"] for chart in page.charts for trace in chart["traces"]]
 
 
 def test_a_run_that_kept_no_distributions_says_so(runs: Runs, tmp_path: Path) -> None:

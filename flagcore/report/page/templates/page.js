@@ -22,9 +22,17 @@
     return changes;
   }
 
+  // On a narrow page a legend has a line an entry: the chart grows by what goes beyond three.
+  function room(chart) {
+    const named = [...chart.traces, ...(chart.layout.shapes || []).filter((each) => each.showlegend)];
+    const entries = named.filter((each) => each.showlegend !== false).length;
+    return chart.layout.height + (innerWidth < 600 ? 17 * Math.max(0, entries - 3) : 0);
+  }
+
   async function draw(plot) {
     const chart = charts[Number(plot.dataset.chart)];
-    await Plotly.newPlot(plot, chart.traces, chart.layout, { responsive: true, displayModeBar: false, scrollZoom: false });
+    const layout = { ...chart.layout, height: room(chart) };
+    await Plotly.newPlot(plot, chart.traces, layout, { responsive: true, displayModeBar: false, scrollZoom: false });
     await Plotly.relayout(plot, look(false));
     plot.dataset.drawn = "yes";
   }
