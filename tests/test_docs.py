@@ -1,66 +1,40 @@
-"""The pages are tested: links lead somewhere, snippets work, and the reference holds what the code really says.
+"""The pages are true: links lead somewhere, and the reference holds what the code really says.
 
-What is run: `flag estimate`, `explain`, `devices`, `doctor` and `plugins list` in this process, `flag run` and
-`best.sh` in one of their own, and `flag tune own.yaml` once, with a script that prints Megatron's log lines in place
-of the tutorial's. What is only parsed: the `flag tune` lines, options and spec, since they would train for minutes;
-tests of the loop train for real. Of `make` and `pip` lines the targets and extras are checked.
+Their snippets are followed by tests/test_docs_snippets.py.
 """
 
+import ast
+import inspect
 import json
 import re
-import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import click
 import pytest
-import yaml
 from click.testing import CliRunner
 
 import flagcore
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
+from flagcore.domain.passes import Passes
 from flagcore.physics.schedules.named import SCHEDULES
 from flagcore.report.text import SHORT
-from flagcore.spec import parse_spec, read_spec
-from flagcore.spec.serving import engines_of, only
 from flagcore.stages.prune import LEARNED
 from flagcore.workloads.megatron.reading import METRICS, STEPS
+from tests.pages import PAGES, ROOT, TEXT, blocks_of, prose
 
-ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-PAGES += [f"docs/{file.name}" for file in ROOT.glob("docs/*.md")]
-OURS = ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/tutorial.md", "docs/tutorial-node.md"]
-OURS += ["docs/tutorial-plan.md", "docs/howto.md", "docs/comparison.md", "docs/cli.md", "docs/architecture.md"]
-OURS += ["README.zh.md", "docs/tutorial.zh.md", "docs/tutorial-node.zh.md"]
-"""Pages whose snippets are tested here; those of spec, hooks and write-a-plugin have tests of their own."""
-TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
-REFERENCE = TEXT["docs/cli.md"]
-NEEDS = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
-NEEDS["node.yaml"] = ("flagcore_metax", "flagcore_iluvatar")
-
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+REFERENCE, PYTHON = TEXT["docs/cli.md"], TEXT["docs/python.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-CAPTIONED = re.compile(r"\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LINKS = [(page, target) for page in PAGES for target in LINK.findall(FENCE.sub("", TEXT[page]))]
-COMMAND_LINES = {
-    line.removeprefix("$ "): page
-    for page in OURS
-    for language, block in FENCE.findall(TEXT[page])
-    if language == "console"
-    for line in block.splitlines()
-}
-"""Each line once, with the last of the pages that show it."""
-YAML = [(page, block) for page in OURS for language, block in FENCE.findall(TEXT[page]) if language == "yaml"]
+LINKS = [(page, target) for page in PAGES for target in LINK.findall(prose(page))]
 PATHS = sorted(
     {
-        path
-        for page in OURS
+        (page, path)
+        for page in PAGES
+        if page != "docs/write-a-plugin.md"  # has those of a distribution of its own
         for path in re.findall(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`", TEXT[page])
     }
 )
@@ -74,56 +48,21 @@ def test_link_leads_somewhere(page: str, target: str) -> None:
     file = (ROOT / page).parent / name if name else ROOT / page
     assert file.exists()
     if anchor:
-        assert anchor in [_slug(line) for line in re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)]
+        headings = re.findall(r"^#+ (.*)$", prose(str(file.resolve().relative_to(ROOT))), re.MULTILINE)
+        assert anchor in [_slug(line) for line in headings]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_path_that_a_page_names_exists(path: str) -> None:
-    assert (ROOT / path).exists()
+@pytest.mark.parametrize(("page", "path"), PATHS)
+def test_path_that_a_page_names_exists(page: str, path: str) -> None:
+    assert (ROOT / path).exists() or ((ROOT / page).parent / path).exists()
 
 
-@pytest.mark.parametrize(("page", "block"), YAML)
-def test_yaml_snippet_is_a_spec_or_a_part_of_one(page: str, block: str) -> None:
-    part = yaml.safe_load(block)
-    whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
-    for data in [only(part, engine) for engine in engines_of(part)] or [part]:
-        parse_spec({**whole, **data}, file=page, base=ROOT)
-
-
-@pytest.mark.parametrize(("line", "page"), COMMAND_LINES.items())
-def test_command_line_works(line: str, page: str, workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workshop)
-    program, *arguments = shlex.split(line)
-    if Path(program).name == "flag":
-        _try_flag(arguments)
-    elif program == "sh":
-        assert subprocess.run([program, *arguments], check=False, timeout=60, stdout=subprocess.DEVNULL).returncode == 0
-    elif program == "make":
-        targets = [word for word in arguments if "=" not in word]
-        assert set(targets) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-        assert all((ROOT / word.partition("=")[2]).exists() for word in arguments if "=" in word)
-    else:
-        assert line in ('pip install "flagcore[metax]"', ". .venv/bin/activate")
-
-
-@pytest.mark.parametrize("page", OURS)
+@pytest.mark.parametrize("page", PAGES)
 def test_extras_and_commands_that_a_page_names_exist(page: str) -> None:
     extras = set(re.findall(r"(?:flagcore|\.)\[(\w+)\]", TEXT[page]))
     known = set(re.findall(r'"(\w+)"', (ROOT / "hatch_build.py").read_text()))
     assert extras <= known
     assert set(re.findall(r"`flag ([a-z]+)", TEXT[page])) <= set(COMMANDS)
-
-
-def test_python_snippets_work_in_order(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(workshop)
-    names: dict[str, Any] = {}
-    for language, block in FENCE.findall(TEXT["docs/python.md"]):
-        assert language == "python"
-        exec(block, names)
-    assert names["run"].best == names["outcome"].plan.best
-    assert "2 spec: " in capsys.readouterr().out
 
 
 def test_python_page_has_every_name_and_every_error() -> None:
@@ -135,8 +74,43 @@ def test_python_page_has_every_name_and_every_error() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == kinds - {"FlagError"}
 
 
+@pytest.mark.parametrize("name", flagcore.__all__)
+def test_python_page_has_every_field_of_a_result_and_every_argument_of_a_function(name: str) -> None:
+    found = getattr(flagcore, name)
+    if is_dataclass(found):
+        public = {field.name for field in fields(found)}
+        public |= {key for key, value in vars(found).items() if isinstance(value, property)}
+        section = PYTHON.split(f"\n### {name}\n")[1].split("\n##")[0]
+        rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+        assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == public
+    elif inspect.isfunction(found):
+        (told,) = re.findall(rf"^\| `{name}\((.*?)\)` \|", PYTHON, re.MULTILINE)
+        assert [word.rstrip("=") for word in told.split(", ")] == list(inspect.signature(found).parameters)
+
+
+def test_reference_has_every_variable_that_is_read() -> None:
+    section = REFERENCE.split("## Environment variables")[1].split("\n## ")[0]
+    assert {name for name in _variables() if f"`{name}`" not in section} == set()
+    table = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert {name for row in table for name in re.findall(r"`(\w+)`", row)} <= _variables() | {"COLUMNS", "NO_COLOR"}
+
+
+def test_reference_has_every_field_of_an_insight(workshop: Path) -> None:
+    data = json.loads((workshop / "runs" / "own" / "insight.json").read_text())
+    section = REFERENCE.split("## insight.json")[1]
+    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(data)
+    lists = [each for name in ("chips", "stages", "knobs") for each in data[name]]
+    lists += [each for chip in data["chips"] for each in chip["facts"]]
+    lists += [each for knob in data["knobs"] for each in knob["values"]]
+    lists += [each["nearest"] for knob in data["knobs"] for each in knob["values"]]
+    inner = {name for each in lists for name in each} | {field.name for field in fields(Passes)}
+    assert {name for name in inner if f"`{name}`" not in section} == set()
+
+
 def test_reference_has_the_help_of_every_command_and_of_no_other() -> None:
-    held = [" ".join(block.split()) for _, block in FENCE.findall(REFERENCE) if block.startswith("Usage:")]
+    blocks = [block.text for block in blocks_of("docs/cli.md", REFERENCE)]
+    held = [" ".join(block.split()) for block in blocks if block.startswith("Usage:")]
     assert held == [" ".join(_help(path).split()) for path in sorted(_commands(flag, ()), key=_place)]
 
 
@@ -172,7 +146,7 @@ def test_reference_has_every_exit_code_and_no_other() -> None:
 
 def test_reference_has_every_field_of_a_result(workshop: Path) -> None:
     data = json.loads((workshop / "runs" / "own" / "result.json").read_text())
-    section = REFERENCE.split("## result.json")[1]
+    section = REFERENCE.split("## result.json")[1].split("\n## ")[0]
     first, second = (re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE) for part in section.split("\nA trial:\n"))
     assert {name for row in first for name in re.findall(r"`(\w+)`", row)} == set(data)
     assert {name for row in second for name in re.findall(r"`(\w+)`", row)} == set(data["best"])
@@ -207,47 +181,6 @@ def test_picture_has_a_title_and_a_description() -> None:
     names = {child.tag.rpartition("}")[2]: (child.text or "").strip() for child in picture}
     assert names["title"]
     assert names["desc"]
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the examples, the files that the pages show, and a finished run of the tutorial's `own.yaml`."""
-    folder = tmp_path_factory.mktemp("workshop")
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    for page in OURS:
-        for name, text in CAPTIONED.findall(TEXT[page]):
-            (folder / name).write_text(text)
-    (log_line,) = [block for _, block in FENCE.findall(TEXT["docs/tutorial.md"]) if "elapsed time per" in block]
-    steps = "\n".join([log_line.rstrip()] * 4)
-    (folder / "pretrain.sh").write_text(f"cat <<'LOG'\n{steps}\nLOG\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        done = CliRunner().invoke(flag, ["tune", "own.yaml", "--quiet", "--json"])
-        assert done.exit_code == 0, done.output or done.exception
-        assert json.loads(done.output)["best"]["measured"]["step_time_s"]["median"] == pytest.approx(0.4126)
-    for name in ("train-cpu", "node"):  # the pages' other runs
-        shutil.copytree(folder / "runs" / "own", folder / "runs" / name)
-    return folder
-
-
-def _try_flag(arguments: list[str]) -> None:
-    """Run a command line, or only parse it if it would train."""
-    for module in (module for word in arguments for module in NEEDS.get(word, ())):
-        pytest.importorskip(module, reason="the page plans for a chip of this plugin")
-    if arguments[0] == "tune":
-        context = flag.make_context("flag", arguments.copy())
-        command = flag.get_command(context, "tune")
-        assert command is not None
-        spec = command.make_context("tune", arguments[1:], parent=context).params["spec"]
-        read_spec(Path(spec))
-        return
-    if arguments[0] == "run":  # replaces the process that asks for it
-        code = "from flagcore.cli import main; main()"
-        assert subprocess.run([sys.executable, "-c", code, *arguments], check=False, timeout=60).returncode == 0
-        return
-    done = CliRunner().invoke(flag, arguments)
-    assert done.exit_code == 0, done.output or done.exception
-    assert done.output
 
 
 def _slug(heading: str) -> str:
@@ -285,6 +218,36 @@ def _kinds(kind: type[errors.FlagError]) -> Iterator[type[errors.FlagError]]:
     yield kind
     for below in kind.__subclasses__():
         yield from _kinds(below)
+
+
+def _variables() -> set[str]:
+    """Return the names of environment variables that code of the core reads or marks trials with; those whose names
+    are worked out are plugins' and specs' own."""
+    found: set[str] = set()
+    for file in (ROOT / "flagcore").rglob("*.py"):
+        if "testing" in file.parts:  # its checks set and restore what plugins are given
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        constants = {
+            target.id: each.value.value
+            for each in tree.body
+            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)
+            for target in each.targets
+            if isinstance(target, ast.Name)
+        }
+        asked = [name for node in ast.walk(tree) for name in _asked(node)]
+        found |= {str(name.value) for name in asked if isinstance(name, ast.Constant)}
+        found |= {str(constants[name.id]) for name in asked if isinstance(name, ast.Name) and name.id in constants}
+        found |= {str(value) for value in constants.values() if re.fullmatch(r"FLAGCORE_[A-Z_]+", str(value))}
+    return found
+
+
+def _asked(node: ast.AST) -> list[ast.expr]:
+    """Return what a piece of code asks the environment for."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if isinstance(node, ast.Call) and re.fullmatch(r"os\.environ\.\w+|os\.getenv", called):
+        return node.args[:1]
+    return [node.slice] if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ" else []
 
 
 def _keys(data: Any) -> Iterator[str]:

@@ -115,7 +115,7 @@ def check_row(
 
 
 def test_example_of_the_page_is_a_valid_spec(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
     spec = parse_spec(yaml.safe_load(text), file="page", base=tmp_path)
     assert spec.space["tensor_model_parallel_size"] == (1, 2, 4, 8)
     (text,) = re.findall(r"```yaml\n(.*?)```", SERVE_PAGE, re.DOTALL)

@@ -1,0 +1,249 @@
+"""Every block of every page is run, read or compared; a new page or block is, too, or its test fails.
+
+A block of commands is followed line by line, in a copy of the workshop that its page has to itself. What would train or
+serve for minutes is tuned at the fidelity `estimate`, and measured for seconds; `make` and `pip` lines are checked
+against the Makefile and the extras. `SHOWN` has what is neither a command nor a file nor code, with what checks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from flagcore.cli.main import flag
+from flagcore.domain.spec import TrainSpec
+from flagcore.spec import parse_spec, read_spec
+from flagcore.spec.serving import engines_of, only
+from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
+from tests.shown import SHOWN
+
+OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": ""}
+"""Pages that tests of their own follow: tests/test_docs_hooks.py all Python, tests/test_docs_plugin.py everything."""
+PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
+PLANNED |= {"node.yaml": ("flagcore_metax", "flagcore_iluvatar"), "examples/portability.yaml": ("flagcore_metax",)}
+PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
+"""Files that plan for chips of plugins."""
+NOT_RUN = {
+    "flag run runs/serve-cpu": "needs weights and a server; tests of serving start a winner",
+    "optuna-dashboard runs/own/journal.log": "a server of another project; tests of the store read the study",
+}
+CALIBRATED: list[str] = []
+"""Not empty once a page's `flag calibrate` was followed: it is the same on all, and the longest."""
+FIRST_WORD = re.compile(r"^(\$ )?(flag|pip|make|sh|optuna-dashboard|\.venv/bin/flag) ")
+
+
+def is_commands(block: Block) -> bool:
+    """Return whether a block is what a reader types."""
+    return block.language == "console" or (block.language in ("text", "sh") and bool(FIRST_WORD.match(block.first)))
+
+
+def is_own(block: Block) -> bool:
+    """Return whether a test of the page's own takes the block."""
+    return block.page in OWN_TEST and OWN_TEST[block.page] in ("", block.language)
+
+
+def is_translated(block: Block) -> bool:
+    """Return whether the page that this one translates has the same block, comments aside."""
+    original = block.page.replace(".zh.md", ".md")
+    if original == block.page or original not in TEXT:
+        return False
+    return _bare(block) in [_bare(each) for each in blocks_of(original, TEXT[original])]
+
+
+def _bare(block: Block) -> str:
+    return re.sub(r"\s*# .*$", "", block.text, flags=re.MULTILINE)
+
+
+MINE = [block for block in BLOCKS if not is_own(block) and not is_translated(block)]
+COMMANDS = [block for block in MINE if is_commands(block)]
+SPECS = [block for block in MINE if block.language == "yaml"]
+SCRIPTS = [block for block in MINE if block.language == "bash"]
+CODE = sorted({block.page for block in MINE if block.language == "python"})
+CHECKED = ("yaml", "bash", "python")
+OTHERS = [
+    block
+    for block in MINE
+    if block not in COMMANDS and block.language not in CHECKED and not block.text.startswith("Usage:")
+]
+
+
+@pytest.mark.parametrize("block", OTHERS, ids=str)
+def test_block_that_is_only_shown_is_what_it_says(block: Block, workshop: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(workshop)
+    checks = [
+        check for (page, start), check in SHOWN.items() if (page, start) == (block.page, block.first[: len(start)])
+    ]
+    assert checks, f"{block}: nothing checks this block; make it console, yaml or python, or add it to tests/shown.py"
+    for check in checks:
+        check(block)
+
+
+def test_no_check_is_left_over() -> None:
+    firsts = {(block.page, block.first) for block in OTHERS}
+    assert [
+        key for key in SHOWN if not any(key[0] == page and first.startswith(key[1]) for page, first in firsts)
+    ] == []
+    assert set(OWN_TEST) <= set(PAGES)
+
+
+def _is_of(key: tuple[str, str], block: Block) -> bool:
+    return key[0] == block.page and block.first.startswith(key[1])
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.text.startswith("Usage:")], ids=str)
+def test_help_stands_in_the_reference_alone(block: Block) -> None:
+    assert block.page.startswith("docs/cli")
+
+
+@pytest.mark.parametrize("block", SPECS, ids=str)
+def test_yaml_is_a_spec_or_a_part_of_one(block: Block, workshop: Path) -> None:
+    part = yaml.safe_load(block.text)
+    whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
+    for data in [only(part, engine) for engine in engines_of(part)] or [part]:
+        parse_spec({**whole, **data}, file=block.page, base=workshop)
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_script_can_be_read_by_its_shell(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("page", CODE)
+def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
+    monkeypatch.chdir(folder_of(page))
+    names: dict[str, Any] = {}
+    for block in (block for block in MINE if block.page == page and block.language == "python"):
+        exec(compile(ast.parse(block.text), str(block), "exec"), names)
+    if "run" in names:
+        assert names["run"].best == names["outcome"].plan.best
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands_work(block: Block, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
+    monkeypatch.chdir(folder_of(block.page))
+    for line in block.text.splitlines():
+        assert block.language != "console" or line.startswith("$ "), "output that nothing compares"
+        follow(line.removeprefix("$ "))
+
+
+def follow(line: str) -> None:
+    """Do what a line says, or as much of it as takes seconds."""
+    program, *arguments = shlex.split(line, comments=True)
+    if line in NOT_RUN or line == ". .venv/bin/activate":
+        return
+    if arguments == ["calibrate"] and CALIBRATED:
+        return
+    follower = FOLLOWERS.get(Path(program).name)
+    assert follower, f"{line}: no rule tells how a test follows this"
+    follower(arguments)
+
+
+def _flag(arguments: list[str]) -> None:
+    for module in (module for word in arguments for module in PLANNED.get(word, ())):
+        pytest.importorskip(module, reason="the page plans for a chip of this plugin")
+    for name in [arguments[place + 1] for place, word in enumerate(arguments) if word in ("-o", "--output")]:
+        Path(name).unlink(missing_ok=True)  # another page's file
+    if arguments[0] == "run":  # replaces the process that asks for it
+        code = "from flagcore.cli import main; main()"
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60, stdout=subprocess.DEVNULL)
+        return
+    done = CliRunner().invoke(flag, _shorter(arguments))
+    assert done.exit_code == 0, f"flag {shlex.join(arguments)}\n{done.output}\n{done.exception!r}"
+    assert done.output
+
+
+def _shorter(arguments: list[str]) -> list[str]:
+    """Return a command line that does the same in seconds."""
+    if arguments == ["calibrate"]:
+        CALIBRATED.append("once")
+        return [*arguments, "--seconds", "5", "--devices", "1"]
+    if arguments[0] == "probe":  # needs the chip
+        return ["estimate", *_parsed(arguments)]
+    if arguments[0] != "tune":
+        return arguments
+    source = _parsed(arguments)
+    if len(source) > 1:
+        return ["estimate", *source, "--chip", _any_chip()]
+    spec = read_spec(Path(source[0]))
+    if isinstance(spec.work, TrainSpec) and spec.work.command is not None:
+        return arguments
+    if spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int):
+        return ["estimate", *source, "--chip", _any_chip()]
+    return [*arguments, "--fidelity", "estimate", "--run-dir", "runs/foretold", "--new"]
+
+
+def _any_chip() -> str:
+    """Return a chip of an accelerator, for specs that say auto."""
+    pytest.importorskip("flagcore_nvidia", reason="the page leaves the chip to the machine, and this one has none")
+    return "H200"
+
+
+def _parsed(arguments: list[str]) -> list[str]:
+    """Return what a command reads, once click has taken its whole line: a spec, or a tree with its overrides."""
+    context = flag.make_context("flag", arguments.copy())
+    command = flag.get_command(context, arguments[0])
+    assert isinstance(command, click.Command)
+    given = command.make_context(arguments[0], arguments[1:], parent=context).params
+    if given.get("config_path"):
+        words = [given["spec"], *given["overrides"]] if given["spec"] else [*given["overrides"]]
+        return ["--config-path", str(given["config_path"]), "--config-name", given["config_name"], *map(str, words)]
+    return [str(given["spec"])]
+
+
+def _make(arguments: list[str]) -> None:
+    targets = [word for word in arguments if "=" not in word]
+    assert set(targets) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    given = dict(word.split("=", 1) for word in arguments if "=" in word)
+    assert all((ROOT / value).exists() for name, value in given.items() if name == "TESTS")
+
+
+def _pip(arguments: list[str]) -> None:
+    assert arguments[0] == "install"
+    extras = (ROOT / "hatch_build.py").read_text() + (ROOT / "pyproject.toml").read_text()
+    for word in (word for word in arguments[1:] if not word.startswith("-")):
+        name, _, extra = word.rstrip("]").partition("[")
+        known = name in (".", "flagcore", "optuna-dashboard") or name.partition("==")[0] in extras
+        assert known, word
+        assert not extra or all(f'"{each}"' in extras for each in extra.split(",")), word
+
+
+def _sh(arguments: list[str]) -> None:
+    subprocess.run(["sh", *arguments], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+FOLLOWERS: dict[str, Callable[[list[str]], None]] = {
+    "flag": _flag,
+    "make": _make,
+    "pip": _pip,
+    "sh": _sh,
+    "optuna-dashboard": lambda arguments: None,
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
+    """Yield what gives a page the copy of the workshop in which it is followed; what it measures stays with it."""
+    made: dict[str, Path] = {}
+    patch = pytest.MonkeyPatch()
+
+    def folder(page: str) -> Path:
+        if page not in made:
+            made[page] = tmp_path_factory.mktemp("page") / "reader"
+            shutil.copytree(workshop, made[page])
+        patch.setenv("FLAGCORE_HOME", str(made[page] / "home"))
+        return made[page]
+
+    yield folder
+    patch.undo()

@@ -1,0 +1,78 @@
+"""A folder in which a reader may do what the pages say: the examples, the files that pages show, and finished runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flagcore.cli.main import flag
+from tests.pages import BLOCKS, ROOT, TEXT, Block
+
+TREE = ROOT / "tests" / "flagscale" / "trees" / "train_dense"
+TREES = ("conf", "examples/my-model/conf")
+"""Where pages say that a tree of FlagScale's lies."""
+SMALLER = {"nproc_per_node: 8": "nproc_per_node: 2", '"1:2"': "1", "    SOME_VISIBLE_DEVICES: 0,1,2,3\n": ""}
+MEASURED = {"idx": 1, "tensor_model_parallel_size": 2, "micro_batch_size": 1, "performance": 150.0}
+OWN = "own"
+"""The run of the tutorial's `own.yaml`, with a script that prints Megatron's log lines in place of the tutorial's."""
+ALSO = ("train-cpu", "node")
+"""Runs of other pages, which the same run stands for."""
+
+
+def build(folder: Path) -> Path:
+    """Make the workshop in an empty folder, and tune `own.yaml` there."""
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    for block in shown_files(BLOCKS):
+        assert block.file is not None
+        (folder / block.file).write_text(block.text)
+    (log_line,) = re.findall(r"^ iteration .*elapsed time per .*$", TEXT["docs/tutorial.md"], re.MULTILINE)
+    steps = "\n".join([log_line] * 4)
+    (folder / "pretrain.sh").write_text(f"cat <<'LOG'\n{steps}\nLOG\n")
+    for name in TREES:
+        _tree(folder / name)
+    (folder / "outputs" / "auto_tuner").mkdir(parents=True)
+    with (folder / "outputs" / "auto_tuner" / "history.csv").open("w", newline="") as stream:
+        table = csv.DictWriter(stream, [*MEASURED, "max_mem", "error"])
+        table.writeheader()
+        table.writerow(MEASURED)
+    _model(folder / "Qwen3-8B")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = CliRunner().invoke(flag, ["tune", "own.yaml", "--quiet", "--json"])
+        assert done.exit_code == 0, done.output or done.exception
+        assert json.loads(done.output)["best"]["measured"]["step_time_s"]["median"] == pytest.approx(0.4126)
+    for name in ALSO:
+        shutil.copytree(folder / "runs" / OWN, folder / "runs" / name)
+    return folder
+
+
+def shown_files(blocks: Iterable[Block]) -> list[Block]:
+    """Return the blocks with a caption that pages for users show, each file once: a translation shows the same."""
+    files = [block for block in blocks if block.file and block.page not in ("docs/write-a-plugin.md", "docs/hooks.md")]
+    return sorted(files, key=lambda block: block.page.endswith(".zh.md"), reverse=True)
+
+
+def _tree(folder: Path) -> None:
+    """Copy a tree of FlagScale's, for two devices of this machine, under the name that pages give it."""
+    shutil.copytree(TREE, folder)
+    text = (folder / "tune.yaml").read_text()
+    for old, new in SMALLER.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "tune.yaml").unlink()
+    (folder / "train_auto_tuner.yaml").write_text(text)
+
+
+def _model(folder: Path) -> None:
+    """Write the config.json of a model of that name."""
+    sizes = {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32}
+    folder.mkdir()
+    config = {"model_type": "qwen3", **sizes, "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128}
+    (folder / "config.json").write_text(json.dumps(config))
