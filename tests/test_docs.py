@@ -227,7 +227,10 @@ def _variables() -> set[str]:
     for file in (ROOT / "flagcore").rglob("*.py"):
         if "testing" in file.parts:  # its checks set and restore what plugins are given
             continue
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        if "os.environ" not in text and "FLAGCORE_" not in text:
+            continue
+        tree = ast.parse(text)
         constants = {
             target.id: each.value.value
             for each in tree.body
