@@ -56,8 +56,30 @@ def test_a_card_of_two_devices_is_told_and_its_figures_are_of_one(name: str, dev
     "name",
     [
         *("C500X", "C588", "C600-A", "N260", "BI-V150S", "MR-V100-DUO", "MR-V50"),
-        *("MLU580", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
+        *("MLU580", "MLU580-H5", "MLU585", "MLU590-E", "MLU590-H8", "MLU590-M9", "MLU590-M9D"),
     ],
 )
 def test_peaks_that_nobody_published_are_empty(name: str) -> None:
     assert not BY_NAME[name].dense_flops_per_second
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "reached"),
+    [
+        # products that others published: zzc0721/torch-performance-test-data issue 155 (C500), leliyliu/TileStack
+        # docs/metax_c550_integration.md 3.3, FlagOpen/FlagPerf computation-* of BI150 (a card, halved), and
+        # ywh555hhh/llaisys iluvatar-mrv100-corex-hardware-research.md
+        ("C500", "fp16", 226.28e12),
+        ("C500", "bf16", 226.69e12),
+        ("C500", "tf32", 107.57e12),
+        ("C550", "fp16", 275.03e12),
+        ("C550", "bf16", 269.34e12),
+        ("BI-V150", "bf16", 196.77e12 / 2),
+        ("BI-V150", "fp16", 196.47e12 / 2),
+        ("MR-V100", "fp16", 96.1e12),
+        ("MR-V100", "bf16", 96.1e12),
+    ],
+)
+def test_no_peak_is_below_what_was_reached(name: str, precision: str, reached: float) -> None:
+    peak = BY_NAME[name].dense_flops_per_second[precision].value
+    assert 0.85 * peak < reached < 1.002 * peak

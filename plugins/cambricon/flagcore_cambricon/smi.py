@@ -1,4 +1,4 @@
-"""Reads what cnmon prints: its table and `cnmon info`, as versions 4 and 5 do."""
+"""Reads what cnmon prints: its table and `cnmon info`, as versions 1 to 5 do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flagcore.vendorkit.rows import (
     with_driver,
 )
 
-TITLE = re.compile(r"\bCNMON v\d")
+TITLE = re.compile(r"\bCNMON v?\d")
 
 _NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU[\w.-]+)(?:\s+\S+)?")
 

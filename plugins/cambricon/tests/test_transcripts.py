@@ -22,6 +22,12 @@ def test_readings_have_power_memory_temperature_and_load() -> None:
     }
 
 
+def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
+    (row,) = smi.parse(text("cnmon-6.txt"))
+    assert (row.device.chip, row.device.driver) == ("MLU220-M2", "4.6.9")
+    assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
+
+
 def test_names_and_memory_that_were_crossed_out_are_no_devices() -> None:
     assert smi.parse(text("cnmon-4.txt")) == ()
 

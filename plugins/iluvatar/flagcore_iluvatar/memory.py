@@ -6,7 +6,8 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.memory.device import PlainMemory
 
 DRIVER_BYTES = 257 * 2**20
-"""In use on an idle device: ixsmi shows 64 to 116 MiB on BI-V150 and MR-V100, 257 MiB on BI-V100 (driver 3.1.0)."""
+"""In use on an idle device: ixsmi shows 64 to 116 MiB on BI-V150 and MR-V100, 257 MiB on BI-V100 (driver 3.1.0;
+513 MiB with 3.0.1)."""
 
 CONTEXT_BYTES = 1.0 * 2**30
 """Estimated: context and IXCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured here."""

@@ -26,6 +26,8 @@ TITLE = "IX-ML:"
 _OURS = re.compile(r"Iluvatar |(BI|MR)(-V)?\d")
 """Some releases leave out the vendor, or write BI150 for BI-V150."""
 _NAME = re.compile(r"(\d+)\s+(\S.*)")
+_NO_POWER = "65535"
+"""What a device that hangs tells as its power: a counter of 16 bits, all set."""
 
 
 def parse(text: str) -> tuple[Row, ...]:
@@ -84,7 +86,7 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
         bus=bus,
         reading=reading(
             used_bytes=memory[0],
-            watts=watts,
+            watts=None if watts == _NO_POWER else watts,
             limit_watts=limit,
             celsius=found(r"(\d+)C\b", parts[0])[0],
             percent=found(r"(\d+)%", parts[2])[0],

@@ -22,6 +22,19 @@ def test_a_device_whose_memory_is_an_error_is_left_out_and_told() -> None:
     assert ["00000000:35:00.0" in line for line in listing.left_out] == [True]
 
 
+def test_a_device_that_hangs_tells_no_power() -> None:
+    # the line of such a device in dillonfzw/utils house_clean_gpus_iluvatar.sh, in the table of ixsmi-6.txt
+    whole = (Path(__file__).parent / "smi/ixsmi-6.txt").read_text("utf-8")
+    hangs = whole.replace(
+        "| 0%   31C   P0    57W / 250W   | 513MiB / 32768MiB    | 0%        Default    |",
+        "| 0%   0C    P0    65535W / 250 | 513MiB / 32768MiB    | 100%      Default    |",
+    )
+    reading = smi.parse(hangs)[5].reading
+    assert "power_watts" not in reading
+    assert reading["utilization_share"] == 1
+    assert smi.parse(whole)[5].reading["power_watts"] == 57
+
+
 def test_a_query_is_read_by_its_header() -> None:
     rows = smi.parse(
         "index, name, memory.total [MiB], gpu.power.draw [W], clocks.max.sm [MHz]\n"

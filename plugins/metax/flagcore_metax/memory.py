@@ -6,7 +6,8 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.physics.memory.device import PlainMemory
 
 DRIVER_BYTES = 826 * 2**20
-"""In use on an idle device: mx-smi on C500 (driver 3.4.4) shows 826 MiB, on C550 (driver 2.5.014) 810 MiB."""
+"""In use on an idle device: mx-smi on C500 (drivers 3.4.4 and 3.8.30) shows 826 MiB, on C550 (driver
+2.5.014) 810 MiB, on N260 (driver 3.0.11) 666 MiB."""
 
 CONTEXT_BYTES = 1.0 * 2**30
 """Estimated: context and MCCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on MetaX."""
