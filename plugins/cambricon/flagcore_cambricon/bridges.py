@@ -16,8 +16,9 @@ from flagcore.physics.collectives.topology import (
 from flagcore.vendorkit.matrix import group_size
 
 GROUP = 8
-"""Devices that bridges join: four cards of two (vendor's page). A public article on two kinds of servers shows the same
-in `cnmon topo -m`: MLU0 to MLU7 and MLU8 to MLU15, each group behind a PCIe switch of its own."""
+"""Devices that bridges join: four cards of two (vendor's page). yao-matrix/mblog intra-node-connectivity.md shows the
+same of two kinds of servers in `cnmon topo -m`: MLU0 to MLU7 and MLU8 to MLU15, each group behind a PCIe switch of its
+own."""
 
 UPLINK_BYTES_PER_SECOND = 32e9
 """Estimated: the way between the groups is one PCIe 4.0 x16 uplink of each switch, which its eight devices share. What
