@@ -118,11 +118,12 @@ def nearest(word: str, chips: Iterable[Chip], most: int = 4) -> tuple[str, ...]:
     """Return the names of the chips that `word` may have meant, the likeliest first.
 
     These are the ones with a name or alias of which `word` is a part, or which is a part of it; where there is none,
-    those that are spelt alike.
+    those that are spelt alike. The vendor's name, which most drivers put first, says nothing of the chip.
     """
-    wanted, parts, alike = bare(word), [], []
+    parts, alike = [], []
     for chip in chips:
-        names = [bare(name) for name in (chip.name, *chip.aliases)]
+        vendor = bare(chip.vendor)
+        wanted, *names = (bare(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
         family = bare(chip.name.split("-")[0])
         nearness = max(SequenceMatcher(None, wanted, name).ratio() for name in (*names, family))
         if len(wanted) > 1 and any(wanted in name or name in wanted for name in names if name):

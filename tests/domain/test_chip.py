@@ -15,7 +15,9 @@ CHIPS = [Chip(name=name, vendor="acme", aliases=aliases) for name, aliases in NA
     [
         ("X100", ("X100-SXM", "X100-PCIe")),
         ("x100 sxm", ("X100-SXM",)),
-        ("acme x100", ("X100-SXM",)),
+        ("acme x100", ("X100-SXM", "X100-PCIe")),
+        ("ACME X100 NVL", ("X100-PCIe", "X100-SXM")),
+        ("acme", ()),
         ("X100-SXM-80GB", ("X100-SXM",)),
         ("X20", ("X200",)),
         ("X1000", ("X100-PCIe", "X100-SXM")),

@@ -11,19 +11,21 @@ SLACK = 0.0075
 CONTEXT_BYTES = 0.82 * 2**30
 """Used by the driver's count minus reserved: median of the same 25 jobs (0.75 to 0.82 GiB), torch 2.11, CUDA 13."""
 
-COLLECTIVE_BYTES = 392e6
-"""NCCL's buffers at 4 and 8 ranks, 342 MB at 2: ai-dynamo/aiconfigurator systems/*.yaml @095f58a5."""
+PAIR_BYTES, COLLECTIVE_BYTES = 342 * 2**20, 392 * 2**20
+"""NCCL's buffers at 2 ranks and at 4 and 8: ai-dynamo/aiconfigurator systems/*.yaml of aiconfigurator-core 0.12.0
+(PyPI), which calls them corrections from observation."""
 
 WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 32 * 2**20, 2 * 2**22 + 8 * 2**14
-"""What torch 2.11 allocates for cuBLAS, a handle and stream: on Hopper and Blackwell, elsewhere (`CUDABlas.cpp`)."""
+"""What torch allocates for cuBLAS, a handle and stream: on Hopper and Blackwell (compute capability 9 to 12), and
+elsewhere (`parseChosenWorkspaceSize` of pytorch aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
-SMALL_WORKSPACE = ("A100", "A800", "L20", "L40S", "RTX")
+SMALL_WORKSPACE = ("A", "L", "T4", "V100", "RTX-3", "RTX-4")
 """How the names of chips begin that are neither."""
 
 
 def memory_of(group: NodeGroup) -> PlainMemory:
     """Return the memory model of one device of `group`."""
-    collective = COLLECTIVE_BYTES if group.devices > 1 else 0
+    collective = COLLECTIVE_BYTES if group.devices > 2 else PAIR_BYTES if group.devices > 1 else 0
     small = group.chip.name.upper().startswith(SMALL_WORKSPACE)
     workspace = SMALL_WORKSPACE_BYTES if small else WORKSPACE_BYTES
     return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES + collective, workspace=workspace)

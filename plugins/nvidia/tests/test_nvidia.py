@@ -44,6 +44,21 @@ def test_an_error_message_is_no_device() -> None:
         ("NVIDIA A100-PCIE-40GB", "A100-40GB-PCIe"),
         ("NVIDIA H100 80GB HBM3", "H100-SXM"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A30", "A30"),
+        ("NVIDIA A40", "A40"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
     ],
 )
 def test_a_name_of_the_driver_means_one_chip(driver: str, name: str) -> None:
@@ -52,12 +67,9 @@ def test_a_name_of_the_driver_means_one_chip(driver: str, name: str) -> None:
 
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
     chip = flagcore_chips()[0]
-    alone, together = (
-        flagcore_memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=devices)) for devices in (1, 8)
-    )
-    assert alone is not None
-    assert together is not None
-    assert together.context_bytes - alone.context_bytes == pytest.approx(392e6)
+    models = [flagcore_memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=devices)) for devices in (1, 2, 8)]
+    alone, pair, eight = (model.context_bytes for model in models if model is not None)
+    assert (pair - alone, eight - alone) == (pytest.approx(342 * 2**20), pytest.approx(392 * 2**20))
 
 
 def collectives(chip: str, nodes: int = 1, devices_per_node: int = 8) -> CollectiveCosts:
