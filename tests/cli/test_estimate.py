@@ -202,7 +202,7 @@ def test_unknown_setting_names_the_nearest(flag: Flag, project: Project) -> None
 def test_a_chip_that_is_nearly_named_is_answered_with_those_that_may_be_meant(
     flag: Flag, project: Project, tmp_path: Path
 ) -> None:
-    near = "did you mean H100-SXM or H100-PCIe?"
+    near = "did you mean H100-NVL or H100-SXM or H100-PCIe?"
     for ran in (
         flag("estimate", project.spec(cluster={"chip": "H100"})),
         flag("estimate", project.spec(), "--chip", "H100"),
