@@ -29,7 +29,9 @@ def new_plugin(name: str, *, vendor: str | None = None, chip: str | None = None,
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*( [\w.+-]+)*", vendor, re.ASCII):
         raise UsageError(f"--vendor {vendor!r} must be words of Latin letters, digits, '-', '.', '+' and '_'")
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", chip, re.ASCII):
-        raise UsageError(f"--chip {chip!r} must be one word of Latin letters, digits, '-', '.', '+' and '_'")
+        word = re.sub(r"[^\w.+-]+", "-", chip, flags=re.ASCII).strip("-._+")
+        hint = f"; name it {word}" if word else ""
+        raise UsageError(f"--chip {chip!r} must be one word of Latin letters, digits, '-', '.', '+' and '_'{hint}")
     if owner := plugins.load_plugins().owner(chip):
         raise UsageError(f"--chip {chip!r} is a chip of the plugin {owner} already; give the name of yours")
     folder = Path(directory) / f"flagcore-{name}"

@@ -28,8 +28,7 @@ LOADS = "the_plugin_loads_and_implements_known_hooks"
 def main(arguments: list[str]) -> int:
     """Check the plugin that the arguments name, and return 0."""
     report, name, *folder = arguments
-    logging.getLogger("flagcore").addHandler(logging.NullHandler())
-    logging.lastResort = None
+    logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True  # what is tried here goes wrong
     with open(report, "w", encoding="utf-8", buffering=1) as file:
         for record in _records(name, Path(folder[0]) if folder else None):
             file.write(json.dumps(record) + "\n")

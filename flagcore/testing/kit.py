@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flagcore.errors import SpecError
 from flagcore.plugins.installed import one_line
 
 if TYPE_CHECKING:
@@ -52,13 +53,18 @@ def fix_of(reason: str) -> str:
 def run(check: Check, subject: Subject) -> Result:
     """Return how `check` ends for `subject`. What the plugin raises meanwhile is a failure of the check."""
     name = check.__name__
+    problems: list[Problem] = []
     try:
-        problems = list(check(subject))
+        for problem in check(subject):
+            problems.append(problem)
     except Skip as skip:
-        return Result(check=name, state="skipped", message=str(skip))
+        if not problems:
+            return Result(check=name, state="skipped", message=str(skip))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if isinstance(error, SpecError) and subject.knows(one_line(error)):
+            return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
         fix = "the plugin raised this while it was asked: mend it there, or answer None for what it does not know"
         return Result(check=name, state="failed", message=one_line(error), fix=fix_of(one_line(error)) or fix)
     if not problems:

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import yaml
 
+from flagcore.contracts import KernelCosts
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.maturity import Maturity
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names
+from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, answers, load_plugins, names
 from flagcore.plugins.installed import installed
 from flagcore.testing.examples import group_of, task_on
 from flagcore.testing.kit import Problem, Skip, fix_of
@@ -170,10 +171,23 @@ class Subject:
             except yaml.YAMLError:
                 continue  # whoever reads the file tells that
 
+    def knows(self, reason: str) -> bool:
+        """Return whether a check has told of a bad file already, and remember that one has."""
+        told: set[str] = self.memory.setdefault("told", set())
+        before = reason in told
+        told.add(reason)
+        return before
+
+    def failed(self, *hooks: str) -> bool:
+        """Return whether something went wrong with `hooks` until now."""
+        return any(failure.hook in hooks for failure in self.loaded.failures)
+
     def told(self, *hooks: str) -> Iterator[Problem]:
-        """Yield what went wrong with `hooks` until now."""
+        """Yield what went wrong with `hooks` until now. Raises Skip for a bad file that a check told of before."""
         for failure in self.loaded.failures:
             if failure.hook in hooks:
+                if failure.reason.startswith("SpecError") and self.knows(failure.reason):
+                    raise Skip(f"{failure.reason.split(': ')[1]} cannot be read")
                 fix = fix_of(failure.reason) or f"see {failure.hook} in docs/hooks.md for what it may answer"
                 yield Problem(message=f"{failure.hook}: {failure.reason}", fix=fix)
 
@@ -182,9 +196,10 @@ class Subject:
         return self.loaded.plugins[0].ask(hook, arguments)
 
     def own_chips(self) -> tuple[Chip, ...]:
-        """Return its chips. Raises Skip where it has none."""
+        """Return its chips. Raises Skip where it has none, or none that can be read."""
         if not self.chips:
-            raise Skip("the plugin has no chips of its own")
+            unread = self.failed("flagcore_chips")
+            raise Skip("its chips cannot be read" if unread else "the plugin has no chips of its own")
         return self.chips
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
@@ -193,6 +208,16 @@ class Subject:
         if not found:
             raise Skip(f"the plugin leaves this to the core: {hook} answers None for each of its chips")
         return found
+
+    def own_costs(self) -> list[tuple[Chip, KernelCosts]]:
+        """Return its kernel times, without the roofline with which the core fills their gaps. Raises Skip."""
+
+        def own(chip: Chip) -> KernelCosts | None:
+            if self.loaded.kernel_costs(chip, "megatron") is None:
+                return None  # nothing, or nothing that can be used, which another check tells
+            return answers.kernel_costs(self.ask("flagcore_kernel_costs", {"chip": chip, "engine": "megatron"}))
+
+        return self.each("flagcore_kernel_costs", own)
 
     def groups(self) -> Iterator[NodeGroup]:
         """Yield each chip in node groups of several sizes."""

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from flagcore.domain.chip import Device
+from flagcore.errors import SpecError
 
 FOLDER = Path("tests") / "smi"
 SOURCES = "sources.yaml"
@@ -61,25 +62,33 @@ class Transcript:
 
 
 def read_transcripts(folder: Path) -> tuple[Transcript, ...]:
-    """Return the transcripts in a plugin's source folder; none where it has no such files. Raises ValueError."""
+    """Return the transcripts in a plugin's source folder; none where it has no such files. Raises SpecError."""
     file = folder / FOLDER / SOURCES
     if not file.is_file():
         return ()
-    entries = yaml.safe_load(file.read_text("utf-8")) or {}
+    try:
+        entries = yaml.safe_load(file.read_text("utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise _wrong("the file", f"is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(entries, dict):
-        raise ValueError(f"{FOLDER / SOURCES} must have a key a file")
+        raise _wrong("the file", "must have a key a file")
     return tuple(_transcript(file.parent / str(name), entry) for name, entry in entries.items())
+
+
+def _wrong(key: str, problem: str) -> SpecError:
+    return SpecError(file=str(FOLDER / SOURCES), key=key, problem=problem)
 
 
 def _transcript(path: Path, entry: object) -> Transcript:
     said: Mapping[str, Any] = entry if isinstance(entry, dict) else {"source": entry}
     if unknown := set(said) - KEYS:
-        raise ValueError(f"{FOLDER / SOURCES}: {path.name}.{min(map(str, unknown))} is none of {', '.join(KEYS)}")
+        raise _wrong(f"{path.name}.{min(map(str, unknown))}", f"is none of {', '.join(sorted(KEYS))}")
     lists = said.get("lists") or []
     try:
         listed = tuple(Listed(**each) for each in (lists if isinstance(lists, list) else [lists]))
     except TypeError as error:
-        raise ValueError(f"{FOLDER / SOURCES}: {path.name}.lists: {error}") from error
+        known = "chip, devices, memory_mib, driver, other"
+        raise _wrong(f"{path.name}.lists", f"is no mapping of {known} (or a list of such): {error}") from error
     return Transcript(
         name=path.name,
         text=path.read_text("utf-8", "replace") if path.is_file() else "",

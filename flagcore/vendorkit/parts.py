@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import yaml
@@ -13,6 +14,8 @@ from flagcore.errors import SpecError
 
 SOURCE_SAYS = {"measured": "how", "datasheet": "document", "published": "where", "estimated": "method"}
 """What each kind of source must say."""
+SOURCE_MAY_SAY = ("confidence", "date", "note", "page", "repeats", "software")
+"""What any of them may say beside it; other keys are kept, too."""
 
 
 class _OnceEach(yaml.SafeLoader):
@@ -118,7 +121,17 @@ class Part:
         kind = part.required("kind", str)
         if kind not in SOURCE_SAYS:
             raise part.wrong("kind", "is no kind of source", f"use one of {', '.join(SOURCE_SAYS)}", kind)
-        told = part.required(SOURCE_SAYS[kind], str)
+        word = SOURCE_SAYS[kind]
+        for name in map(str, part.content):
+            near = get_close_matches(name, {word, *SOURCE_MAY_SAY}, n=1, cutoff=0.75)
+            if near and name not in {*SOURCE_MAY_SAY, *SOURCE_SAYS.values()}:
+                raise part.wrong(name, "is misspelt", f"did you mean {near[0]}?", part.content[name])
+        if part.content.get(word) is None:
+            other = next((name for name in SOURCE_SAYS.values() if name in part.content), "")
+            better = next((known for known, says in SOURCE_SAYS.items() if says == other), "")
+            fix = f"write {word}: TEXT; {other} goes with the kind {better}" if other else f"write {word}: TEXT"
+            raise part.wrong(word, f"is missing: a source that is {kind} says it", fix)
+        told = part.required(word, str)
         for name, value in part.content.items():
             if value is None:
                 fix = f'put a text with a comma in quotes: {SOURCE_SAYS[kind]}: "{told}, {name}"'

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import ModuleType
 
 from flagcore.testing.checks import (
+    asking,
     chips,
     collectives,
     costs,
+    dense,
     detection,
     engines,
     environment,
@@ -29,8 +31,9 @@ from flagcore.testing.checks import (
 from flagcore.testing.kit import Check
 
 MODULES = (
-    *(module, importing, chips, peaks, foreign, topology, memory, costs, collectives, engines, knobs, environment),
-    *(failures, telemetry, pruning, launches, detection, transcripts, shipped, packaging),
+    *(module, importing, asking, chips, peaks, dense, foreign, topology, memory, costs, collectives),
+    *(engines, knobs, environment, failures, telemetry, pruning, launches),
+    *(detection, transcripts, shipped, packaging),
 )
 
 

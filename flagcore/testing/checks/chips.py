@@ -43,6 +43,17 @@ def dates_of_sources_are_written_as_iso_dates(plugin: Subject) -> Iterator[Probl
                 yield Problem(message=f"{name}: {key} = {value!r} is no date", fix="write it as 2026-11-02 or 2026-11")
 
 
+def what_was_measured_says_when(plugin: Subject) -> Iterator[Problem]:
+    plugin.package_folder  # noqa: B018 (raises Skip)
+    for name, content in plugin.yaml_files("**/*.yaml"):
+        for key, source in _measured(content):
+            if not source.get("date"):
+                yield Problem(
+                    message=f"{name}: {key} is measured, and does not say when",
+                    fix="add date: 2026-11-02, and best software and repeats; what others measured is published",
+                )
+
+
 def names_and_aliases_are_each_of_one_chip(plugin: Subject) -> Iterator[Problem]:
     for problem in plugin.told("flagcore_chips"):
         if "answers to" in problem.message:
@@ -112,6 +123,15 @@ def a_chip_file_is_named_like_its_chip(plugin: Subject) -> Iterator[Problem]:
             yield Problem(
                 message=f"{name}: flagcore_chips does not tell {said}", fix="answer load_chips(PACKAGE) there"
             )
+
+
+def _measured(content: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in pairs:
+        if isinstance(value, dict) and value.get("kind") == "measured":
+            yield f"{path}{key}", value
+        else:
+            yield from _measured(value, f"{path}{key}.")
 
 
 def _dates(content: Any, path: str = "") -> Iterator[tuple[str, Any]]:

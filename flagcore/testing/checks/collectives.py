@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip
+from flagcore.physics.collectives.curves import CollectiveTable, problem
 from flagcore.physics.collectives.model import KINDS
 from flagcore.testing.kit import Problem
 from flagcore.testing.subject import Subject
@@ -15,6 +16,10 @@ from flagcore.testing.subject import Subject
 PAYLOADS = np.exp2(np.arange(10, 30)).astype(np.float64)
 ONES = np.ones(20, dtype=np.int64)
 MEASURED = 1.1
+KEPT = 0.5
+"""What the largest message keeps of the best bandwidth; where copies go through the host, a measured one kept 0.58."""
+OVER_LINK = 1.25
+"""How much faster than its link a measured collective may look."""
 
 
 def collectives_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
@@ -31,6 +36,34 @@ def collective_times_grow_with_the_payload(plugin: Subject) -> Iterator[Problem]
                 yield Problem(
                     message=f"{chip.name}: a larger {kind} of two devices is predicted to take less time",
                     fix="look for a wrong time (in seconds) in costs/*/collectives.yaml",
+                )
+
+
+def measured_curves_keep_their_bandwidth(plugin: Subject) -> Iterator[Problem]:
+    for chip, table in _tables(plugin):
+        for curve in table.curves:
+            rates = [size / time for size, time in zip(curve.payload_bytes, curve.seconds, strict=True)]
+            if rates[-1] < KEPT * max(rates):
+                yield Problem(
+                    message=f"{chip.name}: the curve of {curve.kind} of {curve.ranks} falls from {max(rates):.3g} to "
+                    f"{rates[-1]:.3g} bytes a second at its last point, and all that is larger follows it",
+                    fix="look at its last seconds and payload_bytes; leave out a point that something else disturbed",
+                )
+
+
+def no_measured_curve_is_faster_than_the_link(plugin: Subject) -> Iterator[Problem]:
+    for chip, table in _tables(plugin):
+        if chip.link is None or table.level:
+            continue
+        for curve in table.curves:
+            sent = (curve.ranks - 1) / curve.ranks if curve.kind != "send" else 1.0
+            rate = sent * max(size / time for size, time in zip(curve.payload_bytes, curve.seconds, strict=True))
+            link = chip.link.bytes_per_second.value
+            if rate > OVER_LINK * link:
+                yield Problem(
+                    message=f"{chip.name}: in the curve of {curve.kind} of {curve.ranks} a device sends {rate:.3g} "
+                    f"bytes a second, and link.bytes_per_second is {link:.3g}",
+                    fix="give seconds, and the payload of the whole tensor in bytes; or mend the rate of the link",
                 )
 
 
@@ -63,6 +96,19 @@ def no_message_is_faster_than_the_memory_of_the_devices(plugin: Subject) -> Iter
                 message=f"{chip.name}: a message of {PAYLOADS[-1]:g} bytes takes {seconds[0]:g} s",
                 fix="give seconds, and the payload of the whole tensor in bytes, in costs/*/collectives.yaml",
             )
+
+
+def _tables(plugin: Subject) -> list[tuple[Chip, CollectiveTable]]:
+    """Return the measured curves. Raises Skip where there are none, or none that can be used."""
+    _costs(plugin)
+
+    def table(chip: Chip) -> CollectiveTable | None:
+        about = {"group": plugin.group(chip), "engine": "megatron"}
+        answer = plugin.ask("flagcore_collective_costs", about)
+        good = isinstance(answer, CollectiveTable) and not problem(answer)
+        return answer if good and isinstance(answer, CollectiveTable) else None
+
+    return plugin.each("flagcore_collective_costs", table)
 
 
 def _costs(plugin: Subject) -> list[tuple[Chip, CollectiveCosts]]:

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.contracts import AttentionShape, KernelCosts
-from flagcore.domain.chip import Chip
+from flagcore.contracts import AttentionShape
 from flagcore.domain.space import FloatArray
-from flagcore.plugins import answers
 from flagcore.testing.kit import Problem, Skip
 from flagcore.testing.subject import Subject
 
@@ -34,7 +32,7 @@ def kernel_times_are_positive_and_grow_with_size(plugin: Subject) -> Iterator[Pr
         batch=ones, heads=8 * ones, groups=8 * ones, queries=sizes, keys=sizes, head_dim=128 * ones
     )
     decoded = replace(trained, batch=16 * ones, groups=ones, queries=ones)
-    for chip, costs in _own_costs(plugin):
+    for chip, costs in plugin.own_costs():
         for method, seconds in (
             ("gemm_seconds", costs.gemm_seconds(sizes, sizes, sizes, "bf16")),
             ("attention_seconds", costs.attention_seconds(trained, "bf16")),
@@ -52,7 +50,7 @@ def kernel_times_are_positive_and_grow_with_size(plugin: Subject) -> Iterator[Pr
 
 
 def the_host_needs_microseconds_to_launch_a_kernel(plugin: Subject) -> Iterator[Problem]:
-    for chip, costs in _own_costs(plugin):
+    for chip, costs in plugin.own_costs():
         if not (np.isnan(costs.launch_seconds()) or 1e-7 < costs.launch_seconds() < 1e-3):
             yield Problem(
                 message=f"{chip.name}: launch_seconds() = {costs.launch_seconds():g}", fix="give seconds: 8.0e-6"
@@ -60,14 +58,14 @@ def the_host_needs_microseconds_to_launch_a_kernel(plugin: Subject) -> Iterator[
 
 
 def kernels_are_little_longer_in_runs_than_alone(plugin: Subject) -> Iterator[Problem]:
-    for chip, costs in _own_costs(plugin):
+    for chip, costs in plugin.own_costs():
         if not (np.isnan(costs.in_runs()) or 1 <= costs.in_runs() < 3):
             yield Problem(message=f"{chip.name}: in_runs() = {costs.in_runs():g}", fix="give 1 to 3, or NaN if unknown")
 
 
 def no_kernel_is_faster_than_the_chips_peaks(plugin: Subject) -> Iterator[Problem]:
     side, much = np.full(4, 8192.0), _powers_of_two(30, 34)
-    for chip, costs in _own_costs(plugin):
+    for chip, costs in plugin.own_costs():
         for precision, peak in chip.dense_flops_per_second.items():
             rate = np.nanmax([0.0, *(2.0 * side**3 / costs.gemm_seconds(side, side, side, precision))])
             if rate > MEASURED * peak.value:
@@ -87,7 +85,7 @@ def the_costs_that_are_shipped_are_answered(plugin: Subject) -> Iterator[Problem
     folders = _folders(plugin)
     for chip in plugin.own_chips():
         files = folders.get(chip.name.casefold(), set())
-        if any(plugin.told("flagcore_kernel_costs", "flagcore_collective_costs")):
+        if plugin.failed("flagcore_kernel_costs", "flagcore_collective_costs"):
             continue  # another check tells why there is no answer
         if files & {"curve.yaml", "kernels.jsonl"} and plugin.loaded.kernel_costs(chip, "megatron") is None:
             yield Problem(
@@ -123,18 +121,6 @@ def measured_kernels_have_a_provenance(plugin: Subject) -> Iterator[Problem]:
 
 def _powers_of_two(first: int, end: int) -> FloatArray:
     return np.exp2(np.arange(first, end)).astype(np.float64)
-
-
-def _own_costs(plugin: Subject) -> list[tuple[Chip, KernelCosts]]:
-    """Return what the plugin itself says, without the roofline with which the core fills its gaps."""
-    (asked,) = plugin.loaded.plugins
-
-    def own(chip: Chip) -> KernelCosts | None:
-        if plugin.loaded.kernel_costs(chip, "megatron") is None:
-            return None  # nothing, or nothing that can be used, which another check tells
-        return answers.kernel_costs(asked.ask("flagcore_kernel_costs", {"chip": chip, "engine": "megatron"}))
-
-    return plugin.each("flagcore_kernel_costs", own)
 
 
 def _folders(plugin: Subject) -> dict[str, set[str]]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 from flagcore.domain.chip import Device
+from flagcore.errors import SpecError
 from flagcore.testing import fakes
 from flagcore.testing.kit import Problem, Skip
 from flagcore.testing.subject import Subject
@@ -169,7 +170,7 @@ def _transcripts_of_others(plugin: Subject) -> dict[str, str]:
         hooks = next(iter(other.manager.get_plugins()), None)
         try:
             listings = Subject(name=other.name, hooks=hooks).listings
-        except (Skip, OSError, ValueError):
+        except (Skip, OSError, SpecError):
             continue
         found[f"{other.name} ({listings[0].name})"] = listings[0].text
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from unittest import mock
 
@@ -83,6 +84,20 @@ def variables_are_for_known_engines_and_chips(plugin: Subject) -> Iterator[Probl
             )
 
 
+def no_variable_names_another_vendor(plugin: Subject) -> Iterator[Problem]:
+    others = {name: chip.vendor for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
+    for chip in plugin.own_chips():
+        for engine in plugin.engines:
+            given = plugin.loaded.environment(chip, engine)
+            wrong = [name for name, value in given.items() if value.casefold() in {*others} - {chip.vendor}]
+            for name in dict.fromkeys([*wrong, *_hiding(plugin, given)]):
+                yield Problem(
+                    message=f"flagcore_environment gives {name} = {given[name]!r} to trials on {chip.name} of "
+                    f"{chip.vendor}: " + ("another vendor" if name in wrong else "its own devices are not found then"),
+                    fix=f"write the name that the stack has for {chip.vendor}, and let discover.py know it",
+                )
+
+
 def trials_are_given_only_documented_variables(plugin: Subject) -> Iterator[Problem]:
     known = {each.name for each in plugin.variables if each.value}
     for chip in plugin.own_chips():
@@ -95,7 +110,7 @@ def trials_are_given_only_documented_variables(plugin: Subject) -> Iterator[Prob
 
 
 def trials_are_given_the_variables_that_have_a_value(plugin: Subject) -> Iterator[Problem]:
-    if any(plugin.told("flagcore_environment")):
+    if plugin.failed("flagcore_environment"):
         raise Skip("flagcore_environment gives no answer that can be used")
     for chip in plugin.own_chips():
         for engine in plugin.engines:
@@ -134,6 +149,32 @@ def several_nodes_keep_what_one_needs(plugin: Subject) -> Iterator[Problem]:
                 message=f"flagcore_environment gives {name} to one node of {chip.name}, but not to two",
                 fix="add variables for several nodes to those of one",
             )
+
+
+def _accelerator(plugin: Subject, chip: Chip) -> tuple[str, ...]:
+    """Return the names by which another plugin's vendor may be called; none of one whose devices are a plain CPU."""
+    plain = plugin.others.engine_support(chip, "megatron").device_type == "cpu"
+    return () if plain else (chip.vendor.casefold(), plugin.others.owner(chip.name) or chip.vendor)
+
+
+def _hiding(plugin: Subject, given: Mapping[str, str]) -> list[str]:
+    """Return the variables with which the plugin does not find the devices of its own transcript."""
+    try:
+        first = plugin.listings[0]
+    except Skip:
+        return []
+    tools, known = {first.tool: fakes.prints(first.text)}, plugin.memory.setdefault("found with", {})
+
+    def found(more: Mapping[str, str]) -> bool:
+        key = tuple(sorted(more.items()))
+        if key not in known:
+            known[key] = True
+            with suppress(Exception):  # another check tells
+                known[key] = bool(fakes.devices(plugin, tools, **more))
+        return bool(known[key])
+
+    asked = {name: value for name, value in given.items() if name not in EVERYONES}
+    return [name for name in asked if not found({name: asked[name]})] if found({}) and not found(asked) else []
 
 
 def _is_given(each: Variable, chip: Chip, engine: str) -> bool:

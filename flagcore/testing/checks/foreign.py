@@ -61,7 +61,7 @@ def it_leaves_the_launch_on_a_foreign_chip_alone(plugin: Subject) -> Iterator[Pr
 
 
 def it_reads_no_foreign_device(plugin: Subject) -> Iterator[Problem]:
-    if plugin.chips == () and any(plugin.told("flagcore_chips")):
+    if plugin.chips == () and plugin.failed("flagcore_chips"):
         raise Skip("flagcore_chips gives no answer that can be used")
     yield from _silent(plugin, "flagcore_telemetry", {"device": Device(index=0, chip=FOREIGN_CHIP.name)})
 

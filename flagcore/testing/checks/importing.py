@@ -28,18 +28,18 @@ import contextlib, importlib, io, json, os, sys, threading, time
 module, package, drivers = sys.argv[1], sys.argv[2], sys.argv[3].split()
 sys.path[:0] = json.loads(sys.argv[4])
 import flagcore.physics.memory.device, flagcore.vendorkit.chipfile, flagcore.vendorkit.costfile
-ours, environment, start = sys.stdout, dict(os.environ), time.monotonic()
+from flagcore.testing.state import changed, process_state
+ours, state, start = sys.stdout, process_state(), time.monotonic()
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
     importlib.import_module(module)
 seconds = time.monotonic() - start
 own = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
-changed = {name for name in {*environment, *os.environ} if environment.get(name) != os.environ.get(name)}
 print(json.dumps({
     "drivers": [name for name in drivers if name in sys.modules],
     "files": sorted(each.__file__ for each in own if getattr(each, "__file__", None)),
     "printed": (out.getvalue() + errors.getvalue()).strip(),
     "seconds": seconds,
-    "variables": sorted(changed),
+    "changed": changed(state, process_state()),
     "threads": threading.active_count() - 1,
 }), file=ours, flush=True)
 os._exit(0)
@@ -74,10 +74,9 @@ def importing_it_is_quick_and_quiet_and_changes_nothing(plugin: Subject) -> Iter
         )
     if said["seconds"] > SECONDS and not said["drivers"]:
         yield Problem(message=f"{what} takes {said['seconds']:.1f} s", fix="do that work in the hook that needs it")
-    if said["variables"]:
-        variables = ", ".join(said["variables"])
-        fix = "variables for trials are the answer of flagcore_environment (environment.yaml)"
-        yield Problem(message=f"{what} changes the environment: {variables}", fix=fix)
+    for each in said["changed"] if not said["drivers"] else []:
+        fix = "change nothing that all of flagcore uses; variables for trials are the answer of flagcore_environment"
+        yield Problem(message=f"{what} changes the {each}", fix=fix)
     if said["threads"]:
         yield Problem(message=f"{what} starts {said['threads']} threads", fix="start nothing before a hook is asked")
 

@@ -1,15 +1,10 @@
-"""The module of hooks: that it loads, what it knows of flagcore, and that asking it has no effects."""
+"""The module of hooks: that it loads, what it knows of flagcore, and that it answers the same again."""
 
 from __future__ import annotations
 
 import ast
-import io
-import os
 import pickle
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from pathlib import Path
 
 from flagcore.domain.chip import Chip
@@ -20,8 +15,6 @@ from flagcore.testing.subject import Subject
 
 ROOMS = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")
 """What a plugin may import of flagcore."""
-SECONDS = 15.0
-"""Far above what a hook may take; a command asks it once a chip."""
 
 
 def the_plugin_loads_and_implements_known_hooks(plugin: Subject) -> Iterator[Problem]:
@@ -56,36 +49,6 @@ def asking_it_twice_gives_the_same_answer(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def hooks_answer_within_seconds(plugin: Subject) -> Iterator[Problem]:
-    again = LoadedPlugins.of({plugin.name: plugin.hooks})
-    start = time.monotonic()
-    again.devices()
-    took = {"flagcore_devices": time.monotonic() - start}
-    for chip in plugin.chips:
-        start = time.monotonic()
-        again.kernel_costs(chip, "megatron")
-        took["flagcore_kernel_costs"] = time.monotonic() - start
-    for hook, seconds in took.items():
-        if seconds > SECONDS:
-            yield Problem(message=f"{hook} took {seconds:.0f} s", fix=f"it must take less than {SECONDS:.0f} s")
-
-
-def asking_it_leaves_the_process_as_it_was(plugin: Subject) -> Iterator[Problem]:
-    before = _state()
-    with redirect_stderr(io.StringIO()) as printed:  # the core sends there what hooks print
-        list(_answers(plugin, LoadedPlugins.of({plugin.name: plugin.hooks})))
-    if words := printed.getvalue().strip():
-        yield Problem(
-            message=f"asking its hooks prints {words[:60]!r}", fix="print nothing; what a user should know is logged"
-        )
-    for what, value in _state().items():
-        if value != before[what]:
-            yield Problem(
-                message=f"asking its hooks changes the {what}",
-                fix="variables for trials are the answer of flagcore_environment; nothing else may change",
-            )
-
-
 def what_it_answers_can_be_sent_to_another_process(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.chips:
         try:
@@ -111,10 +74,6 @@ def _answers(plugin: Subject, again: LoadedPlugins) -> Iterator[tuple[str, objec
 def _told(chip: Chip) -> object:
     """Return what must not change: a figure may, where it is this machine's own clock."""
     return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, [key for key, _ in facts_of(chip)]
-
-
-def _state() -> dict[str, object]:
-    return {"environment": dict(os.environ), "working directory": os.getcwd(), "import path": list(sys.path)}
 
 
 def _modules(folder: Path) -> list[Path]:

@@ -14,6 +14,13 @@ from flagcore import __version__
 from flagcore.testing.kit import Problem, Skip
 from flagcore.testing.subject import Subject
 
+FRAMEWORKS = {
+    *("torch", "torchvision", "torchaudio", "torch-npu", "torch-mlu", "torch-musa", "tensorflow", "jax", "jaxlib"),
+    *("triton", "cupy", "vllm", "sglang", "megatron-core", "deepspeed", "transformer-engine", "flash-attn"),
+    *("llama-cpp-python", "flagscale", "flag-gems", "mindspore", "paddlepaddle"),
+}
+"""What vendors build for their own chips: a plugin that needs one would replace it."""
+
 
 def its_entry_point_names_the_module_of_hooks(plugin: Subject) -> Iterator[Problem]:
     plugin.package  # noqa: B018 (raises Skip)
@@ -45,6 +52,21 @@ def it_names_the_releases_of_flagcore_that_it_goes_with(plugin: Subject) -> Iter
             yield Problem(
                 message=f"pyproject.toml: {each} does not include this flagcore, {__version__}",
                 fix="widen the range once the checks pass with it",
+            )
+
+
+def it_needs_no_framework_and_no_engine(plugin: Subject) -> Iterator[Problem]:
+    for text in plugin.packaged.requires:
+        try:
+            wanted = Requirement(text)
+        except InvalidRequirement:
+            continue  # another check tells
+        optional = wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})
+        if not optional and canonicalize_name(wanted.name) in FRAMEWORKS:
+            yield Problem(
+                message=f"pyproject.toml: dependencies has {text!r}, which pip would put over the vendor's own build",
+                fix="take it out: planning needs none, and trials use what is installed beside them; name it in "
+                "[project.optional-dependencies] if you must",
             )
 
 

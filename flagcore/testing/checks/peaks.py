@@ -1,4 +1,4 @@
-"""Chips: whether their figures can be meant in base units, dense and in one direction."""
+"""Chips: whether their figures can be meant in base units, and in one direction."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ The lower ends leave room for one core of a small CPU; an accelerator is far abo
 
 NARROWER = (("fp64", "fp32"), ("fp32", "tf32"), ("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp8", "fp4"))
 """The narrower format is never slower, as it moves less."""
-
-DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))
-"""Half the bits are about twice the rate; four times are twice and sparsity. Integers need not follow."""
-SPARSE = 3.8
 
 INTENSITY = (0.5, 2000.0)
 """Operations a byte of memory traffic, from a core of a CPU to an accelerator with all of its matrix units."""
@@ -58,18 +54,6 @@ def a_narrower_format_is_not_slower(plugin: Subject) -> Iterator[Problem]:
                 yield Problem(
                     message=f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}",
                     fix="look the two peaks up again; a format that the chip has to emulate is so called in notes",
-                )
-
-
-def peaks_are_those_without_sparsity(plugin: Subject) -> Iterator[Problem]:
-    for chip in plugin.own_chips():
-        peaks = chip.dense_flops_per_second
-        for wide, narrow in DOUBLES:
-            if wide in peaks and narrow in peaks and peaks[narrow].value > SPARSE * peaks[wide].value:
-                yield Problem(
-                    message=f"{chip.name}: {narrow} = {peaks[narrow].value:g} is "
-                    f"{peaks[narrow].value / peaks[wide].value:.1f} times {wide}",
-                    fix=f"give the dense peak of {narrow}: half of what is published with structured sparsity",
                 )
 
 
@@ -108,6 +92,21 @@ def a_link_is_not_faster_than_the_memory(plugin: Subject) -> Iterator[Problem]:
                 message=f"{chip.name}: link.bytes_per_second is {share:.2g} of memory_bandwidth_bytes_per_second",
                 fix="give bytes, not bits, that one device sends in one direction",
             )
+
+
+def a_network_card_is_slower_than_the_link(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        card, inside = chip.nic_bytes_per_second, chip.link.bytes_per_second if chip.link else None
+        for key, rate, share in (
+            ("link.bytes_per_second", inside, 0.999),
+            ("host_bytes_per_second", chip.host_bytes_per_second, 1.001),
+        ):
+            if card and rate and card.value > share * rate.value and "same fabric" not in chip.notes:
+                yield Problem(
+                    message=f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}",
+                    fix="give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are "
+                    "one fabric, notes say the words 'same fabric'",
+                )
 
 
 def the_latency_of_a_link_is_in_seconds(plugin: Subject) -> Iterator[Problem]:

@@ -89,6 +89,7 @@ def a_transcript_that_is_garbled_adds_no_device(plugin: Subject) -> Iterator[Pro
 
 
 def names_in_transcripts_are_of_exactly_one_chip(plugin: Subject) -> Iterator[Problem]:
+    plugin.own_chips()
     seen = False
     for each in plugin.listings:
         for listed in each.lists:
