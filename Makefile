@@ -8,7 +8,7 @@ PLUGINS := nvidia metax iluvatar cambricon
 TORCH := torch==2.13.0
 TESTS ?=
 
-.PHONY: setup setup-vllm tune tune-serve test test-browser lint docs bench bench-estimate bench-load bench-replay sweeps accuracy clean
+.PHONY: setup setup-vllm tune tune-serve test test-browser lint docs bench bench-estimate bench-load bench-replay sweeps accuracy untranslated clean
 
 setup: $(VENV)/.done
 
@@ -17,6 +17,10 @@ $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pypro
 	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp]"
 	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
 	touch $@
+
+# What flagcore prints and flagcore/language/zh/ has no Chinese for, in the form of those files.
+untranslated: setup
+	@$(BIN)/python tests/language/sources.py
 
 tune: setup
 	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu

@@ -49,13 +49,13 @@ def calibrate_command(
         options.say("\n".join(f"deleted {file}" for file in api.forget(forget)))
         return
     if listed:
-        click.echo(render(api.calibrations(), form, KEPT_COLUMNS))
+        options.show(render(api.calibrations(), form, KEPT_COLUMNS), form)
         return
     made, file = api.calibrate(
         seconds=seconds, devices=devices, without=without, on_start=lambda line: options.say(f"flag: {line}")
     )
     short = form in ("table", "csv")
-    click.echo(render(api.summary(made) if short else [dict(row) for row in made.rows], form, SUMMARY_COLUMNS))
+    options.show(render(api.summary(made) if short else [dict(row) for row in made.rows], form, SUMMARY_COLUMNS), form)
     options.say(f"Kept in {file}; predictions for {made.chip} use it from now on.")
 
 

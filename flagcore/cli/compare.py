@@ -44,17 +44,18 @@ def explain_command(
     took = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
-        click.echo(funnel(found.counts))
-        click.echo("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
+        options.show(funnel(found.counts))
+        options.show("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
-            click.echo(f"\n{text}" if text else "", nl=bool(text))
+            if text:
+                options.show(f"\n{text}")
         if found.ended_because:
-            click.echo(f"\nThe run ended because {found.ended_because}.")
+            options.show(f"\nThe run ended because {found.ended_because}.")
     elif form == "json":
         click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
     else:
         rows = [{"rule": rule, "took": took.get(rule, 0), "says": says} for rule, says in found.says.items()]
-        click.echo(render(rows if form == "csv" else [asdict(found)], form, EXPLAIN_COLUMNS))
+        options.show(render(rows if form == "csv" else [asdict(found)], form, EXPLAIN_COLUMNS), form)
     if found.nothing_fits:
         raise NothingFits(found.nothing_fits)
 
@@ -101,7 +102,7 @@ def _tell(found: api.Account | api.Comparison, form: str) -> None:
         raise click.UsageError("candidates told in full have no columns: use another --format than csv")
     data = found.as_data()
     if form == "table":
-        click.echo(str(found))
+        options.show(str(found))
     else:
         click.echo(json.dumps(data, indent=2, ensure_ascii=False) if form == "json" else render([data], form, {}))
 

@@ -66,7 +66,7 @@ def history_command(
         options.say(f"flag: {note}")
     records = [trial_record(trial) for trial in found.trials]
     columns = {"trial": "number", **candidate_columns(records), **HISTORY_COLUMNS}
-    click.echo(render(records, form, columns))
+    options.show(render(records, form, columns), form)
     how = "as trials of this machine" if same_machine else "as experience of another run"
     options.say(f"{len(found.trials)} rows are kept in {found.run_dir}, {how}.")
 

@@ -29,7 +29,7 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
         "driver": "driver",
         "aliases": "aliases",
     }
-    click.echo(render(options.in_one(api.devices(without), form, "aliases"), form, columns))
+    options.show(render(options.in_one(api.devices(without), form, "aliases"), form, columns), form)
 
 
 @click.command("schema")
@@ -48,7 +48,7 @@ def doctor_command(form: str) -> None:
     from flagcore.report.formats import render
 
     columns = {"what": "name", "for": "for", "version": "version", "ok": "ok", "to mend it": "mend"}
-    click.echo(render(api.doctor(), form, columns))
+    options.show(render(api.doctor(), form, columns), form)
 
 
 @click.command("completion")

@@ -18,6 +18,7 @@ import click
 from flagcore import __version__
 from flagcore.cli.options import say
 from flagcore.errors import FlagError
+from flagcore.language import LANGUAGES, VARIABLE, choose, foreign
 
 COMMANDS = {
     "calibrate": "flagcore.cli.calibrate",
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
             signal.signal(ending, _interrupt)
     _use_streams()
+    _speak()
     try:
         status = flag.main(args=list(argv) if argv is not None else None, prog_name="flag", standalone_mode=False)
         if sys.stdout:
@@ -98,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except click.exceptions.Exit as error:
         status = error.exit_code
     except click.ClickException as error:
-        error.show()
+        _show(error)
         status = 2
     except (KeyboardInterrupt, click.Abort):
         say("flag: interrupted")
@@ -131,6 +133,40 @@ def _use_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for the life of the process)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _speak() -> None:
+    """Speak the language that the environment asks for; English where the streams lack its letters."""
+    asked = os.environ.get(VARIABLE, "")
+    if not choose(asked):
+        say(f"flag: {VARIABLE} = {asked!r} is no language that flagcore speaks; use {' or '.join(LANGUAGES)}")
+        sys.exit(2)
+    click.Context.formatter_class = click.HelpFormatter
+    if foreign():
+        if not all(map(_has_chinese, (sys.stdout, sys.stderr))):
+            choose("")
+            return
+        from flagcore.cli import helping
+
+        helping.use()
+
+
+def _has_chinese(stream: Any) -> bool:
+    try:
+        "中文".encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError, AttributeError):
+        return False
+    return True
+
+
+def _show(error: click.ClickException) -> None:
+    """Tell a usage error."""
+    if foreign():
+        from flagcore.cli import helping
+
+        say(helping.error_text(error))
+    else:
+        error.show()
 
 
 def _forget_stdout() -> None:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
+from flagcore.language import said
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
@@ -24,7 +26,7 @@ def output(command: F) -> F:
     def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
         from flagcore.report.formats import fitted
 
-        with fitted(None if wide else _terminal_width()):
+        with fitted(None if wide else _terminal_width(), told=True):
             return command(*arguments, **others)
 
     made: Any = fitting
@@ -101,6 +103,11 @@ def in_one(records: list[dict[str, Any]], form: str, key: str, between: str = ",
 
 
 def say(text: str) -> None:
-    """Tell something on stderr; that nobody can hear it ends nothing."""
+    """Tell something on stderr, in the user's language; that nobody can hear it ends nothing."""
     with suppress(OSError, ValueError):
-        click.echo(text, err=True)
+        click.echo(said(text), err=True)
+
+
+def show(text: str, form: str = "table") -> None:
+    """Print on stdout what was asked for: text in the user's language, data in another form as it is."""
+    click.echo(said(text) if form in ("table", "text") else text)

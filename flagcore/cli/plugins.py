@@ -39,7 +39,7 @@ def plugins_list(form: str, without: tuple[str, ...]) -> None:
     if any(record["warnings"] for record in records):
         columns["warnings"] = "warnings"
     told = options.in_one(options.in_one(records, form, "chips", " "), form, "warnings", "; ")
-    click.echo(render(told, form, columns))
+    options.show(render(told, form, columns), form)
 
 
 @plugins_command.command("chips")
@@ -65,7 +65,7 @@ def plugins_chips(form: str, without: tuple[str, ...]) -> None:
         "nic GB/s": "nic_gbytes_per_second",
         "aliases": "aliases",
     }
-    click.echo(render(options.in_one(api.chip_table(without), form, "aliases"), form, columns))
+    options.show(render(options.in_one(api.chip_table(without), form, "aliases"), form, columns), form)
 
 
 @plugins_command.command("check")
@@ -85,7 +85,7 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
 
     checked = api.check_plugins(targets)
     records: list[dict[str, Any]] = [plugin.record for plugin in checked]
-    click.echo(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked))
+    options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked), form)
     failed = {record["name"]: record["failed"] for record in records if record["failed"]}
     if failed:
         told = ", ".join(f"{count} of {name}" for name, count in failed.items())

@@ -94,7 +94,7 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
             answers = [{**each, "reason": _why(each)} for each in answers]
         serve = any("objective" in each for each in answers)
         columns = JOB_COLUMNS if not serve else {**JOB_COLUMNS, **SERVED_COLUMNS} if _trains(answers) else SERVED_JOBS
-        click.echo(render(answers, form, columns))
+        options.show(render(answers, form, columns), form)
 
 
 def _trains(answers: list[dict[str, Any]]) -> bool:
@@ -139,10 +139,11 @@ def _estimate_spec(
         )
     figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
     knobs = candidate_columns(found.candidates)
-    click.echo(
+    options.show(
         candidates_table(found.candidates, knobs, figures)
         if form == "table"
-        else render(found.candidates, form, {"#": "number", **knobs, **figures})
+        else render(found.candidates, form, {"#": "number", **knobs, **figures}),
+        form,
     )
     if form == "table":
         options.say("\n" + candidate_line("baseline", found.baseline) + "\n\n" + funnel(found.counts))
@@ -172,8 +173,8 @@ def _show(record: dict[str, Any], title: str, form: str) -> None:
         return
     if "candidate" in record:
         told = ", ".join(filter(None, [values_text(record["candidate"]), _settings_text(record.get("settings", {}))]))
-        click.echo(f"{title} on {record['devices']} x {record['chip']}: {told}\n")
-    click.echo("\n\n".join(filter(None, [explained(record), notes_text(record.get("notes", ()))])))
+        options.show(f"{title} on {record['devices']} x {record['chip']}: {told}\n")
+    options.show("\n\n".join(filter(None, [explained(record), notes_text(record.get("notes", ()))])))
 
 
 def _settings_text(settings: dict[str, Any]) -> str:

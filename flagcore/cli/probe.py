@@ -74,11 +74,11 @@ def probe_command(
         on_rank=None if quiet else lambda line: options.say(f"flag: {line}"),
     )
     if form not in ("table", "csv"):
-        click.echo(render([asdict(each) for each in found], form, {}))
+        options.show(render([asdict(each) for each in found], form, {}), form)
         return
     rows = [{"number": number, **rank} for number, each in enumerate(found, start=1) for rank in each.ranks]
     columns = COLUMNS if len(found) > 1 else {name: key for name, key in COLUMNS.items() if name != "#"}
-    click.echo(render(rows, form, columns))
+    options.show(render(rows, form, columns), form)
     if form == "table":
         for number, each in enumerate(found, start=1):
             options.say("\n" + "\n".join(_words(number if len(found) > 1 else None, asdict(each))))

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.trial import PROBE, Measurement, Role
+from flagcore.language import said
 from flagcore.report.served import objective_text, short_line
 from flagcore.report.text import candidate_text, state_text
 
@@ -28,7 +29,7 @@ def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnE
 def _print(text: str, stream: TextIO) -> None:
     """Print a line; a reader of stderr that is gone must not end a run."""
     with suppress(OSError, ValueError):
-        print(text, file=stream, flush=True)
+        print(said(text), file=stream, flush=True)
 
 
 def line(event: Event) -> str:
@@ -88,25 +89,25 @@ def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
         def render(self, task: Task) -> Text:
             """Return it, nothing before it is known."""
             ends = task.fields["ends"]
-            return Text("" if ends is None else _left(ends - time.monotonic()))
+            return Text("" if ends is None else said(_left(ends - time.monotonic())))
 
     console = Console(file=stream)
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), BarColumn(bar_width=24), text, TimeLeft(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("looking at the hardware", total=None, ends=None)
+        task = bar.add_task(said("looking at the hardware"), total=None, ends=None)
 
         def draw(event: Event) -> None:
             told = [line(event)] if event.kind == "trial_finished" else []
             for each in [*told, *(_more(event) if verbose else [])]:
-                console.print(each, highlight=False, markup=False)
+                console.print(said(each), highlight=False, markup=False)
             running = f" | trial {event.trial.number} runs" if event.kind == "trial_started" else ""
             left, done = event.seconds_left, event.trials_finished
             bar.update(
                 task,
                 total=event.trials_planned,
                 completed=done,
-                description=_state(event, with_time=False) + running,
+                description=said(_state(event, with_time=False) + running),
                 ends=None if left is None else time.monotonic() + left,
             )
 

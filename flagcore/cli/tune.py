@@ -64,14 +64,14 @@ def tune_command(
             data=data,
         )
     if form == "table":
-        click.echo(str(found))
+        options.show(str(found))
     elif form == "json":
         click.echo(json.dumps(found.data, indent=1, ensure_ascii=False))
     else:
         trials = found.data["trials"]
         figures = SERVED_COLUMNS if any((each["measured"] or {}).get("figures") for each in trials) else TRIAL_COLUMNS
         columns = {"trial": "number", **candidate_columns(trials), **figures}
-        click.echo(render([found.data] if form == "yaml" else trials, form, columns))
+        options.show(render([found.data] if form == "yaml" else trials, form, columns), form)
     if not quiet:
         start = f"start the best with `flag run {found.run_dir}`" if found.can_start else "best.sh says what it lacks"
         page = f"look at {found.run_dir / api.REPORT}; " if found.reported else ""

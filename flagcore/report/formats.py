@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import zip_longest
-from textwrap import wrap
 from typing import Any
+
+from flagcore.language import foreign, keep, said
+from flagcore.language.width import columns as columns_of
+from flagcore.language.width import left, right, words, wrapped
 
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 BETWEEN = "  "
@@ -19,6 +22,8 @@ LEAST_TEXT, MOST_WORD = 16, 40
 """A column of text is wrapped to no fewer characters than the first, and words longer than the second are broken."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
 """The columns of text that tables have to fit; None is without end."""
+TOLD: ContextVar[bool] = ContextVar("told", default=False)
+"""Whether tables are for the person at the terminal, in that person's language; what is kept is not."""
 
 
 def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> str:
@@ -43,7 +48,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     Inside `fitted` text and headings are wrapped where the table is too wide; a figure is never cut.
     """
     figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
-    widths = [max(len(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
+    headings, rows = in_words(headings), [in_words(row) for row in rows]
+    widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
     most = WIDTH.get()
     if most is not None:
         widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
@@ -51,36 +57,51 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def lines(cells: Sequence[str]) -> list[str]:
         wrapped = [_wrapped(str(cell), width) for cell, width in zip(cells, widths, strict=True)]
         padded = [
-            [c.rjust(w) if f else c.ljust(w) for c, w, f in zip(each, widths, figures, strict=True)]
+            [right(c, w) if f else left(c, w) for c, w, f in zip(each, widths, figures, strict=True)]
             for each in zip_longest(*wrapped, fillvalue="")
         ]
         return [BETWEEN.join(each).rstrip() for each in padded]
 
     rule = BETWEEN.join("-" * width for width in widths).rstrip()
-    return "\n".join([*lines(headings), rule, *(line for row in rows for line in lines(row))])
+    return "\n".join(finished([*lines(headings), rule, *(line for row in rows for line in lines(row))]))
 
 
 @contextmanager
-def fitted(width: int | None) -> Iterator[None]:
-    """Make tables fit `width` columns of text meanwhile, where they can; None lets them be as wide as they are."""
-    token = WIDTH.set(width)
+def fitted(width: int | None, told: bool = False) -> Iterator[None]:
+    """Make tables fit `width` columns of text meanwhile, where they can; None lets them be as wide as they are.
+
+    `told` has them in the language of the person at the terminal.
+    """
+    token, before = WIDTH.set(width), TOLD.set(told)
     try:
         yield
     finally:
         WIDTH.reset(token)
+        TOLD.reset(before)
+
+
+def in_words(cells: Sequence[str]) -> Sequence[str]:
+    """Return cells in the language of the person at the terminal, if they are for one."""
+    return [said(str(cell)) for cell in cells] if TOLD.get() and foreign() else cells
+
+
+def finished(lines: list[str]) -> list[str]:
+    """Return lines that are in that language, and that are left as they are when they are printed."""
+    return keep(lines) if TOLD.get() else lines
 
 
 def _least(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
     """Return how narrow each column may be: its figures whole, text down to `LEAST_TEXT` and its longest word."""
     least = []
     for place, heading in enumerate(headings):
-        words = max((len(word) for word in heading.split()), default=0)
+        longest_word = max(map(columns_of, words(heading)), default=0)
         cells = [str(row[place]) for row in rows]
         if figures[place]:
-            least.append(max(words, *map(len, cells)))
+            least.append(max(longest_word, *map(columns_of, cells)))
         else:
-            longest = max((len(word) for cell in cells for word in cell.split()), default=0)
-            least.append(max(words, min(longest, MOST_WORD), min(LEAST_TEXT, max(map(len, cells), default=0))))
+            longest = max((columns_of(word) for cell in cells for word in words(cell)), default=0)
+            widest = max(map(columns_of, cells), default=0)
+            least.append(max(longest_word, min(longest, MOST_WORD), min(LEAST_TEXT, widest)))
     return least
 
 
@@ -96,7 +117,7 @@ def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[in
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    return wrap(cell, width, break_on_hyphens=False) if len(cell) > width else [cell]
+    return wrapped(cell, width) if columns_of(cell) > width else [cell]
 
 
 def shown(value: Any) -> str:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flagcore.language.width import columns
 from flagcore.report.formats import WIDTH, render
 from flagcore.report.text import values_text
 
@@ -39,4 +40,4 @@ def candidates_table(records: Sequence[Mapping[str, Any]], knobs: Mapping[str, s
 
 
 def _width(text: str) -> int:
-    return max(map(len, text.splitlines()), default=0)
+    return max(map(columns, text.splitlines()), default=0)

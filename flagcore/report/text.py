@@ -10,8 +10,9 @@ from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
 from flagcore.domain.objective import told as figure_of
 from flagcore.domain.plan import Counts, Plan, off
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
+from flagcore.language.width import columns, left
 from flagcore.report import served
-from flagcore.report.formats import lookup, table
+from flagcore.report.formats import finished, in_words, lookup, table
 
 GIB = 2**30
 SHORT = {
@@ -131,10 +132,10 @@ def funnel(counts: Counts, fidelity: str = RUN) -> str:
     if any(number for _, number in ran):
         rows += [(f"  {name}", -number) for name, number in ran]
     rows += [("untried", counts.untried)]
-    width = max(len(name) for name, _ in rows)
-    figures = [f"{number:,}" for _, number in rows]
-    longest = max(len(figure) for figure in figures)
-    return "\n".join(f"{name:<{width}}  {figure:>{longest}}" for (name, _), figure in zip(rows, figures, strict=True))
+    names, figures = in_words([name for name, _ in rows]), [f"{number:,}" for _, number in rows]
+    width, longest = max(map(columns, names)), max(map(len, figures))
+    lines = [f"{left(name, width)}  {figure:>{longest}}" for name, figure in zip(names, figures, strict=True)]
+    return "\n".join(finished(lines))
 
 
 def state_text(trial: Trial) -> str:

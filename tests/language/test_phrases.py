@@ -1,0 +1,69 @@
+"""Finished texts, told by templates."""
+
+from __future__ import annotations
+
+import time
+
+from flagcore.language.phrases import Phrases
+
+WORDS = Phrases(
+    {
+        "measured": "实测",
+        "baseline": "基线",
+        "trial {0}": "试验 {0}",
+        "trial {0} ({1})": "试验 {0}（{1}）",
+        "{0} cannot be read: {1}": "无法读取 {0}：{1}",
+        "must divide {0} = {1}": "必须整除 {0} = {1}",
+        "use {0}": "请用 {0}",
+        "Note: {0}.": "注意：{0}。",
+        "{0} is {1}": "{0} 是 {1}",
+        "the cache of {0} holds {1}": "{0} 的缓存有 {1}",
+        "Predicted {0} of {1}": "在 {1} 中预测 {0}",
+        "stays as it is": "",
+    }
+)
+
+
+def test_places_are_filled_in_and_may_change_order() -> None:
+    assert WORDS.text("Predicted 3 of 8") == "在 8 中预测 3"
+
+
+def test_what_fills_a_place_is_told_too() -> None:
+    assert WORDS.text("Note: the cache of trial 3 holds baseline.") == "注意：试验 3 的缓存有基线。"
+    assert WORDS.text("trial 0 (baseline)") == "试验 0（基线）"
+
+
+def test_parts_are_told_where_the_whole_is_unknown() -> None:
+    assert WORDS.text("trial 3: measured, 12 GiB") == "试验 3：实测，12 GiB"
+    assert WORDS.text("No such thing, baseline") == "No such thing，基线"
+
+
+def test_a_problem_of_a_key_is_told_behind_the_key_and_its_value() -> None:
+    assert WORDS.text("a.yaml: train.tp = 6 must divide heads = 64; use 1, 2 or 4") == (
+        "a.yaml: train.tp = 6 必须整除 heads = 64；请用 1, 2 or 4"
+    )
+    assert WORDS.text("train.name = 'a b' must divide x = 1").startswith("train.name = 'a b' 必须整除")
+
+
+def test_what_is_unknown_stays() -> None:
+    for text in ("RuntimeError: NCCL watchdog is not happy with what it saw", "", "  ", "12.5", "stays as it is"):
+        assert WORDS.text(text) == text
+
+
+def test_lines_are_told_one_by_one_with_their_indents() -> None:
+    assert WORDS.text("flag: trial 1\n  - measured\n\nx") == "flag: 试验 1\n  - 实测\n\nx"
+
+
+def test_finished_lines_stay() -> None:
+    words = Phrases({"measured": "实测"})
+    words.finished.add("measured")
+    assert words.text("measured\n measured") == "measured\n 实测"
+
+
+def test_a_long_text_takes_no_time() -> None:
+    lines = [
+        f"trial {number} (baseline): measured, {number} s; a.yaml cannot be read: trial 3" for number in range(500)
+    ]
+    began = time.process_time()
+    assert WORDS.text("\n".join(lines)).count("试验") == 1000
+    assert time.process_time() - began < 2.0
