@@ -17,8 +17,8 @@ import click
 
 from flagcore import __version__
 from flagcore.cli.options import say
-from flagcore.errors import FlagError
-from flagcore.language import LANGUAGES, VARIABLE, choose, foreign
+from flagcore.errors import FlagError, SpecError
+from flagcore.language import LANGUAGES, VARIABLE, choose, foreign, keep, said
 
 COMMANDS = {
     "calibrate": "flagcore.cli.calibrate",
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         if sys.stdout:
             sys.stdout.flush()
     except FlagError as error:
-        say(f"flag: {error}")
+        say(f"flag: {_told(error)}")
         status = error.exit_code
         if type(error).exit_code == 1:
             raise
@@ -176,3 +176,14 @@ def _forget_stdout() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _told(error: FlagError) -> str:
+    """Return an error in the user's language; what is wrong with a key is told part by part, its value as it is."""
+    if not isinstance(error, SpecError) or not foreign():
+        return str(error)
+    place = said(error.key) if " " in error.key else error.key
+    told = SpecError(key=place, value=error.value, problem=said(error.problem), file=error.file)
+    text = f"{told}；{said(error.fix)}" if error.fix else str(told)
+    keep([f"flag: {line}" if not number else line for number, line in enumerate(text.split("\n"))])
+    return text

@@ -93,3 +93,8 @@ def test_english_loads_no_catalogue() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+def test_what_is_wrong_with_a_key_is_told_part_by_part(flag: Flag, project: Project) -> None:
+    (project.folder / "twice.yaml").write_text("train: {}\ntrain: {}\n")
+    assert "第 2 行，第 1 列 第二次给出键 'train'；请只保留其中一个" in flag("estimate", "twice.yaml").err
