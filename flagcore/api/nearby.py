@@ -42,14 +42,17 @@ def distances(axes: Iterable[Axis], here: Columns, there: Columns) -> FloatArray
 
 
 def allowed_rows(known: Known) -> IntArray:
-    """Return the rows that could be the best: no rule removed them, no trial of them failed, limits are kept."""
+    """Return the rows that could be the best: measured, or no rule removed them, no trial of them failed, limits are
+    kept. What a trial taught later takes nothing from what was measured before."""
     space, predictions = known.problem.space, known.problem.predictions
     keeps = predictions.keeps(known.task.spec.limits)
     failed = [t for t in known.lessons.trials if t.state.failed and t.state is not TrialState.INTERRUPTED]
     gone = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
+    ran = [row for trial, row in _measured(known) if trial.measurement and not trial.measurement.broken]
+    found = np.array(ran, dtype=np.int64)
     rows = known.pruned.open_rows
     left: IntArray = np.setdiff1d(rows[keeps[rows]], np.array(gone, dtype=np.int64))
-    return left
+    return np.union1d(left, found)
 
 
 def scaled_times(known: Known) -> FloatArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from flagcore.errors import SpecError, UsageError
 from flagcore.report.text import RECOMPUTE, SHORT, USUALLY_ON
 
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
+QUOTE = '"'
 NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 
@@ -54,7 +56,7 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {short.casefold(): by_name[knob] for short, knob in NAMES.items() if knob in by_name}
     given: dict[str, KnobValue] = {}
-    for part in _parts(text):
+    for part in _parts(_from_json(text)):
         if not part:
             continue
         name, value = _split(part, by_name)
@@ -77,6 +79,17 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
     if not given:
         raise UsageError(f"{text!r} names no knob; {_knobs(axes)}")
     return given
+
+
+def _from_json(text: str) -> str:
+    """Return what a JSON object of knobs says as `knob=value`, any other text as it is. Raises UsageError."""
+    if not text.strip().startswith("{"):
+        return text
+    try:
+        knobs = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no JSON object of knobs ({error}); quote it for the shell") from None
+    return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
 
 
 def _parts(text: str) -> list[str]:

@@ -114,6 +114,7 @@ def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, 
         "tp=1,TP=2": "given twice",
         "0": "those that are left are 1 to 7",
         "recompute full uniform 1 2": "and no more",
+        '{"tp": 2': "is no JSON object of knobs",
         " , ": "names no knob; knobs: data_parallel_size (DP)",
     }.items():
         ran = flag("explain", project.spec(), wrong)
@@ -121,6 +122,11 @@ def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, 
         assert said in ran.err, ran.err
         assert ran.err.startswith("flag: ")
         assert ran.err.count("\n") == 1
+
+
+def test_a_candidate_may_be_json(told: Callable[..., Any], project: Project) -> None:
+    typed = told(project.spec(), '{"tensor_model_parallel_size": 2, "MBS": 2, "sequence_parallel": false}')
+    assert typed["candidate"] == told(project.spec(), "tp=2, mbs=2, no sp")["candidate"]
 
 
 def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag: Flag, project: Project) -> None:
