@@ -26,8 +26,10 @@ KEY = re.compile(r"[^\s;:,]+ (?P<value>= )?")
 """What stands before what is told of it: a name, or a key and its value, which may hold blanks."""
 MOST_PARTS = 40
 SHORTEST_START = 12
-WEAK, FEW_WORDS = 8, 3
-"""A template of fewer letters than the first takes no more unknown words than the second into a place."""
+LEAST, WEAK = 3, 14
+"""A template of fewer letters than the first is none; one of fewer than the second takes no prose into a place."""
+PROSE = re.compile(r"[;:.] |, (?=[a-z~])|(?:^|\s)[a-z]{2,}\s+[a-z]{2,}(?:\s|$)")
+"""Words of a sentence, and what stands between its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Phrases:
         self.finished: set[str] = set()
         self._whole = {english: other for english, other in entries.items() if other and not PLACE.search(english)}
         templates = [_Template(english, other) for english, other in entries.items() if other and PLACE.search(english)]
+        templates = [each for each in templates if each.letters >= LEAST]
         self._by_word = _index(templates)
         self._known: dict[str, _Found | None] = {}
 
@@ -96,9 +99,11 @@ class Phrases:
             return line
         start = LEADING.match(line)
         assert start is not None, "it may match nothing"
-        bare = line[start.end() :].rstrip()
+        bare = line[start.end() :].rstrip(" :")
         found = self._told(bare)
-        return line if found is None else line[: start.end()] + found.text + line[start.end() + len(bare) :]
+        if found is None:
+            return line
+        return line[: start.end()] + found.text + line[start.end() + len(bare) :].replace(":", "：")
 
     def _told(self, text: str) -> _Found | None:
         """Return the best way to tell a text, None where nothing of it is known."""
@@ -156,7 +161,10 @@ class Phrases:
         for name, value in match.groupdict().items():
             bare = value.strip(" ")
             told = self._told(bare) if bare else None
-            if told is None and letters < WEAK and len(WORD.findall(value)) > FEW_WORDS:
+            if value.count("(") != value.count(")"):
+                return None
+            prose = PROSE.search(value) and (told is None or PROSE.search(told.text))
+            if prose and template.letters < WEAK:
                 return None
             letters += told.letters if told else 0
             places[name[1:]] = value if told is None else value.replace(bare, told.text)

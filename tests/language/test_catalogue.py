@@ -12,7 +12,10 @@ import yaml
 from flagcore.language.catalogue import HERE, read
 from tests.language.sources import CORE, PLACE, files, texts, wanted
 
-ROOMS = ("cli", "spec", "workloads", "vendorkit", "plugins", "domain", "calibration")
+ROOMS = (
+    *("cli", "loop", "problem", "strategies"),
+    *("spec", "workloads", "vendorkit", "plugins", "domain", "calibration"),
+)
 """Rooms of the core that are translated; what they say has its Chinese."""
 FILES = sorted((HERE / "zh").glob("*.yaml"))
 FOREIGN = ("click.yaml",)
