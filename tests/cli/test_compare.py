@@ -55,9 +55,10 @@ def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(
     assert "runs differ by, share" in text
     both = compared(project.run_dir, f"{project.run_dir}:baseline")
     assert both["sure"] == "surely"
-    assert both["gap"] == pytest.approx(0.1975 / 0.1025 - 1)
+    best, baseline = (both[side]["measured"]["step_time_s"] for side in "ab")
+    assert both["gap"] == pytest.approx(baseline / best - 1)
     assert both["a"]["measured"]["runs"] == both["b"]["measured"]["runs"] == 2
-    assert "measured +92.7% in time" in both["because"][0]
+    assert f"measured {both['gap']:+.1%} in time" in both["because"][0]
     again = compared(project.run_dir, project.run_dir)
     assert (again["gap"], again["sure"], again["differs"]) == (0.0, "perhaps", {})
     other = project.spec(control={"max_trials": 1}, train={"seq_length": 512})
