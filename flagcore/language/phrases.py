@@ -116,6 +116,9 @@ class Phrases:
 
     def _parts(self, text: str) -> _Found | None:
         """Return the best of all ways to cut a text into parts and tell each by a template."""
+        if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
+            inner = self._told(text[1:-1])
+            return inner and _Found(inner.letters, f"（{inner.text}）")
         pieces = BETWEEN.split(text)
         count = len(pieces[::2])
         if count == 1 or count > MOST_PARTS:
@@ -129,7 +132,7 @@ class Phrases:
                 if found is None and end - begin > 1:
                     continue
                 told, before = found or _Found(0, part), best[begin]
-                between = _between(pieces[2 * begin - 1], before.last, told.text) if begin else ""
+                between = _between(pieces[2 * begin - 1], before, told.text) if begin else ""
                 choices.append(_Found(before.letters + told.letters, before.text + between + told.text, told.text))
             best.append(max(choices, key=lambda choice: choice.letters))
         return best[-1] if best[-1].letters else None
@@ -185,6 +188,10 @@ def _index(templates: Iterable[_Template]) -> dict[str, list[_Template]]:
     return found
 
 
-def _between(between: str, before: str, after: str) -> str:
-    """Return what stands between two parts, wide beside Chinese."""
-    return WIDE_BETWEEN.get(between, between) if CHINESE.search(before) or CHINESE.match(after) else between
+def _between(between: str, before: _Found, after: str) -> str:
+    """Return what stands between two parts, wide beside Chinese; a bracket is closed as it was opened."""
+    if between.startswith(")"):
+        wide = before.text.count("（") > before.text.count("）")
+    else:
+        wide = bool(CHINESE.search(before.last) or CHINESE.match(after))
+    return WIDE_BETWEEN.get(between, between) if wide else between
