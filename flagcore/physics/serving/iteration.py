@@ -194,7 +194,7 @@ def _attention_rates(serving: Serving, split: Split, kernels: KernelCosts) -> tu
                 keys=keys * one,
                 head_dim=dim * one,
             ),
-            "bf16",
+            serving.wide_precision,
         )
 
     more = seconds(64.0, 1.0, 2.0 * LONG, groups, dim) - seconds(64.0, 1.0, LONG, groups, dim)

@@ -27,7 +27,7 @@ def linear(
     products, of which the engine's overheads tell: no cast of a product's own is counted.
     """
     one = np.ones_like(tokens)
-    precision = "bf16" if wide else serving.attention_precision if attention else serving.precision
+    precision = serving.wide_precision if wide else serving.attention_precision if attention else serving.precision
     if serving.weight_bytes is None:
         seconds = kernels.gemm_seconds(tokens, outer * one, inner * one, precision)
         cast = cast_bytes(tokens, inner * one, precision)

@@ -66,10 +66,15 @@ class Serving:
     weight_bytes: float | None = None
 
     @property
+    def wide_precision(self) -> str:
+        """The 16 bits of what is not stored narrower: scores and values of attention, the head, the router."""
+        return "fp16" if self.precision == "fp16" else "bf16"
+
+    @property
     def attention_precision(self) -> str:
         """Precision of the projections of attention: checkpoints of experts in 4 bits keep them in 16."""
         narrow = self.precision == "nvfp4" and self.model.num_moe_experts is not None
-        return "bf16" if narrow else self.precision
+        return self.wide_precision if narrow else self.precision
 
     @property
     def moe_layers(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flagcore.domain.model import Model
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.serving.experts import touched
 from flagcore.physics.serving.iteration import NODES, at, iteration_costs
@@ -107,3 +108,12 @@ def test_weights_that_are_only_stored_narrower_are_computed_in_the_wider_format(
     narrow = iteration_costs(stored, split(), costs()).local[0]
     assert narrow[0] < 0.5 * wide[0]
     assert narrow[-1] > 0.9 * wide[-1]
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS, LATENT], ids=lambda model: model.name)
+def test_a_chip_without_bf16_serves_in_fp16(model: Model) -> None:
+    rate = CHIP.dense_flops_per_second["bf16"]
+    older = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={"fp16": rate})))
+    found = iteration_costs(Serving(model=model, precision="fp16", overheads=OVER), split(), older)
+    assert found.local == pytest.approx(times(model).local)
+    assert found.cached == pytest.approx(times(model).cached)
