@@ -133,10 +133,17 @@ def nearest(word: str, chips: Iterable[Chip], most: int = 4) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(parts or alike)[:most])
 
 
+MOST_LISTED = 20
+"""As many chips are named in one message."""
+
+
 def unknown_chip(word: str, chips: Iterable[Chip]) -> str:
-    """Return how to go on where no chip answers to `word`: the names near it, else all, and where to find aliases."""
+    """Return how to go on where no chip answers to `word`: the names near it, else all if they are few, and where to
+    find aliases."""
     known = tuple(chips)
     near, listed = " or ".join(nearest(word, known)), ", ".join(sorted(chip.name for chip in known)) or "none"
+    if not near and len(known) > MOST_LISTED:
+        return f"`flag plugins chips` lists all {len(known)} chips, with aliases"
     hint = f"did you mean {near}?" if near else f"known chips: {listed};"
     return f"{hint} `flag plugins chips` lists all, with aliases"
 
