@@ -103,7 +103,7 @@ SECTIONS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "heads that do not divide": ({"model": {"num_attention_heads": 7}}, 2, ("hidden_size",)),
     "groups that do not divide": ({"model": {"num_query_groups": 3}}, 2, ("num_query_groups",)),
     "experts without a top-k": ({"model": {"num_moe_experts": 4}}, 2, ("moe_router_topk",)),
-    "an unknown chip": ({"cluster": {"chip": "unobtainium"}}, 4, ("unobtainium", "cpu")),
+    "an unknown chip": ({"cluster": {"chip": "unobtainium"}}, 4, ("unobtainium", "flag plugins chips")),
     "nothing legal": (
         {"auto_tuner": {"space": {"tensor_model_parallel_size": 3}}},
         3,
