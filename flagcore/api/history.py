@@ -202,24 +202,25 @@ def _trained(task: Task, row: HistoryRow) -> Measurement | None:
 def _served(task: Task, row: HistoryRow) -> Measurement | None:
     """Return what FlagScale measured of a server, None without a figure of the objective.
 
-    Its tokens per second and device count prompts of the load's mean length.
+    Tokens of answers are those of all without the prompts, where all prompts of the load have one length.
     """
     objective, figures, serve = task.spec.objective, dict(row.figures), task.spec.serve
     devices = task.cluster.devices
-    if "output_tokens_per_s" in figures:
-        figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / devices
+    load, tokens = serve.loads[0], figures.get("total_tokens_per_s")
+    if tokens and load.range_ratio == 1.0 and "requests_per_s" in figures:
+        answers = tokens - (load.prefix_len + load.input_len) * figures["requests_per_s"]
+        if answers > 0.0:
+            figures |= {"output_tokens_per_s": answers, "output_tokens_per_s_per_device": answers / devices}
     name = figure_name(objective)
     if name not in figures:
         return None
-    step, load = seconds(objective, figures[name]), serve.loads[0]
-    prompt = load.prefix_len + load.input_len * (1.0 + load.range_ratio) / 2.0
-    tokens = figures.get("output_tokens_per_s", 0.0) + prompt * figures.get("requests_per_s", 0.0)
+    step = seconds(objective, figures[name])
     missing = [each for each in task.spec.limits if figures.get(each, np.inf) > task.spec.limits[each]]
     return Measurement(
         step_times_s=(step,),
         step_time_s=step,
         spread_s=0.0,
-        tokens_per_second_per_device=tokens / devices,
+        tokens_per_second_per_device=(tokens or 0.0) / devices,
         figures=figures,
         broken=tuple(f"{each} is {_told(figures, each)}" for each in missing),
     )

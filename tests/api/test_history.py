@@ -206,7 +206,7 @@ def test_servers_rows_are_taken_but_for_figures_that_flagscale_repeats(
         "serve": {"engine": "llamacpp", "profile": {"input_len": 32, "output_len": 16, "concurrency": 4}},
         "auto_tuner": {"objective": "itl_s", "space": {"threads": [1, 2, 4], "n_gpu_layers": [0]}},
     }
-    figures = {"e2e_latency": 800.0, "request_throughput": 5.0, "token_throughput": 80.0, "ttft": 90.0, "itl": 40.0}
+    figures = {"e2e_latency": 800.0, "request_throughput": 5.0, "token_throughput": 240.0, "ttft": 90.0, "itl": 40.0}
     rows = [
         {"idx": 1, "threads": 1, **figures, "topt": 41.0},
         {"idx": 2, "threads": 2, **figures, "topt": 41.0},
@@ -217,7 +217,8 @@ def test_servers_rows_are_taken_but_for_figures_that_flagscale_repeats(
     first, second = found.trials
     assert first.measurement is not None
     assert first.measurement.step_time_s == first.measurement.figures["itl_s.mean"] == 0.04
-    assert first.measurement.figures["output_tokens_per_s"] == 80.0
+    assert first.measurement.figures["total_tokens_per_s"] == 240.0
+    assert first.measurement.figures["output_tokens_per_s"] == 80.0  # each of 5 requests a second had 32 tokens
     assert second.state is TrialState.FAILED
     assert second.reason == "its figures are those of line 2, as FlagScale repeats them where a task fails"
     assert [note for note in found.notes if "of vllm" in note] == [

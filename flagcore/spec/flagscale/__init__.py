@@ -35,15 +35,23 @@ def read_tree(directory: Path, name: str, overrides: Sequence[str] = ()) -> Impo
     SpecError.
     """
     from flagcore.spec.flagscale.compose import compose
+
+    file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
+    tree, unresolved = compose(directory, name, overrides, file=file)
+    return translate(tree, unresolved, file=file)
+
+
+def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), *, file: str) -> Imported:
+    """Translate a composed tree, of which the `unresolved` keys, each with its reason, are absent. Raises SpecError."""
+    from flagcore.spec.flagscale.layouts import straightened
     from flagcore.spec.flagscale.serving import serving
     from flagcore.spec.flagscale.training import training
     from flagcore.spec.plain import spec_error
 
-    file = str(directory / f"{name.removesuffix('.yaml')}.yaml")
-    tree, unresolved = compose(directory, name, overrides, file=file)
     source = Source(tree, file=file)
     for key, why in unresolved:
         source.note(key, f"cannot be resolved ({why}): dropped")
+    straightened(source)
     kind = source.take("experiment.task.type") or ("serve" if "serve" in tree else "train")
     if kind not in ("train", "serve") or kind not in tree:
         problem = f"is no task that can be tuned with the sections {', '.join(tree) or 'of nothing'}"

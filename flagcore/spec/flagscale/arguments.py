@@ -12,7 +12,11 @@ _AT = "serve.engine_args"
 _THOUSANDS = {"k": 1000, "K": 1024}
 
 
-def of_engines(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, dict[str, Any]]:
+Given = dict[str, tuple[str, Any]]
+"""Arguments of an engine by their names there: where the tree has them, and the value."""
+
+
+def of_engines(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Given]:
     """Take the arguments of a model and return those of each engine; its own go before the common ones."""
     common, specific = item.pop("engine_args", None) or {}, item.pop("engine_args_specific", None) or {}
     common, specific = (each if isinstance(each, dict) else {} for each in (common, specific))
@@ -21,10 +25,10 @@ def of_engines(source: Source, item: dict[str, Any], engines: list[str]) -> dict
         source.note(
             f"serve[0].engine_args_specific.{spelt(name) if name in KNOBS else name}", "dropped: it is not tuned", _AT
         )
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Given] = {}
     told: set[str] = set()
     for engine in engines:
-        made: dict[str, Any] = {}
+        made: Given = {}
         for key, value in common.items():
             _add(source, engine, key, value, "engine_args", COMMON[engine], made, told)
         for key, value in own.get(engine, {}).items():
@@ -33,16 +37,19 @@ def of_engines(source: Source, item: dict[str, Any], engines: list[str]) -> dict
     return found
 
 
-def into_spaces(source: Source, given: dict[str, dict[str, Any]], spaces: dict[str, dict[str, Any]]) -> None:
+def into_spaces(source: Source, given: dict[str, Given], spaces: dict[str, dict[str, Any]]) -> None:
     """Give each of several engines its arguments as knobs with one value; `serve.engine_args` is of all of them."""
     for engine, arguments in given.items():
-        for key, value in arguments.items():
+        for key, (at, value) in arguments.items():
             knob = AS_KNOBS.get(key, key)
-            if knob in KNOBS[engine]:
-                spaces[engine].setdefault(knob, value)
+            if knob not in KNOBS[engine]:
+                text = f"dropped for {engine} ({value}): with several engines only knobs have a value for each"
+                source.note(at, text, _AT)
+            elif knob in spaces[engine]:
+                where = f"auto_tuner.space.{engine}.{knob}"
+                source.note(at, f"dropped for {engine} ({value}): its space has values", where)
             else:
-                text = f"dropped ({value}): with several engines only knobs have a value for each"
-                source.note(f"serve[0].engine_args.{key}", f"{engine}: {text}", _AT)
+                spaces[engine][knob] = value
 
 
 def _add(
@@ -52,7 +59,7 @@ def _add(
     value: Any,
     where: str,
     mapping: dict[str, str] | None,
-    made: dict[str, Any],
+    made: Given,
     told: set[str],
 ) -> None:
     """Add one argument by its name at the engine. Without a `mapping` it has that name."""
@@ -80,7 +87,9 @@ def _add(
     if called == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
         source.note(at, f"{value} is q8_0 there, of keys and values", f"{_AT}.{called}")
         value = "q8_0"
-    made[called] = _length(value) if name in ("max_model_len", "context_length", "ctx_size") else value
+    if called in made and made[called][1] != value:
+        source.note(made[called][0], f"dropped for {engine} ({made[called][1]}): {at} counts", f"{_AT}.{called}")
+    made[called] = at, _length(value) if name in ("max_model_len", "context_length", "ctx_size") else value
 
 
 def _length(value: Any) -> Any:

@@ -98,6 +98,8 @@ COMMON: dict[str, dict[str, str]] = {
 AS_KNOBS = {
     "tensor_parallel_size": "tensor_model_parallel_size",
     "tp_size": "tensor_model_parallel_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "pp_size": "pipeline_model_parallel_size",
     "max_model_len": "context_len",

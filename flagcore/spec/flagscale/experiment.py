@@ -11,7 +11,7 @@ from flagcore.spec.plain import spec_error
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
 _STARTS = "flagcore starts trials itself"
-_DROPPED = {
+DROPPED = {
     "experiment.exp_dir": "a run is kept in --run-dir",
     "experiment.exp_name": "a run is named by --run-dir",
     "experiment.task.backend": "it has one value",
@@ -21,6 +21,8 @@ _DROPPED = {
     "experiment.load": "trials load nothing",
     "experiment.ckpt_format": "trials save nothing",
     "experiment.cmds": "run it before you start flag",
+    "experiment.node_args": "all nodes of a trial have the same arguments",
+    "device_type_specific": "all nodes of a trial run the same program",
     f"{_RUNNER}.cli_args": "they are FlagScale's own",
     f"{_TUNER}.control.interval": "flagcore does not poll",
     f"{_TUNER}.nnodes": "FlagScale overwrites it from the runner",
@@ -31,7 +33,7 @@ _DROPPED = {
     f"{_TUNER}.args_mapping": "the knobs have one name each",
     "hydra": "hydra does not start flagcore",
 }
-_RUNNERS: tuple[str, ...] = (
+RUNNERS: tuple[str, ...] = (
     "type",
     "backend",
     "ssh_port",
@@ -44,31 +46,30 @@ _RUNNERS: tuple[str, ...] = (
     "no_shared_fs",
     "docker",
     "enable_monitoring",
+    "host",
+    "node_rank",
     "master_addr",
     "master_port",
 )
 
 
 def checked_experiment(source: Source) -> None:
-    """Raise SpecError for a tree without the section that says what is tuned; move what older trees have elsewhere."""
-    experiment = source.left.get("experiment")
-    if not isinstance(experiment, dict) or not isinstance(experiment.get("auto_tuner"), dict):
-        fix = "give its space and control, as FlagScale's auto_tuner wants"
-        raise spec_error(_TUNER, "is missing", fix=fix, file=source.file)
-    deploy = source.take("experiment.deploy")
-    if deploy is not None:
-        experiment["runner"] = {"deploy": deploy, **source.section("experiment.runner")}
-        source.note("experiment.deploy", "taken as experiment.runner.deploy, where it is in newer trees")
+    """Tell what it means that a tree has no section that says what is tuned, and what becomes of its action."""
+    if not source.left["experiment"].get("auto_tuner"):
+        text = "is not there, so that every knob is auto, within FlagScale's own limits of time"
+        source.note(_TUNER, text, "auto_tuner")
+        source.left["experiment"].pop("auto_tuner", None)
     action = source.take("action")
-    if action not in (None, "auto_tune"):
-        source.note("action", f"{action} in the file counts as auto_tune", "action")
+    if action is not None:
+        text = "is what flag does" if action == "auto_tune" else f"{action} in the file counts as auto_tune"
+        source.note("action", text)
 
 
 def drop_the_rest(source: Source) -> None:
     """Tell why the keys that only FlagScale's own launcher needs are gone."""
-    for key, why in _DROPPED.items():
+    for key, why in DROPPED.items():
         source.drop(key, why)
-    for key in _RUNNERS:
+    for key in RUNNERS:
         source.drop(f"{_RUNNER}.{key}", _STARTS)
 
 
@@ -100,7 +101,7 @@ def environment(source: Source) -> dict[str, str | int]:
         elif key.endswith("_VISIBLE_DEVICES"):
             source.note(where, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
         elif value is not None:
-            kept[key] = value if isinstance(value, str) or type(value) is int else str(value).lower()
+            kept[key] = value if isinstance(value, str) or type(value) is int else str(value)
     return kept
 
 
@@ -147,5 +148,6 @@ def _hosts(source: Source, path: Path, nodes: int) -> tuple[str, int | None] | N
         text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
         source.note(key, text, at)
         return None
-    source.note(key, "its hosts and slots count, before nnodes and nproc_per_node; of a type give cluster.chip", at)
+    both = f"{key}, nproc_per_node" if slots else key
+    source.note(both, "the file's hosts and slots count; for a type that it has give cluster.chip", at)
     return str(path.resolve()), slots

@@ -22,12 +22,12 @@ TRAINED = "performance"
 SERVED = {
     "e2e_latency": "e2e_s.mean",
     "request_throughput": "requests_per_s",
-    "token_throughput": "output_tokens_per_s",
+    "token_throughput": "total_tokens_per_s",
     "ttft": "ttft_s.mean",
     "itl": "itl_s.mean",
     "topt": "tpot_s.mean",
 }
-"""Columns of a server's figures, and what they are here; its latencies are in milliseconds."""
+"""Columns of a server's figures, and what they are here: latencies in milliseconds, tokens with those of prompts."""
 BOOKKEEPING = (
     "idx",
     "acc_step",
@@ -135,10 +135,10 @@ def _row(line: int, cells: Mapping[str, str]) -> HistoryRow:
 
 
 def _value(cell: str) -> KnobValue:
-    if cell in ("", "None", "nan"):
+    if cell.lower() in ("", "none", "nan", "null"):
         return None
-    if cell in ("True", "False"):
-        return cell == "True"
+    if cell.lower() in ("true", "false"):
+        return cell.lower() == "true"
     number = _number(cell)
     return int(number) if number is not None and number == int(number) else cell
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +25,9 @@ _AS_TRIALS = {
 }
 """What flagcore's own trial program does without being told; all else that it could be told is off there."""
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
-_NO_INFLUENCE = {
+INFLUENCE: Collection[str] = (*SETTINGS, *_SPELT, "peft_type", "bf16", "fp16", "fp8", "fp8_recipe")
+"""Flags of this module that count in whatever section they stand."""
+NO_INFLUENCE = {
     "max_position_embeddings",
     "position_embedding_type",
     "rotary_base",
@@ -57,6 +60,37 @@ _NO_INFLUENCE = {
     "mtp_loss_scaling_factor",
     "distributed_backend",
     "distributed_timeout_minutes",
+    "no_position_embedding",
+    "rotary_interleaved_patch",
+    "rotary_seq_len_interpolation_factor",
+    "rope_scaling_factor",
+    "mrope_section",
+    "min_loss_scale",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "no_rope_fusion",
+    "no_masked_softmax_fusion",
+    "no_gradient_accumulation_fusion",
+    "calculate_per_token_loss",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "no_shared_fs",
+    "num_workers",
+    "profile",
+    "profile_ranks",
+    "profile_step_start",
+    "profile_step_end",
+    "tensorboard_dir",
+    "use_mcore_models",
+    "use_te",
+    "no_save_optim",
+    "no_save_rng",
+    "deterministic_mode",
 }
 
 
@@ -72,6 +106,11 @@ def options(flat: Flat, *, nodes: int) -> dict[str, Any]:
     found: dict[str, Any] = {"precision": precision}
     if backend in ("unfused", "local") or (fused is False and implementation == "local"):
         found["attention"] = "unfused"
+    elif backend in ("flash", "fused") or (backend is None and fused):
+        found["attention"] = "flash"
+    for key, value in (("attention_backend", backend), ("use_flash_attn", fused)):
+        if value is not None and "attention" not in found:
+            flat.note(key, f"dropped ({value}): attention is fused where the devices can", "train")
     runs = nodes == 1
     if not runs and implementation in ("local", "transformer_engine"):
         found["implementation"] = implementation
@@ -98,6 +137,16 @@ def _precision(flat: Flat) -> str:
 def _settings(flat: Flat, runs: bool, precision: str) -> dict[str, Any]:
     """Return the settings that are known; where trials run, only what the trial program does or can be told."""
     found: dict[str, Any] = {}
+    for name, value in flat.given():
+        if "_per_stage" in name:
+            flat.take(name)
+            flat.note(name, f"dropped ({value}): all stages recompute alike", "train.settings")
+    if flat.take("peft_type") is not None:
+        if runs:
+            text = "dropped: flagcore's own trial program trains all weights; with a train.command yours may not"
+            flat.note("peft_type", text, "train.settings")
+        else:
+            found["trainable"] = "adapters"
     for name in (*SETTINGS, *_SPELT):
         if (value := flat.take(name)) is None:
             continue
@@ -134,9 +183,7 @@ def _trial_does(key: str, value: object, precision: str) -> bool:
 
 def _tell_the_rest(flat: Flat) -> None:
     left = flat.take_all()
-    known = [
-        key for name, (key, _) in left.items() if name in _NO_INFLUENCE or name.endswith(("_interval", "_samples"))
-    ]
+    known = [key for name, (key, _) in left.items() if name in NO_INFLUENCE or name.endswith(("_interval", "_samples"))]
     if known:
         flat.source.note(", ".join(known), "dropped: next to no influence on memory and time", "train")
     for key, value in left.values():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flagcore.spec.flagscale import arguments
+from flagcore.spec.flagscale import arguments, layouts
 from flagcore.spec.flagscale.engines import BY_ITSELF, ENGINES, KNOBS, OWN_SPACE, SPELT, spelt
 from flagcore.spec.flagscale.experiment import checked_experiment, cluster, control, drop_the_rest, environment
 from flagcore.spec.flagscale.source import Source, leaves
@@ -16,7 +16,8 @@ _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performan
 _OBJECTIVES = {
     "e2e_latency": "e2e_s",
     "request_throughput": "requests_per_s",
-    "token_throughput": "output_tokens_per_s",
+    "token_throughput": "total_tokens_per_s",
+    "total_token_throughput": "total_tokens_per_s",
     "ttft": "ttft_s",
     "itl": "itl_s",
     "topt": "tpot_s",
@@ -32,6 +33,7 @@ def serving(source: Source) -> dict[str, Any]:
     checked_experiment(source)
     item = _item(source)
     engines = _engines(source, item)
+    layouts.moved_out_of_arguments(source, item, [spelt(each) for each in engines])
     model, weights = _model(source, item, engines)
     given = arguments.of_engines(source, item, engines)
     spaces = _spaces(source, engines)
@@ -40,7 +42,7 @@ def serving(source: Source) -> dict[str, Any]:
         serve["weights"] = weights
     if len(engines) == 1:
         if given[engines[0]]:
-            serve["engine_args"] = given[engines[0]]
+            serve["engine_args"] = {key: value for key, (_, value) in given[engines[0]].items()}
     else:
         arguments.into_spaces(source, given, spaces)
     serve["profile"] = _profile(source, item)
@@ -67,8 +69,7 @@ def serving(source: Source) -> dict[str, Any]:
 
 def _item(source: Source) -> dict[str, Any]:
     """Return the first model of the list, the one that FlagScale tunes."""
-    given = source.take("serve")
-    items = given if isinstance(given, list) else [given]
+    items = layouts.model_list(source)
     for place, other in enumerate(items[1:], start=1):
         name = other.get("serve_id") if isinstance(other, dict) else other
         source.note(f"serve[{place}]", f"dropped ({name}): the first model of the list is tuned", "serve")
@@ -76,7 +77,8 @@ def _item(source: Source) -> dict[str, Any]:
         fix = "give a list with serve_id, engine and engine_args"
         raise spec_error("serve", "has no model", fix=fix, file=source.file)
     item = dict(items[0])
-    item.pop("serve_id", None)
+    if (name := item.pop("serve_id", None)) is not None:
+        source.note("serve[0].serve_id", f"dropped ({name}): it is FlagScale's word for the model", "serve")
     return item
 
 
@@ -84,6 +86,7 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
     """Return flagcore's names of the engines that are tuned."""
     own, asked = item.pop("engine", None), source.take(f"{_TUNER}.engines")
     key, at = f"{_TUNER}.engines", "serve.engine"
+    quiet = asked is None
     if asked is None:
         asked = own or list(BY_ITSELF)
         text = f"is not there: {asked} is tuned; FlagScale tries {' and '.join(BY_ITSELF)} then"
@@ -96,8 +99,9 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
         if name != ENGINES[name]:
             source.note(key, f"{name} is called {ENGINES[name]}", at)
         found.append(ENGINES[name])
-    if own is not None and ENGINES.get(str(own)) not in found:
-        source.note("serve[0].engine", f"dropped ({own}): auto_tuner.engines counts", at)
+    if own is not None and not quiet:
+        has = "and has it" if ENGINES.get(str(own)) in found else f"not {own}"
+        source.note("serve[0].engine", f"auto_tuner.engines counts, {has}", at)
     return list(dict.fromkeys(found))
 
 
@@ -221,9 +225,10 @@ def _objective(source: Source) -> str:
         fix = f"use {', '.join(list(_OBJECTIVES)[:6])}"
         raise spec_error(key, "is no metric of FlagScale's", value=metric, fix=fix, file=source.file)
     found = _OBJECTIVES[metric]
-    slip = ": topt is its slip for TPOT" if metric == "topt" else ", of answers" if metric == "token_throughput" else ""
+    slip = ": topt is its slip for TPOT" if metric == "topt" else ", prompts and answers" if "token_t" in metric else ""
     source.note(key, f"{metric} is called {found}{slip}; one of a latency is its mean", at)
     best = "descend" if found.endswith("per_s") else "ascend"
-    if order not in (None, best):
-        source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): {found} is never best so; {best} counts", at)
+    if order is not None:
+        text = f"follows from {found}" if order == best else f"dropped ({order}): {found} is best in the order {best}"
+        source.note(f"{_PERFORMANCE}.order", text, at)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from typing import Any
 
@@ -13,6 +14,24 @@ _SAME = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "qk_
 _EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _LATENT = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 """Megatron's own sizes of MLA (`MLATransformerConfig` of megatron-core 0.16)."""
+OTHER_LAYERS = (
+    "experimental_attention_variant",
+    "linear_",
+    "attention_output_gate",
+    "hybrid_",
+    "is_hybrid",
+    "mamba_",
+    "rwkv",
+    "window_",
+    "vision_",
+    "patch_dim",
+    "patch_size",
+    "img_",
+    "use_engram",
+    "engram_",
+    "enable_hyper_connections",
+)
+"""Flags, by how they begin, of layers besides attention and feed-forward networks."""
 _FREQUENCY = re.compile(r"[\[\]\d\s+*,()]{1,200}")
 
 
@@ -30,7 +49,7 @@ def shape(flat: Flat, vocabulary: object) -> dict[str, Any]:
     found["vocab_size"] = vocabulary
     gated = bool(flat.take("swiglu"))
     found["gated_linear_unit"] = gated
-    found["ffn_hidden_size"] = flat.take("ffn_hidden_size") or _width(found["hidden_size"], gated)
+    found["ffn_hidden_size"] = _width(flat, found["hidden_size"], gated)
     groups, grouped = flat.take("num_query_groups"), flat.take("group_query_attention")
     latent = bool(flat.take("multi_latent_attention"))
     if grouped and not latent:
@@ -42,6 +61,8 @@ def shape(flat: Flat, vocabulary: object) -> dict[str, Any]:
     if biases:
         text = "is not set, so linear layers have biases; of these only those of queries, keys and values are modelled"
         flat.note("disable_bias_linear", text, "model")
+    else:
+        flat.note("disable_bias_linear", "linear layers have no biases, but those of add_qkv_bias", "model")
     if (flat.take("add_qkv_bias") or biases) and not latent:
         found["add_qkv_bias"] = True
     found |= _experts(flat, found["num_layers"])
@@ -50,12 +71,40 @@ def shape(flat: Flat, vocabulary: object) -> dict[str, Any]:
         found |= {key: flat.take(key, own) for key, own in _LATENT.items()}
         if (rank := flat.take("q_lora_rank")) is not None:
             found["q_lora_rank"] = rank
+    _tell_other_layers(flat)
     return found
 
 
-def _width(hidden: int, gated: bool) -> int:
-    """Return Megatron's own width of the feed-forward network."""
-    return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+def _tell_other_layers(flat: Flat) -> None:
+    """Tell what the model has that flagcore's shapes cannot say: the shape is then another model than the tree's."""
+    for key, value in flat.given():
+        if key.startswith("freeze_") and value:
+            flat.take(key)
+            flat.note(key, f"dropped ({value}): all weights are trained, and their gradients and states kept", "model")
+        if key.startswith(OTHER_LAYERS) and value not in (None, False, 0):
+            flat.take(key)
+            flat.note(key, f"dropped ({value}): the shape is of a plain decoder with attention, not of this", "model")
+
+
+def _width(flat: Flat, hidden: int, gated: bool) -> Any:
+    """Return the width of the feed-forward network: as given, or as FlagScale's Megatron reckons it."""
+    given, multiple, factor = (flat.take(key) for key in ("ffn_hidden_size", "multiple_of", "hidden_dim_multiplier"))
+    if given is not None:
+        for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
+            if value is not None:
+                flat.note(key, f"dropped ({value}): ffn_hidden_size is given", "model.ffn_hidden_size")
+        return given
+    if not gated:
+        return 4 * hidden
+    numbers = [each for each in (multiple, factor) if each is not None]
+    if any(isinstance(each, (bool, str, list)) or each <= 0 for each in numbers):
+        value = {"multiple_of": multiple, "hidden_dim_multiplier": factor}
+        raise spec_error(flat.key("multiple_of"), "must be a positive number", value=value, file=flat.source.file)
+    if multiple is None:
+        if factor is not None:
+            flat.note("hidden_dim_multiplier", f"dropped ({factor}): it needs multiple_of", "model.ffn_hidden_size")
+        return int(4 * hidden * 2 / 3 / 64) * 64
+    return math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
 
 
 def _experts(flat: Flat, layers: int) -> dict[str, Any]:

@@ -31,16 +31,33 @@ class Source:
         """Tell something of a key."""
         self.notes.append(Note(key, " ".join(text.split()), at))
 
+    def at(self, path: str) -> Any:
+        """Return what `path` leads to, and leave it there; an empty mapping where there is nothing."""
+        found: Any = self.left
+        for part in path.split("."):
+            found = found.get(part, {}) if isinstance(found, dict) else {}
+        return found
+
     def take(self, path: str, default: Any = None) -> Any:
         """Return what `path` leads to and remove it; `default` where there is nothing, or null."""
+        above, _, last = path.rpartition(".")
+        section = self.at(above) if above else self.left
+        found = section.pop(last, None) if isinstance(section, dict) else None
+        return default if found is None else found
+
+    def put(self, path: str, value: Any) -> list[str]:
+        """Set what `path` leads to, and return the keys that are there already and stay; a mapping fills up another."""
         *above, last = path.split(".")
         section: Any = self.left
         for part in above:
-            section = section.get(part) if isinstance(section, dict) else None
-        if not isinstance(section, dict):
-            return default
-        found = section.pop(last, None)
-        return default if found is None else found
+            section = section.setdefault(part, {})
+        before = section.get(last)
+        if isinstance(before, dict) and isinstance(value, dict):
+            section[last] = {**value, **before}
+            return [key for key in value if key in before]
+        if before is None:
+            section[last] = value
+        return [] if before is None else [""]
 
     def section(self, path: str) -> dict[str, Any]:
         """Take a mapping; what is no mapping counts as an empty one, and is told."""

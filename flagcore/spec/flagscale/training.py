@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flagcore.spec.flagscale.experiment import checked_experiment, cluster, control, drop_the_rest, environment
-from flagcore.spec.flagscale.flat import Flat
-from flagcore.spec.flagscale.options import options
+from flagcore.spec.flagscale.flat import Flat, found_in
+from flagcore.spec.flagscale.options import INFLUENCE, options
 from flagcore.spec.flagscale.shape import shape
 from flagcore.spec.flagscale.source import Source, leaves
 from flagcore.spec.plain import spec_error
@@ -20,6 +20,15 @@ _SIZES: tuple[str, ...] = (
     "num_layers_per_virtual_pipeline_stage",
 )
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_OWN = ("use_distributed_optimizer", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length")
+_COUNT = (*_SIZES, *_OWN, *_RECOMPUTE, *INFLUENCE)
+"""Flags that count in a section that is dropped, too."""
+DROPPED = {
+    "train.data": "trials train on generated tokens; flagcore pads the vocabulary as Megatron does",
+    "train.system.logging": "trials log each step",
+    "train.system.checkpoint": "trials save nothing",
+    "train.model.optimizer": "trials are too short to learn: no influence on memory or time",
+}
 _MIB = 1 << 20
 
 
@@ -28,18 +37,17 @@ def training(source: Source) -> dict[str, Any]:
     from flagcore.spec.knobs import SPACE_KNOBS
 
     checked_experiment(source)
-    vocabulary = source.take("train.data.tokenizer.vocab_size")
-    source.drop(
-        "train.data", "trials train on generated tokens; flagcore pads the vocabulary as Megatron does", "train"
-    )
-    source.drop("train.system.logging", "trials log each step", "train")
-    source.drop("train.system.checkpoint", "trials save nothing", "train")
-    source.drop("train.model.optimizer", "trials are too short to learn: no influence on memory or time", "train")
+    vocabulary = source.take("train.data.tokenizer.vocab_size", source.take("train.data.vocab_size"))
+    before = found_in(source, DROPPED, _COUNT)
+    if (kind := source.take("train.model.optimizer.optimizer")) not in (None, "adam"):
+        source.note("train.model.optimizer.optimizer", f"dropped ({kind}): memory and time are Adam's", "train")
+    for section, why in DROPPED.items():
+        source.drop(section, why, "train")
     if source.take("train.system.hetero.enable_hetero"):
         text = "dropped: all stages have the same sizes; see `cluster.groups` for nodes of several chips"
         source.note("train.system.hetero", text, "cluster")
     source.drop("train.system.hetero", "it is off, or beyond what cluster.groups can tell", "cluster")
-    flat = Flat(source, ("train.system", "train.model"))
+    flat = Flat(source, ("train.system", "train.model"), before)
     machines, nodes, devices = cluster(source)
     model = shape(flat, flat.take("vocab_size", vocabulary))
     baseline = _baseline(flat, bool(model.get("num_moe_experts")))
@@ -75,12 +83,14 @@ def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
     found["micro_batch_size"] = flat.take("micro_batch_size", 1)
     found["use_distributed_optimizer"] = bool(flat.take("use_distributed_optimizer"))
     tensor = found.get("tensor_model_parallel_size", 1)
-    if flat.take("sequence_parallel"):
+    if sequence := flat.take("sequence_parallel"):
         if tensor == 1:
             text = "is off in the baseline, for it needs tensor parallelism"
             flat.note("sequence_parallel", text, "auto_tuner.baseline")
         else:
             found["sequence_parallel"] = True
+    elif sequence is not None:
+        found["sequence_parallel"] = False
     if (granularity := flat.take(_RECOMPUTE[0])) is not None:
         found |= {"use_recompute": True, _RECOMPUTE[0]: granularity}
         found |= {key: value for key in _RECOMPUTE[1:] if (value := flat.take(key)) is not None}
@@ -116,6 +126,8 @@ def _space(source: Source, known: Any) -> dict[str, Any]:
         elif key.startswith("hetero_"):
             text = "dropped: stages of different sizes are not planned; cluster.groups has nodes of several chips"
             source.note(where, text, "auto_tuner.space")
+        elif "_per_stage" in key:
+            source.note(where, "dropped: all stages recompute alike", "auto_tuner.space")
         elif key not in known:
             source.note(where, "dropped: not known to flagcore, nor to FlagScale", "auto_tuner.space")
     absent = [key for key in known if key not in found]
