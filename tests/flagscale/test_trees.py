@@ -307,5 +307,5 @@ def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     result: Any = json.loads((folder / "run" / "result.json").read_text())
     threads = {each["candidate"]["threads"] for each in result["trials"] if each["state"] == "measured"}
-    assert {2} <= threads <= {1, 2}  # one thread is not tried where it surely does not pay
+    assert set() < threads <= {1, 2}  # the search ends before both are tried where one surely does not pay
     assert "llama_cpp is called llamacpp" in done.stderr
