@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flagcore.api.posing import Known, known, run_home
-from flagcore.api.runs import load_run
+from flagcore.api.runs import SPEC, load_run
 from flagcore.api.telling import tell
 from flagcore.contracts import Workload
 from flagcore.domain.plan import Plan, summarise
+from flagcore.domain.secret import secrets_of, secrets_within
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
+from flagcore.files import read_regular
 from flagcore.loop import Ending
 from flagcore.problem import Problem
 from flagcore.report.page.html import as_html
@@ -55,7 +60,7 @@ def keep_report(run_dir: Path, ending: Ending, workload: Workload, data: Mapping
         best = ending.plan.best.candidate if ending.plan.best else None
         found = insight(ending.problem, workload, best)
         write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
-        shown = RunData(result=data, folder=run_dir, called=str(run_dir), insight=found)
+        shown = RunData.to_hand_on(data, found, _secrets(run_dir), folder=run_dir, called=str(run_dir))
         write(run_dir / REPORT, as_html(page(shown)))
     except Exception as error:
         _tell_of_none(run_dir, error)
@@ -99,7 +104,17 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
         if understood is not None and not usable:
             usable = _predicted_again(understood, found)
             notes.append("" if usable else DIFFERENT)
-    return RunData(result=found, folder=home, called=str(folder), insight=usable, notes=tuple(filter(None, notes)))
+    told = tuple(filter(None, notes))
+    return RunData.to_hand_on(found, usable, _secrets(home), folder=home, called=str(folder), notes=told)
+
+
+def _secrets(folder: Path) -> tuple[str, ...]:
+    """Return what a page must not show: secrets of this shell and of the run's spec."""
+    try:
+        spec = yaml.safe_load(read_regular(folder / SPEC))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        spec = None
+    return tuple(dict.fromkeys((*secrets_of(os.environ), *secrets_within(spec))))
 
 
 def _told(found: Mapping[str, Any]) -> int:

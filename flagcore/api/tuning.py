@@ -19,6 +19,7 @@ from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload
 from flagcore.domain.experience import Past
 from flagcore.domain.plan import Plan
+from flagcore.domain.secret import plain_without_secrets, secrets_within, without_secrets
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
@@ -111,17 +112,18 @@ def _tune(
         if kept := len(store.trials()):
             many = f"{kept} trial{'s' if kept > 1 else ''}"
             tell([f"{directory.path} goes on with the {many} that it has; --new starts afresh"])
-        write(directory.path / "spec.yaml", as_yaml(anywhere(data, file.parent)) + "\n")
+        text = as_yaml(anywhere(data, file.parent)) + "\n"
+        write(directory.path / "spec.yaml", text, private=bool(secrets_within(data)))
         return store
 
     with loaded_plugins(without) as loaded:
         known = None if new else directory.known()
         if known and known["fixed"].get("storage") != storage:
-            kept = known["fixed"].get("storage") or "its own journal"
+            kept = without_secrets(known["fixed"].get("storage") or "its own journal")
             raise RunError(f"{directory.path} keeps its trials in {kept}: give the same --storage, or --new")
         baseline = (
             known["fixed"].get("baseline")
-            if known and known["task"].get("spec") == with_fidelity(data)
+            if known and known["task"].get("spec") == plain_without_secrets(with_fidelity(data))
             else spec.baseline
         )
         try:

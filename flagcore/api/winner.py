@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,12 +11,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flagcore.api.attending import serve
+from flagcore.api.script import MEETING_PLACE, SECRETS, Hidden, directory, excuse, script, secrets_script
 from flagcore.api.telling import tell
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.trial import ESTIMATE, PROBE, RUN
+from flagcore.domain.secret import plain_without_secrets, secrets_of, secrets_within, without_secrets
+from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import Ending
 from flagcore.problem import Problem, why_not_launched
@@ -27,9 +28,6 @@ from flagcore.report.result import result
 from flagcore.report.text import candidate_text, plan_text
 from flagcore.stages.launch import prepared
 from flagcore.store.directory import writable, write
-
-MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Where the ranks of a best configuration meet if nobody says; each trial gets a free port from its launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -65,22 +63,26 @@ def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, A
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
-    data = result(plan, str(run_dir))
+    data = plain_without_secrets(result(plan, str(run_dir)), secrets_of(os.environ))
+    private = bool(secrets_within(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", plan_text(plan) + "\n")
+        write(run_dir / "report.txt", without_secrets(plan_text(plan), secrets_of(os.environ)) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
             if cannot:
-                write(run_dir / "best.sh", _excuse(plan, cannot))
+                write(run_dir / "best.sh", excuse(plan, cannot))
             else:
                 planned = workload.launch(problem.platform, plan.best.candidate, str(folder), for_real=True)
                 launch = prepared(problem.platform, planned)
-                write(folder / "launch.json", json.dumps({**asdict(launch), "directory": _directory(launch)}, indent=1))
-                write(run_dir / "best.sh", _script(plan, launch))
+                hidden = Hidden.of(launch)
+                write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
+                if hidden.kept:
+                    write(folder / SECRETS, secrets_script(hidden), private=True)
+                write(run_dir / "best.sh", script(plan, launch, hidden, folder))
             (run_dir / "best.sh").chmod(0o755)
-            write(run_dir / "best.yaml", _best_spec(plan.best.candidate, spec))
+            write(run_dir / "best.yaml", _best_spec(plan.best.candidate, spec), private=private)
     wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
     return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
 
@@ -99,9 +101,12 @@ def run_best(
         launch = json.loads(file.read_text(encoding="utf-8"))
         argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
         ready = tuple(map(str, launch.get("ready", ())))
+        lacking = [str(name) for name in launch.get("needs", ()) if not os.environ.get(str(name))]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
         raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
+    if lacking:
+        raise UsageError(f"{', '.join(lacking)} must be set: the best needs it, and a secret of your shell is not kept")
     sys.stdout.flush()
     if ready:
         server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
@@ -135,39 +140,13 @@ def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str 
     return None
 
 
-def _script(plan: Plan, launch: Launch) -> str:
-    """Return a shell script that starts `launch` as it stands."""
-    assert plan.best is not None
-    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
-    exports += [f"export {name}={shlex.quote(value)}" for name, value in launch.environment.items()]
-    lines = [
-        "#!/bin/sh",
-        _heading(plan),
-        f"cd {shlex.quote(_directory(launch))} || exit 1",
-        *exports,
-        f"exec {shlex.join(launch.argv)}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _excuse(plan: Plan, why: str) -> str:
-    """Return a shell script that says why it cannot start the best of a plan."""
-    told = f"echo {shlex.quote(f'this cannot be started as it stands: {why}')} >&2"
-    return "\n".join(["#!/bin/sh", _heading(plan), told, "exit 2"]) + "\n"
-
-
-def _heading(plan: Plan) -> str:
-    assert plan.best is not None
-    of = {
-        RUN: f"{len(plan.trials)} trials",
-        PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
-        ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
-    }[plan.fidelity]
-    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate)}"
-
-
-def _directory(launch: Launch) -> str:
-    return launch.directory or launch.folder
+def _as_json(launch: Launch, hidden: Hidden) -> str:
+    """Return a launch as JSON; variables that this shell has with the same secret are named, for whoever starts it."""
+    given = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
+    needs = [name for name in hidden.inherited if name in launch.environment]
+    return json.dumps(
+        {**asdict(launch), "environment": given, "needs": needs, "directory": directory(launch)}, indent=1
+    )
 
 
 def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from typing import BinaryIO
 
 from flagcore.domain.launch import Exit, Launch
+from flagcore.domain.secret import plain_without_secrets, words_without_secrets
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 
@@ -137,8 +138,8 @@ class LocalLauncher:
         """Start `launch` in a session of its own.
 
         Its environment is flagcore's with `launch.environment` on top, and MASTER_ADDR and a free MASTER_PORT
-        of its own where `launch.environment` gives none. `launch.json` keeps what was started, `exit.json`
-        how it ended. Raises LaunchError if it cannot be started.
+        of its own where `launch.environment` gives none. `launch.json` keeps what was started, without
+        secrets, `exit.json` how it ended. Raises LaunchError if it cannot be started.
         """
         marker = secrets.token_hex(8)
         environment = {"MASTER_ADDR": "127.0.0.1", MARKER: marker, **launch.environment}
@@ -235,8 +236,8 @@ def _prepare(launch: Launch, environment: Mapping[str, str], folder: str, direct
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, "exit.json"))
     record = {
-        "argv": list(launch.argv),
-        "environment": dict(environment),
+        "argv": list(words_without_secrets(launch.argv)),
+        "environment": plain_without_secrets(environment),
         "directory": directory,
         "timeout_seconds": launch.timeout_seconds,
         "memory_limit_bytes": launch.memory_limit_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from flagcore.contracts import Platform, Running, Telemetry, Workload
 from flagcore.domain.devices import SLOWER, SLOWER_CORES, slow_devices
 from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
 from flagcore.domain.launch import Exit
+from flagcore.domain.secret import secrets_of, without_secrets
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
@@ -90,7 +92,7 @@ def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload
         return _judged(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = classify(ended, log_tail(folder), patterns)
-    return replace(trial, state=state, reason=reason)
+    return replace(trial, state=state, reason=without_secrets(reason, secrets_of(os.environ)))
 
 
 def _judged(platform: Platform, trial: Trial) -> Trial:

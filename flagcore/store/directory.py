@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from flagcore.domain.secret import plain_without_secrets, secrets_within
 from flagcore.errors import RunError
 from flagcore.files import read_regular
 
@@ -46,6 +47,8 @@ class RunDirectory:
     def known(self) -> dict[str, Any] | None:
         """Return what an earlier start said of this run (`run`, its own name, `task` and `fixed`), or None.
 
+        Secrets of the task are left out: a new token does not make another task.
+
         Raises RunError if that cannot be read.
         """
         file = self.path / IDENTITY
@@ -53,7 +56,7 @@ class RunDirectory:
             found = json.loads(read_regular(file))
             fixed = dict(found["fixed"])
             dict(fixed.get("baseline") or {})
-            return {"run": str(found["run"]), "task": dict(found["task"]), "fixed": fixed}
+            return {"run": str(found["run"]), "task": plain_without_secrets(dict(found["task"])), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -66,10 +69,11 @@ class RunDirectory:
         Raises RunError with the difference if the folder belongs to another task.
         """
         known = self.known()
-        said = {"task": json.loads(json.dumps(task)), "fixed": json.loads(json.dumps(fixed))}
+        said = {"task": plain_without_secrets(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
         if known is None:
             known = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **said}
-            write(self.path / IDENTITY, json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False))
+            text = json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False)
+            write(self.path / IDENTITY, text, private=bool(secrets_within(known["fixed"])))
         changes = list(differences(known["task"], said["task"]))
         if changes:
             shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
@@ -119,11 +123,15 @@ def writable(path: Path) -> Iterator[None]:
         raise RunError(f"{path} cannot be written: {error.strerror or error}; {fix}") from None
 
 
-def write(file: Path, text: str) -> None:
-    """Write a text file in one step: a reader sees the old one or the new one. Raises RunError."""
+def write(file: Path, text: str, *, private: bool = False) -> None:
+    """Write a text file in one step: a reader sees the old one or the new one. Raises RunError.
+
+    A `private` one is for its owner alone.
+    """
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     with writable(file):
         try:
+            draft.touch(mode=0o600 if private else 0o666)
             draft.write_text(text, encoding="utf-8", errors="surrogateescape")
             os.replace(draft, file)
         except OSError:

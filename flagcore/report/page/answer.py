@@ -127,7 +127,7 @@ def _doubts(run: RunData, best: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _commands(run: RunData) -> Iterator[Block]:
-    script = text_file(run.folder / "best.sh")
+    script = text_file(run.folder / "best.sh", run.secrets)
     if "this cannot be started as it stands" in script:
         yield Code("Why it cannot be started from here (best.sh)", script)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -13,6 +13,7 @@ from statistics import median_high
 from typing import Any
 
 from flagcore.domain.objective import SERVING, told
+from flagcore.domain.secret import plain_without_secrets, without_secrets
 from flagcore.files import open_regular, read_regular
 from flagcore.report import served
 from flagcore.report.formats import lookup, shown
@@ -23,10 +24,6 @@ TAIL_LINES, TAIL_BYTES = 25, 4000
 """The end of a log that is told: so many lines at most, of so many bytes."""
 MOST_FILE = 1 << 20
 """Bytes of a file that is shown whole."""
-SECRET = re.compile(
-    r"^((?:.*\W)?\w*(?:_token|secret|secret_key|passwor[dt]|passwd|api_?key|access_key|credentials?)[\"']?\s*[:=]\s*).+$",
-    re.IGNORECASE | re.MULTILINE,
-)
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -35,7 +32,7 @@ class RunData:
     """A run's result as in result.json, and its `insight` (see `flagcore.report.page.insight`), empty if unknown.
 
     `folder` has the trials' files. `called` is how the user names the run's folder, for commands. `notes` are to be
-    told before all else.
+    told before all else. `secrets` are values that must not be shown, wherever they stand.
     """
 
     result: Mapping[str, Any]
@@ -43,6 +40,19 @@ class RunData:
     called: str
     insight: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+
+    @classmethod
+    def to_hand_on(
+        cls, result: Mapping[str, Any], insight: Mapping[str, Any], secrets: Sequence[str], **rest: Any
+    ) -> RunData:
+        """Return a run without its secrets: a page is handed on."""
+        return cls(
+            result=plain_without_secrets(result, secrets),
+            insight=plain_without_secrets(insight, secrets),
+            secrets=tuple(secrets),
+            **rest,
+        )
 
     @property
     def objective(self) -> str:
@@ -140,7 +150,7 @@ class RunData:
             files = sorted([*folder.glob("*.log"), *folder.glob("rank-*/*.log")], key=_log_order)
         except OSError:
             return []
-        ends = [(str(file.relative_to(folder)), tail(file)) for file in files]
+        ends = [(str(file.relative_to(folder)), without_secrets(tail(file), self.secrets)) for file in files]
         return [(name, text) for name, text in ends if text.strip()]
 
 
@@ -183,16 +193,16 @@ def tail(file: Path) -> str:
     return "\n".join(_printable(line) for line in lines[-TAIL_LINES:])
 
 
-def text_file(file: Path) -> str:
-    """Return a text file without its secrets, nothing where it is not there or too large.
+def text_file(file: Path, known: Collection[str] = ()) -> str:
+    """Return a text file without its secrets, `known` ones and others: a page is handed on.
 
-    Secrets are values whose names end like those of keys, tokens and passwords: a page is handed on.
+    Nothing where it is not there or too large.
     """
     try:
         text = read_regular(file, MOST_FILE).decode("utf-8", errors="replace")
     except OSError:
         return ""
-    return SECRET.sub(r"\1(left out)", _printable(text))
+    return without_secrets(_printable(text), known)
 
 
 def json_file(file: Path) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from flagcore.domain.passes import Passes
 from flagcore.report.explained import PARTS
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Chart, Section, Text, cell, percent, table
+from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
 from flagcore.report.page.charts import COLOURS, bars, points, rows_layout
 from flagcore.report.page.run import RunData, number
 from flagcore.report.page.timeline import DRAWN, Pass, fewest, timeline
@@ -46,8 +46,13 @@ def pipeline(run: RunData) -> Section | None:
     passes = Passes(**{**data, "forward_s": tuple(data["forward_s"]), "backward_s": tuple(data["backward_s"])})
     drawn = fewest(passes, MOST_PASSES) if passes.schedule in DRAWN else None
     if drawn is None:
-        why = f"its schedule, {passes.schedule}," if passes.schedule not in DRAWN else f"{len(passes.forward_s)} stages"
-        blocks: tuple[Block, ...] = (Text(f"The timeline of {why} is not drawn."),)
+        why = f"{len(passes.forward_s)} stages have more passes than can be told apart, so their timeline is not drawn."
+        if passes.schedule not in DRAWN:
+            why = (
+                f"The time of its schedule, {passes.schedule}, is predicted by a formula: in which order each stage "
+                "runs its passes is not known here, so no timeline is drawn. The seconds of each stage are below."
+            )
+        blocks: tuple[Block, ...] = (Text(why), _stage_seconds(passes))
     else:
         blocks = (_timeline(passes, drawn),)
     return Section(anchor="pipeline", title="The pipeline of the best", blocks=blocks)
@@ -158,6 +163,20 @@ def _timeline(passes: Passes, microbatches: int) -> Chart:
         traces=tuple(traces),
         layout=rows_layout("seconds since the step began", count, each=30, barmode="overlay", bargap=0.15),
         table=held,
+    )
+
+
+def _stage_seconds(passes: Passes) -> Table:
+    """Return what one micro-batch takes of each stage, for a pipeline that is not drawn."""
+    rows = [
+        [cell(stage), cell(forward), cell(backward), cell(passes.microbatches * (forward + backward))]
+        for stage, (forward, backward) in enumerate(zip(passes.forward_s, passes.backward_s, strict=True))
+    ]
+    of = f"the {passes.microbatches} of a step"
+    return table(
+        f"Seconds of one micro-batch, and of {of}; a message takes {shown(passes.send_s)} s",
+        ["stage", "~forward, s", "~backward, s", "~busy, s"],
+        rows,
     )
 
 

@@ -33,7 +33,7 @@ def environment(run: RunData) -> Section:
         blocks.append(
             table(f"Values that the engine said it used, trial {(trial or {})['number']}", ["name", "value"], rows)
         )
-    spec = text_file(run.folder / "spec.yaml")
+    spec = text_file(run.folder / "spec.yaml", run.secrets)
     if spec:
         blocks.append(Code("The spec (spec.yaml)", spec.rstrip()))
     return Section(anchor="environment", title="Environment", blocks=tuple(blocks))

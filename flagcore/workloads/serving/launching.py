@@ -10,6 +10,7 @@ from pathlib import Path
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
+from flagcore.domain.secret import secrets_in
 from flagcore.domain.spec import Spec
 from flagcore.errors import LaunchError, SpecError
 from flagcore.workloads.serving import winner
@@ -74,7 +75,10 @@ def launch(
             directory=directory,
             versions={engine.name: engine.version(platform.task.spec)},
         )
-        Path(folder, SERVE).write_text(as_text(job), encoding="utf-8")
+        file = Path(folder, SERVE)
+        if any(secrets_in(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
+            file.touch(mode=0o600)
+        file.write_text(as_text(job), encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from None
     return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from flagcore.domain.launch import Launch
+from flagcore.domain.secret import is_secret, secrets_in
 from flagcore.workloads.serving.engines.contract import PORT
 from flagcore.workloads.serving.trial.job import Instance
 
@@ -35,10 +36,13 @@ def launch(
     fixed = [at_port(each, FRONT_PORT + number) for number, each in enumerate(instances, start=1)]
     ports = [FRONT_PORT + number for number in range(1, len(fixed) + 1)]
     Path(folder, NGINX).write_text(nginx_conf(ports), encoding="utf-8")
-    Path(folder, COMPOSE).write_text(compose_yaml(fixed, folder, directory, common), encoding="utf-8")
+    compose = compose_yaml(fixed, folder, directory, common)
     start = Path(folder, START)
-    start.write_text(start_script(fixed, folder), encoding="utf-8")
-    start.chmod(0o755)
+    secret = any(secrets_in(each.argv) for each in fixed)
+    for file, text, mode in ((start, start_script(fixed, folder), 0o700), (Path(folder, COMPOSE), compose, 0o600)):
+        file.touch(mode=0o600)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(mode if secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
     return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory, ready=urls)
 
@@ -127,7 +131,10 @@ def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, com
             "ipc": "host",
             "working_dir": directory,
             "entrypoint": [_escaped(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
-            "environment": {name: _escaped(value) for name, value in {**common, **instance.environment}.items()},
+            "environment": {
+                name: f"${{{name}:?set {name}: it is not kept here}}" if is_secret(name) else _escaped(value)
+                for name, value in {**common, **instance.environment}.items()
+            },
             **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
             "volumes": [f"{_escaped(place)}:{_escaped(place)}:ro" for place in places],
             "restart": "unless-stopped",

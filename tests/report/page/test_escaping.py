@@ -89,7 +89,7 @@ def test_secrets_of_the_spec_are_left_out(runs: Runs) -> None:
     [
         ("export API_KEY='x y'", "export API_KEY=(left out)"),
         ("  WANDB_API_KEY: abc", "  WANDB_API_KEY: (left out)"),
-        ('{"db_password": "x", "a": 1}', '{"db_password": (left out)'),
+        ('{"db_password": "x", "a": 1}', '{"db_password": "(left out)", "a": 1}'),
         ("max_batched_tokens: 512", "max_batched_tokens: 512"),
         ("vocab_size: 512", "vocab_size: 512"),
     ],

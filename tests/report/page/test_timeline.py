@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from flagcore.domain.passes import Passes
 from flagcore.physics.schedules.named import makespan
 from flagcore.physics.schedules.paths import StageTimes
+from flagcore.report.page.blocks import Table, Text
+from flagcore.report.page.run import RunData
+from flagcore.report.page.steptime import pipeline
 from flagcore.report.page.timeline import fewest, timeline
 from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
@@ -106,6 +110,18 @@ def test_a_long_step_is_drawn_by_its_first_micro_batches() -> None:
     assert fewest(replace(long, virtual=4), 3000) == 8
     assert fewest(replace(PASSES, microbatches=2), 3000) == 2
     assert fewest(replace(long, forward_s=(1.0,) * 64, backward_s=(1.0,) * 64), 3000) is None
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min", "dualpipe", "dualpipev"])
+def test_a_schedule_that_is_a_formula_is_told_as_one_with_its_stages(schedule: str) -> None:
+    found = {"pipeline": asdict(replace(PASSES, schedule=schedule))}
+    section = pipeline(RunData(result={}, folder=Path(), called="", insight=found))
+    assert section is not None
+    said, held = section.blocks
+    assert isinstance(said, Text)
+    assert f"{schedule}, is predicted by a formula" in said.text
+    assert isinstance(held, Table)
+    assert [row[1].value for row in held.rows] == list(PASSES.forward_s)
 
 
 def test_an_order_that_depends_on_times_is_refused() -> None:

@@ -1,0 +1,51 @@
+"""A run's page, result and best.sh hold no secret, and the best starts with it all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagcore import api
+from tests.cli.conftest import TRAIN, Project
+
+MINE, SPECS, TYPED = "hf-of-my-shell-1", "wandb-of-the-spec-2", "typed-in-the-command-3"
+LOGS = 'import os, sys\nprint({**os.environ})\nprint(sys.argv)\nprint("logged in with", sys.argv[3])\n'
+
+
+def test_no_secret_is_handed_on_and_best_sh_still_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", MINE)
+    project, where = Project(tmp_path), tmp_path / "run"
+    (tmp_path / "train.py").write_text(LOGS + TRAIN)
+    command = [sys.executable, "-S", "-E", str(tmp_path / "train.py"), "{folder}", "--api-key", TYPED]
+    envs = {"HF_TOKEN": MINE, "WANDB_API_KEY": SPECS}
+    spec = project.spec(control={"max_trials": 2, "repeats": 0}, train={"command": command}, envs=envs)
+    api.tune(spec, run_dir=where)
+
+    logged = (where / "trials/0/stdout.log").read_text()
+    assert all(secret in logged for secret in (MINE, SPECS, TYPED))
+    shared = ["result.json", "report.html", "report.txt", "best.sh", "journal.log", "task.json", "trials/0/launch.json"]
+    texts = {name: (where / name).read_text() for name in shared} | {"markdown": api.report(where, "markdown")}
+    for name, text in texts.items():
+        assert not [secret for secret in (MINE, SPECS, TYPED) if secret in text], name
+    for name in ("spec.yaml", "best.yaml", "best/launch.json", "best/secrets.sh"):
+        assert stat.S_IMODE((where / name).stat().st_mode) == 0o600, name
+    assert MINE not in (where / "best/launch.json").read_text() + (where / "best/secrets.sh").read_text()
+    assert json.loads((where / "best/launch.json").read_text())["needs"] == ["HF_TOKEN"]
+
+    started = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60)
+    assert started.returncode == 0
+    assert all(secret in started.stdout for secret in (MINE, SPECS, TYPED))
+    bare = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+    lacking = subprocess.run([where / "best.sh"], capture_output=True, text=True, timeout=60, env=bare)
+    assert lacking.returncode != 0
+    assert "HF_TOKEN: set it first" in lacking.stderr
+
+    monkeypatch.setenv("HF_TOKEN", "another")  # a new token is no other task
+    project.spec(control={"max_trials": 2, "repeats": 0}, train={"command": command}, envs={**envs, "HF_TOKEN": "new"})
+    api.tune(spec, run_dir=where)

@@ -1,0 +1,121 @@
+"""What is not handed on: secrets in text, in plain data and in the words of a command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flagcore.domain.secret import (
+    is_secret,
+    plain_without_secrets,
+    secrets_in,
+    secrets_of,
+    secrets_within,
+    without_secrets,
+    words_without_secrets,
+)
+
+HIDDEN = "s3cr3tv4lu3"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "HF_TOKEN",
+            "hf_token",
+            "HUGGING_FACE_HUB_TOKEN",
+            "--hf-token",
+            "token",
+            "OPENAI_API_KEY",
+            "--api-key",
+            "apiKey",
+        ),
+        *("apikey", "AWS_SECRET_ACCESS_KEY", "password", "db.password", "PGPASSWORD", "client_secret", "MY_SECRET"),
+        *("GOOGLE_CREDENTIALS", "private_key", "ssl.private-key", "Authorization", "DB_PASSWD"),
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("max_num_batched_tokens", "output_tokens", "bos_token", "eos-token", "time_per_token", "next_token", "PATH"),
+        *("num_key_value_heads", "key", "keys", "PWD", "kv_cache_type", "tokenizer", "secretary", "monkey", "api", ""),
+    ],
+)
+def test_names_of_what_is_no_secret(name: str) -> None:
+    assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"export HF_TOKEN={HIDDEN}", "export HF_TOKEN=(left out)"),
+        (f"  password: {HIDDEN} with spaces", "  password: (left out)"),
+        (f"Namespace(api_key='{HIDDEN}', port=80)", "Namespace(api_key='(left out)', port=80)"),
+        (f"args: {{'api_key': ['{HIDDEN}']}}", None),
+        (f'{{"host": "a", "api_key": "{HIDDEN}", "port": 80}}', '{"host": "a", "api_key": "(left out)", "port": 80}'),
+        (f"vllm serve x --api-key {HIDDEN} --port 80", "vllm serve x --api-key (left out) --port 80"),
+        (f"vllm serve x --api-key={HIDDEN} --port 80", "vllm serve x --api-key=(left out) --port 80"),
+        (f"['vllm', '--api-key', '{HIDDEN}', '--port', '80']", "['vllm', '--api-key', '(left out)', '--port', '80']"),
+        (f"postgres://me:{HIDDEN}@db:5432/x", "postgres://me:(left out)@db:5432/x"),
+        (f"Authorization: Bearer {HIDDEN}", "Authorization: (left out)"),
+        (f"sent 'bearer {HIDDEN}'", "sent 'bearer (left out)'"),
+        ("pulled with hf_abcdefghijABCDEFGHIJ12", "pulled with (left out)"),
+        ("max_tokens=512, eos_token='</s>'", "max_tokens=512, eos_token='</s>'"),
+        ("print_info: BOS token = 1 '<s>'", "print_info: BOS token = 1 '<s>'"),
+        ("api_key=None, token: null", "api_key=None, token: null"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("--api-key --port 80", "--api-key --port 80"),
+    ],
+)
+def test_secrets_in_text(text: str, shown: str | None) -> None:
+    found = without_secrets(text)
+    assert HIDDEN not in found
+    assert shown in (None, found)
+    assert without_secrets(found) == found
+
+
+def test_a_known_secret_is_left_out_wherever_it_stands() -> None:
+    known = secrets_of({"HF_TOKEN": HIDDEN, "PATH": "/usr/bin", "API_KEY": "x"})
+    assert known == (HIDDEN,)
+    assert without_secrets(f"loading with <{HIDDEN}>", known) == "loading with <(left out)>"
+
+
+def test_plain_data_keeps_its_form() -> None:
+    data: dict[str, Any] = {
+        "envs": {"HF_TOKEN": HIDDEN, "A": "1"},
+        "argv": ["serve", "--api-key", HIDDEN, "--tp", "2"],
+        "storage": f"mysql://u:{HIDDEN}@h/d",
+        "n": 3,
+        "max_tokens": 5,
+        "none": None,
+        "points": [{"token": None}],
+    }
+    shown = plain_without_secrets(data)
+    assert HIDDEN not in str(shown)
+    assert shown["argv"] == ["serve", "--api-key", "(left out)", "--tp", "2"]
+    assert {key: shown[key] for key in ("n", "max_tokens", "none", "points")} == {
+        key: data[key] for key in ("n", "max_tokens", "none", "points")
+    }
+    assert set(secrets_within(data)) == {HIDDEN}
+
+
+def test_secrets_of_a_command_line() -> None:
+    words = [
+        "p",
+        "--token",
+        HIDDEN,
+        "--wandb-api-key=" + HIDDEN + "2",
+        "-n",
+        "-1",
+        "API_KEY=" + HIDDEN,
+        "http://a:bcdefg@h",
+    ]
+    assert secrets_in(words) == [HIDDEN, HIDDEN + "2", "bcdefg"]
+    assert HIDDEN not in " ".join(words_without_secrets(words))
+    assert secrets_in(["--max-tokens", "5", "--token", "--other"]) == []
