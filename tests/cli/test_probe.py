@@ -68,7 +68,7 @@ def test_table_has_a_line_a_rank_and_says_what_was_scaled_up(flag: Flag, project
 
 @needs_megatron
 def test_memory_that_runs_out_is_a_result(flag: Flag, project: Project) -> None:
-    small = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "256MiB"}}
+    small = {**WORLD, "cluster": {"chip": "cpu", "nodes": 8, "devices_per_node": 1, "memory_per_device": "192MiB"}}
     tiny = {**small, "model": {"hidden_size": 64, "ffn_hidden_size": 128}}
     ran = flag("probe", project.spec(**tiny), "--candidate", "data_parallel_size=8", "--rank", "7", "--format", "csv")
     assert ran.code == 0, ran.err

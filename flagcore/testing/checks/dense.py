@@ -57,7 +57,7 @@ def no_peak_is_from_a_table_of_sparse_ones(plugin: Subject) -> Iterator[Problem]
             if re.search(r"spars|\u7a00\u758f", told, re.I) and not SAID.search(told) and "half" not in told:
                 yield Problem(
                     message=f"{chip.name}: {name} has the source {told[:120]!r}, which tells of sparsity",
-                    fix="give the dense peak, and say so in the source: 'dense', 'without sparsity' or 'half of it'",
+                    fix="give the dense peak, and say so in the source: 'dense' or 'without sparsity'",
                 )
 
 
