@@ -56,7 +56,7 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {short.casefold(): by_name[knob] for short, knob in NAMES.items() if knob in by_name}
     given: dict[str, KnobValue] = {}
-    for part in _parts(_from_json(text)):
+    for part in _parts(_from_json(text), by_name):
         if not part:
             continue
         name, value = _split(part, by_name)
@@ -92,10 +92,25 @@ def _from_json(text: str) -> str:
     return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
 
 
-def _parts(text: str) -> list[str]:
-    """Return what stands between commas, or between blanks where several have an equals sign."""
+def _parts(text: str, by_name: Mapping[str, Axis]) -> list[str]:
+    """Return what stands between commas, or between blanks where several have an equals sign or are knobs' names."""
     parts = [each.strip() for each in text.split(",")]
-    return [each for part in parts for each in (part.split() if part.count("=") > 1 else [part])]
+    return [each for part in parts for each in (part.split() if part.count("=") > 1 else _apart(part, by_name))]
+
+
+def _apart(part: str, by_name: Mapping[str, Axis]) -> list[str]:
+    """Return `TP2 MBS 4 dist-opt` as its knobs, anything else in one piece."""
+    if "=" in part:
+        return [part]
+    words: list[str] = []
+    for word in part.split():
+        joined = re.fullmatch(r"(\D+)(\d+)", word)
+        words += joined.groups() if joined and joined[1].casefold() in by_name else [word]
+    starts = [at for at, word in enumerate(words) if word.casefold() in by_name]
+    if not starts or starts[0] != 0 and words[0].casefold() != "no":
+        return [part]
+    firsts = [at - 1 if at and words[at - 1].casefold() == "no" else at for at in starts]
+    return [" ".join(words[begin:end]) for begin, end in zip(firsts, [*firsts[1:], len(words)], strict=True)]
 
 
 def _split(part: str, by_name: Mapping[str, Axis]) -> tuple[str, str | None]:

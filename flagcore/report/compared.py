@@ -85,4 +85,4 @@ def _row(name: str, pair: Sequence[float | None]) -> list[str]:
         return [*cells, "-", "-"]
     if abs(b - a) <= SAME * abs(a):
         return [*cells, "0", "0.0%"]
-    return [*cells, f"{b - a:+.3g}", f"{b / a - 1.0:+.1%}" if a else "-"]
+    return [*cells, f"{b - a:+.3g}", f"{b / a - 1.0:+.1%}" if a * b > 0.0 else "-"]

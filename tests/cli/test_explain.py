@@ -71,6 +71,9 @@ def test_knobs_may_stand_apart_without_commas(flag: Flag, project: Project) -> N
     spec = project.spec()
     asked = flag("explain", spec, "tp=2, mbs=4").out
     assert flag("explain", spec, "tp=2", "mbs=4").out == flag("explain", spec, "TP=2 micro_batch_size=4").out == asked
+    for typed in ("TP2 MBS4", "tp 2 mbs 4", "no dist-opt TP2, MBS4"):
+        assert flag("explain", spec, typed).out == asked
+    assert flag("explain", spec, "TP2 quick").code == 2
     assert flag("explain", spec, "candidate").code == 2
 
 
