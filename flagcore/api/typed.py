@@ -107,7 +107,7 @@ def _apart(part: str, by_name: Mapping[str, Axis]) -> list[str]:
         joined = re.fullmatch(r"(\D+)(\d+)", word)
         words += joined.groups() if joined and joined[1].casefold() in by_name else [word]
     starts = [at for at, word in enumerate(words) if word.casefold() in by_name]
-    if not starts or starts[0] != 0 and words[0].casefold() != "no":
+    if not starts or (starts[0] != 0 and words[0].casefold() != "no"):
         return [part]
     firsts = [at - 1 if at and words[at - 1].casefold() == "no" else at for at in starts]
     return [" ".join(words[begin:end]) for begin, end in zip(firsts, [*firsts[1:], len(words)], strict=True)]
