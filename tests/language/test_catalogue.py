@@ -13,7 +13,19 @@ from flagcore.language.catalogue import HERE, read
 from tests.language.sources import CORE, PLACE, files, texts, wanted
 
 ROOMS = (
-    *("cli", "loop", "problem", "strategies"),
+    *(
+        "cli",
+        "api",
+        "loop",
+        "problem",
+        "foretold",
+        "stages",
+        "strategies",
+        "store",
+        "launchers",
+        "physics",
+        "microbench",
+    ),
     *("spec", "workloads", "vendorkit", "plugins", "domain", "calibration"),
 )
 """Rooms of the core that are translated; what they say has its Chinese."""
