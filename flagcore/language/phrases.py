@@ -34,11 +34,12 @@ PROSE = re.compile(r"[;:.] |, (?=[a-z~])|(?:^|\s)[a-z]{2,}\s+[a-z]{2,}(?:\s|$)")
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A text that is told: how many of its letters are the catalogue's, and its last part."""
+    """A text that is told: how many letters of it are the catalogue's, its last part, and whether that is one clause."""
 
     letters: int
     text: str
     last: str = ""
+    apart: bool = True
 
 
 @dataclass
@@ -133,8 +134,11 @@ class Phrases:
                     continue
                 told, before = found or _Found(0, part), best[begin]
                 between = _between(pieces[2 * begin - 1], before, told.text) if begin else ""
-                choices.append(_Found(before.letters + told.letters, before.text + between + told.text, told.text))
-            best.append(max(choices, key=lambda choice: choice.letters))
+                whole = _Found(
+                    before.letters + told.letters, before.text + between + told.text, told.text, "; " not in part
+                )
+                choices.append(whole)
+            best.append(max(choices, key=lambda choice: (choice.letters, choice.apart)))
         return best[-1] if best[-1].letters else None
 
     def _whole_of(self, text: str) -> _Found | None:

@@ -30,8 +30,8 @@ ROOMS = (
 )
 """Rooms of the core that are translated; what they say has its Chinese."""
 FILES = sorted((HERE / "zh").glob("*.yaml"))
-FOREIGN = ("click.yaml",)
-"""Files of texts that are not ours."""
+FOREIGN = ("click.yaml", "words.yaml")
+"""Files of texts that are not ours, or that the sources have as names."""
 
 
 def entries() -> dict[str, str]:
