@@ -34,7 +34,7 @@ PROSE = re.compile(r"[;:.] |, (?=[a-z~])|(?:^|\s)[a-z]{2,}\s+[a-z]{2,}(?:\s|$)")
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A text that is told: how many letters of it are the catalogue's, its last part, and whether that is one clause."""
+    """A text that is told: how many of its letters are the catalogue's, its last part, and if that is one clause."""
 
     letters: int
     text: str
