@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,25 +136,29 @@ class _Side:
 def compare(
     a: str, b: str, *, spec: SpecLike | None = None, chip: str | None = None, without: Collection[str] = ()
 ) -> Comparison:
-    """Compare two candidates: `RUN:CANDIDATE`, or `RUN` for its best; a spec file may stand for RUN.
+    """Compare two candidates: `RUN:CANDIDATE`, or `RUN` for its best; a spec file may stand for RUN, and `b` may be
+    CANDIDATE alone, of the same.
 
     With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` goes with specs.
     Raises the errors of `flagcore.errors`.
     """
-    pairs: list[tuple[SpecLike, str]] = [_place(a), _place(b)] if spec is None else [(spec, a), (spec, b)]
-    (where, name), (there, other) = pairs
+    where, name = _place(a) if spec is None else (spec, a)
+    there, other = _place(b, where) if spec is None else (spec, b)
     found = known(where, chip, without)
     beside = found if where == there else known(there, chip, without)
     first, second = _Side(found, account(found, name)), _Side(beside, account(beside, other))
     return _compared(first, second)
 
 
-def _place(text: str) -> tuple[Path, str]:
+def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
+    """Return where a candidate is, and which it is: of the run `of`, if there is one and no other is named."""
     where, colon, name = text.rpartition(":")
     if not Path(text).exists() and colon and Path(where).exists():
         return Path(where), name
     if Path(text).exists():
         return Path(text), "best"
+    if of is not None and not colon and os.sep not in text:
+        return of, text
     raise UsageError(f"{text} is no run; give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates")
 
 

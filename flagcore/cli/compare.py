@@ -71,8 +71,8 @@ def compare_command(
 ) -> None:
     """Compare two candidates part by part: knobs, predicted time and memory, what was measured, and why they differ.
 
-    A and B are RUN:CANDIDATE, or RUN for its best; with --spec both are CANDIDATE alone. A CANDIDATE is told as for
-    `flag explain`.
+    A and B are RUN:CANDIDATE, or RUN for its best; B may be CANDIDATE alone, of the same run, and with --spec both
+    are. A CANDIDATE is told as for `flag explain`.
     """
     from flagcore import api
 

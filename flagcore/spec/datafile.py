@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def read_text(path: Path, *, file: str, key: str) -> str:
     def error_of(problem: str, fix: str) -> SpecError:
         return spec_error(key, problem, value=str(path) if str(path) != file else None, fix=fix, file=file)
 
-    content, problem = b"", ""
+    content, problem, fix = b"", "", "give the path of a file that can be read"
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(handle, "rb") as stream:
@@ -49,10 +50,11 @@ def read_text(path: Path, *, file: str, key: str) -> str:
                 content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         problem = "does not exist"
+        fix = f"did you mean {near}?" if (near := _near(path)) else fix
     except (OSError, ValueError) as error:
         problem = f"cannot be read ({getattr(error, 'strerror', None) or 'not a path'})"
     if problem:
-        raise error_of(problem, "give the path of a file that can be read")
+        raise error_of(problem, fix)
     if len(content) > MAX_BYTES:
         raise error_of(f"is larger than {MAX_BYTES >> 20} MiB", "it should be a few kilobytes")
     try:
@@ -60,6 +62,15 @@ def read_text(path: Path, *, file: str, key: str) -> str:
     except UnicodeDecodeError as error:
         place = error.start
     raise error_of(f"is not UTF-8 text (byte {place})", "save it as UTF-8")
+
+
+def _near(path: Path) -> Path | None:
+    """Return what stands beside a path that is not there under nearly its name."""
+    try:
+        (name,) = get_close_matches(path.name, os.listdir(path.parent), n=1)
+    except (OSError, ValueError):
+        return None
+    return path.with_name(name)
 
 
 def _json(text: str, file: str) -> object:

@@ -58,6 +58,7 @@ def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(
     best, baseline = (both[side]["measured"]["step_time_s"] for side in "ab")
     assert both["gap"] == pytest.approx(baseline / best - 1)
     assert both["a"]["measured"]["runs"] == both["b"]["measured"]["runs"] == 2
+    assert compared(project.run_dir, "baseline") == both
     assert f"measured {both['gap']:+.1%} in time" in both["because"][0]
     again = compared(project.run_dir, project.run_dir)
     assert (again["gap"], again["sure"], again["differs"]) == (0.0, "perhaps", {})

@@ -177,3 +177,11 @@ def test_groups_of_a_cluster_are_read_in_their_order(read: Callable[..., Spec]) 
 
 def test_one_group_is_a_cluster_of_equal_nodes(read: Callable[..., Spec]) -> None:
     assert read("cluster: {groups: [{chip: a, nodes: 2}]}").cluster == ClusterSpec(chip="a", nodes=2)
+
+
+def test_a_file_that_is_not_there_is_answered_with_what_is_nearly_called_so(tmp_path: Path) -> None:
+    (tmp_path / "train-cpu.yaml").write_text("{}")
+    with pytest.raises(SpecError, match=r"does not exist; did you mean .*train-cpu\.yaml\?"):
+        read_spec(tmp_path / "trian-cpu.yaml")
+    with pytest.raises(SpecError, match="does not exist; give the path"):
+        read_spec(tmp_path / "away" / "other.yaml")
