@@ -109,7 +109,7 @@ CHIPS = (
     Fault("peaks_are_those_without_sparsity", CHIP, "  bf16: {value: 3.0e+14, source: *made_up}\n  fp16: {value: 3.0e+14", "  bf16: {value: 6.0e+14, source: *made_up}\n  fp16: {value: 6.0e+14", "375 operations a byte", "half"),
     Fault("peaks_are_those_without_sparsity", CHIP, "  fp16:", "  int8: {value: 3.0e+14, source: *made_up}\n  fp16:", "is what int8 has", "half"),
     Fault("peaks_are_those_without_sparsity", CHIP, "fp32: {value: 4.0e+13", "fp32: {value: 7.0e+12", "43 times fp32", "half"),
-    Fault("no_peak_is_from_a_table_of_sparse_ones", CHIP, "fp16: {value: 3.0e+14, source: *made_up}", "fp16: {value: 3.0e+14, source: {kind: datasheet, document: 'A1 brief, structured sparsity'}}", "tells of sparsity", "half of it"),
+    Fault("no_peak_is_from_a_table_of_sparse_ones", CHIP, "fp16: {value: 3.0e+14, source: *made_up}", "fp16: {value: 3.0e+14, source: {kind: datasheet, document: 'A1 brief, structured sparsity'}}", "tells of sparsity", "without sparsity"),
     Fault("large_products_reach_a_fair_share_of_the_peak", CURVE, "gemm_share: 0.75", "gemm_share: 0.25", "% of the peak in bf16", "sparsity"),
     Fault("a_network_card_is_slower_than_the_link", CHIP, "value: 2.5e+10", "value: 2.0e+11", "nic_bytes_per_second = 2e+11", "not bits"),
     Fault("a_network_card_is_slower_than_the_link", CHIP, "devices_per_node: 8", "devices_per_node: 8\nhost_bytes_per_second: {value: 1.6e+10, source: *made_up}", "not below host_bytes_per_second", "not bits"),
