@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
+import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from flagcore import api
 from flagcore.testing.subject import Subject
@@ -157,16 +162,26 @@ def edit(path: Path, old: str, new: str) -> None:
 
 @contextmanager
 def imported(folder: Path) -> Iterator[Subject]:
-    """Import the plugin in `folder` as if nothing of its name had been seen, and forget it again."""
+    """Import the plugin in `folder` as if nothing of its name had been seen, and forget it and what it did again.
+
+    A fault that has signals ignored would else be inherited by every program that later tests start.
+    """
     path = list(sys.path)
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handled, rounding, shown = list(logging.root.handlers), np.geterr(), warnings.filters[:]
     try:
         importlib.invalidate_caches()
         yield Subject(name="acme", hooks=importlib.import_module("flagcore_acme.hooks"))
     finally:
         sys.dont_write_bytecode = before
         sys.path[:] = path
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        logging.root.handlers[:], warnings.filters[:] = handled, shown
+        np.seterr(**rounding)
         for name in [name for name in sys.modules if name.partition(".")[0] == "flagcore_acme"]:
             del sys.modules[name]
         for known in (knobs.all_knobs, maturity.maturity, quirks.quirks, variables.variables):
