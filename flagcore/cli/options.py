@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +14,12 @@ from typing import Any, TypeVar
 import click
 
 from flagcore.language import said
+from flagcore.language.width import columns, wrapped
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+LEAD = re.compile(r" *(?P<mark>[-*] )?")
+"""What stands before the text of a line."""
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
@@ -24,9 +28,7 @@ def output(command: F) -> F:
 
     @wraps(command)
     def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
-        from flagcore.report.formats import fitted
-
-        with fitted(None if wide else _terminal_width(), told=True):
+        with on_terminal(wide):
             return command(*arguments, **others)
 
     made: Any = fitting
@@ -38,6 +40,15 @@ def output(command: F) -> F:
     ):
         made = add(made)
     return made  # type: ignore[no-any-return]
+
+
+@contextmanager
+def on_terminal(wide: bool = False) -> Iterator[None]:
+    """Make what is shown meanwhile fit the terminal, unless it is to be `wide`, and speak its user's language."""
+    from flagcore.report.formats import fitted
+
+    with fitted(None if wide else _terminal_width(), told=True):
+        yield
 
 
 def _terminal_width() -> int | None:
@@ -110,4 +121,24 @@ def say(text: str) -> None:
 
 def show(text: str, form: str = "table") -> None:
     """Print on stdout what was asked for: text in the user's language, data in another form as it is."""
-    click.echo(said(text) if form in ("table", "text") else text)
+    click.echo(_fitted(said(text)) if form in ("table", "text") else text)
+
+
+def _fitted(text: str) -> str:
+    """Return a text whose sentences fit the terminal as its tables do, wrapped between words."""
+    from flagcore.report.formats import WIDTH
+
+    most = WIDTH.get()
+    if most is None:
+        return text
+    return "\n".join(each for line in text.split("\n") for each in _wrapped(line, most))
+
+
+def _wrapped(line: str, most: int) -> list[str]:
+    """Return a line as it is if it fits, else as several, those after the first with an indent; a path is never cut."""
+    if columns(line) <= most:
+        return [line]
+    lead = LEAD.match(line)
+    start = len(lead[0]) if lead else 0
+    indent = " " * (start if lead and lead["mark"] else start + 2 if start else 4)
+    return wrapped(line, max(most, 2 * len(indent)), indent, cut=False)

@@ -85,7 +85,8 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
 
     checked = api.check_plugins(targets)
     records: list[dict[str, Any]] = [plugin.record for plugin in checked]
-    options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked), form)
+    with options.on_terminal():
+        options.show(json.dumps({"plugins": records}, indent=2) if form == "json" else as_text(checked), form)
     failed = {record["name"]: record["failed"] for record in records if record["failed"]}
     if failed:
         told = ", ".join(f"{count} of {name}" for name, count in failed.items())

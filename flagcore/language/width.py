@@ -38,10 +38,14 @@ def words(text: str) -> list[str]:
     return [piece for piece in _pieces(text) if not piece.isspace()]
 
 
-def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Return a text as lines of no more columns than `width`, those after the first with an indent."""
+def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[str]:
+    """Return a text as lines of no more columns than `width`, those after the first with an indent.
+
+    A word that is longer is cut; without `cut` it stands in a line that is as long.
+    """
     if text.isascii():
-        return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+        lines = textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=cut)
+        return lines or [""]
     lines, line = [], ""
     for piece in _pieces(text):
         while columns(line + piece.rstrip()) > width:
@@ -50,11 +54,11 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
                 line, piece = indent, piece.lstrip()
                 if columns(line + piece) <= width:
                     break
-            cut = max(_that_fit(piece, width - columns(line)), 1)
-            if cut >= len(piece):
+            some = max(_that_fit(piece, width - columns(line)), 1) if cut else len(piece)
+            if some >= len(piece):
                 break
-            lines.append(line + piece[:cut])
-            line, piece = indent, piece[cut:]
+            lines.append(line + piece[:some])
+            line, piece = indent, piece[some:]
         line += piece if line.strip() or not lines else piece.lstrip()
     return [*lines, line.rstrip()] if line.strip() else lines or [""]
 

@@ -45,12 +45,39 @@ def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a plain text table; columns of figures are aligned to the right.
 
-    Inside `fitted` text and headings are wrapped where the table is too wide; a figure is never cut.
+    Inside `fitted` text and headings are wrapped where the table is too wide. A figure is never cut: columns that still
+    have no room stand in a table below, beside the first column again.
     """
     figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
     headings, rows = in_words(headings), [in_words(row) for row in rows]
-    widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
+    most, everything = WIDTH.get(), list(range(len(headings)))
+    if most is None:
+        return _lines(headings, rows, figures, None)
+    parts = [
+        _lines(
+            [headings[place] for place in part],
+            [[row[place] for place in part] for row in rows],
+            [figures[place] for place in part],
+            most,
+        )
+        for part in _parts(everything, _least(headings, rows, figures), most)
+    ]
+    return "\n\n".join(parts)
+
+
+def fits(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> bool:
+    """Return whether one table of `records` has room for all `columns`, with no word of a heading cut."""
     most = WIDTH.get()
+    if most is None:
+        return True
+    with fitted(None, told=TOLD.get()):
+        whole = render(records, "table", columns)
+    return max(map(columns_of, whole.splitlines()), default=0) <= most
+
+
+def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None) -> str:
+    """Return a table of at most so many columns of text, or as near to it as its figures allow."""
+    widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
     if most is not None:
         widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
 
@@ -64,6 +91,17 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = BETWEEN.join("-" * width for width in widths).rstrip()
     return "\n".join(finished([*lines(headings), rule, *(line for row in rows for line in lines(row))]))
+
+
+def _parts(places: Sequence[int], least: Sequence[int], most: int) -> list[list[int]]:
+    """Return which columns stand side by side: all of them, or groups that each begin with the first column."""
+    parts = [[*places[:1]]]
+    for place in places[1:]:
+        wide = sum(least[each] + len(BETWEEN) for each in parts[-1]) + least[place]
+        if wide > most and len(parts[-1]) > 1:
+            parts.append([*places[:1]])
+        parts[-1].append(place)
+    return parts
 
 
 @contextmanager

@@ -6,26 +6,19 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagcore.language.width import columns
-from flagcore.report.formats import WIDTH, render
+from flagcore.report.formats import WIDTH, fits, render
 from flagcore.report.text import values_text
 
 
 def candidates_table(records: Sequence[Mapping[str, Any]], knobs: Mapping[str, str], figures: Mapping[str, str]) -> str:
     """Return a table of numbered records with columns for `knobs` and `figures`.
 
-    Where it would be wider than tables may be, configurations stand in lines of their own below it, and the last
-    figures are left out that still do not fit.
+    Where it would be wider than tables may be, configurations stand in lines of their own below it.
     """
     number, width = {"#": "number"}, WIDTH.get()
-    whole = render(records, "table", {**number, **knobs, **figures})
-    if width is None or _width(whole) <= width:
-        return whole
-    kept = list(figures)
-    while _width(text := render(records, "table", {**number, **{name: figures[name] for name in kept}})) > width:
-        if len(kept) == 1:
-            break
-        kept.pop()
+    whole = {**number, **knobs, **figures}
+    if width is None or fits(records, whole):
+        return render(records, "table", whole)
     indent = len(str(len(records))) + 2
     lines = [
         textwrap.fill(
@@ -36,8 +29,4 @@ def candidates_table(records: Sequence[Mapping[str, Any]], knobs: Mapping[str, s
         )
         for record in records
     ]
-    return "\n".join([text, "", *lines])
-
-
-def _width(text: str) -> int:
-    return max(map(columns, text.splitlines()), default=0)
+    return "\n".join([render(records, "table", {**number, **figures}), "", *lines])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
-from flagcore.report.formats import fitted, table
+from flagcore.report.formats import fits, fitted, table
 
 HEADINGS = ["trial", "configuration", "tokens/s per device", "reason"]
 ROWS = [
@@ -36,4 +38,20 @@ def test_table_fits_and_keeps_every_word_and_figure(width: int) -> None:
 def test_figures_are_never_cut_however_narrow_the_terminal() -> None:
     figures = [["123,456,789.5", "~0.12345", "1,000"]]
     with fitted(10):
-        assert table(["a", "b", "c"], figures).splitlines()[-1] == "123,456,789.5  ~0.12345  1,000"
+        lines = table(["a", "b", "c"], figures).splitlines()
+    assert [line for line in lines if "123" in line] == ["123,456,789.5  ~0.12345", "123,456,789.5  1,000"]
+
+
+def test_columns_without_room_stand_below_beside_the_first_one() -> None:
+    headings = ["chip", *(f"figure {place}" for place in range(8))]
+    rows = [[chip, *(f"{place}{place},000.5" for place in range(8))] for chip in ("one", "two")]
+    for width in (30, 40, 60, 80):
+        with fitted(width):
+            assert not fits([dict(zip(headings, row, strict=True)) for row in rows], {name: name for name in headings})
+            parts = table(headings, rows).split("\n\n")
+        assert len(parts) > 1
+        assert all(part.startswith("chip") for part in parts)
+        assert max(len(line) for part in parts for line in part.splitlines()) <= width
+        for row in rows:
+            found = [line.split()[1:] for part in parts for line in part.splitlines() if line.startswith(row[0])]
+            assert list(chain.from_iterable(found)) == row[1:]

@@ -34,6 +34,7 @@ def test_a_narrow_terminal_gets_configurations_below_the_figures() -> None:
         assert max(map(len, lines)) <= max(width, len("   max_num_batched_tokens"))
         assert all(f"{record['number']}" in told(width) for record in RECORDS)
         assert "max_num_batched_tokens 4096" in " ".join(told(width).split())
+        assert all(f"{heading.split()[-1]}" in told(width) for heading in FIGURES)
 
 
 def test_candidates_that_differ_have_rows_that_differ() -> None:
