@@ -12,6 +12,8 @@ COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8
 """Each at least 3:1 against light and dark paper (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
 SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-open", "cross", "hexagon-open")
+MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
+"""Pixels around a chart; its axes take what their labels need beside that."""
 WIDELY = 8.0
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
@@ -54,8 +56,7 @@ def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
     }
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
     legend["traceorder"] = "normal"
-    margin = {"l": 10, "r": 16, "t": 10, "b": 10}
-    return {"height": height, "margin": margin, "legend": legend, "dragmode": False, **axes, **more}
+    return {"height": height, "margin": MARGIN, "legend": legend, "dragmode": False, **axes, **more}
 
 
 def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, Any]:

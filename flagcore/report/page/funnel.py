@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flagcore.domain.knowledge import DOES_NOT_FIT
 from flagcore.domain.trial import PROBE
 from flagcore.report.page.blocks import Chart, Section, cell, label, table
-from flagcore.report.page.charts import bars, rows_layout
+from flagcore.report.page.charts import MARGIN, bars, rows_layout
 from flagcore.report.page.run import RunData
 
 
@@ -67,15 +67,14 @@ def _chart(title: str, start: tuple[str, int], took: Sequence[_Took], end: tuple
     text = [f"{start[1]:,}", *(f"-{each.count:,}" for each in shown), f"{end[1]:,}"]
     beside = {"text": text, "textposition": "outside", "cliponaxis": False}
     left = [*after, end[1]]
-    lines = max(name.count("<br>") + 1 for name in names)
+    lines, most = max(name.count("<br>") + 1 for name in names), max(start[1], 1)
     largest = max(shown, key=lambda each: each.count, default=None)
-    most = f' The largest group of the others, {largest.count:,}, is "{largest.name}".' if largest else ""
+    rest = f' The largest group of the others, {largest.count:,}, is "{largest.name}".' if largest else ""
     return Chart(
         title=title,
-        says=f"Of {start[1]:,} {start[0]} {end[1]:,} are {'left' if end[0] == 'candidates' else 'untried'}.{most}",
+        says=f"Of {start[1]:,} {start[0]} {end[1]:,} are {'left' if end[0] == 'candidates' else 'untried'}.{rest}",
         traces=(bars("left", 0, left, names), bars("taken away", 1, taken, names, **beside)),
-        layout=rows_layout(
-            start[0], len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, max(start[1], 1) * 1.25]}
-        ),
+        layout=rows_layout(start[0], len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, most]})
+        | {"margin": MARGIN | {"r": 8 * max(map(len, text)) + 6}},
         table=held,
     )

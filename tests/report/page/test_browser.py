@@ -118,6 +118,26 @@ def test_every_chart_is_drawn_with_all_its_series(opened: Open, runs: Runs, kind
     assert found.page.evaluate("document.querySelectorAll('.plot .main-svg').length") > 0
 
 
+@pytest.mark.parametrize("kind", ["dense", "serving"])
+def test_a_chart_follows_the_pages_width_and_keeps_its_height(opened: Open, kind: str) -> None:
+    page = opened(kind, 1400).page
+    fresh = page.evaluate(SIZES)
+    page.set_viewport_size({"width": 360, "height": 780})
+    page.wait_for_timeout(1000)
+    assert all(high == drawn_high and wide == drawn_wide for high, drawn_high, wide, drawn_wide in page.evaluate(SIZES))
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 1400, "height": 360})
+    page.wait_for_timeout(1000)
+    assert page.evaluate(SIZES) == fresh
+
+
+SIZES = """() => [...document.querySelectorAll(".plot")].map((plot) => {
+  const drawn = plot.querySelector(".svg-container").getBoundingClientRect();
+  return [plot.clientHeight, drawn.height, plot.clientWidth, drawn.width].map(Math.round);
+})"""
+"""Of each chart the height of its place and of what is drawn, and the widths of the two."""
+
+
 def test_figures_that_are_seen_are_those_of_the_result(opened: Open, runs: Runs) -> None:
     found, result = opened("dense"), runs("dense").result
     told = found.page.locator("#answer dl").inner_text()

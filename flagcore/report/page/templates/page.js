@@ -29,22 +29,37 @@
     return chart.layout.height + (innerWidth < 600 ? 17 * Math.max(0, entries - 3) : 0);
   }
 
+  const chartOf = (plot) => charts[Number(plot.dataset.chart)];
+  const size = (plot) => ({ width: plot.clientWidth, height: room(chartOf(plot)) });
+
   async function draw(plot) {
-    const chart = charts[Number(plot.dataset.chart)];
-    const layout = { ...chart.layout, height: room(chart) };
-    await Plotly.newPlot(plot, chart.traces, layout, { responsive: true, displayModeBar: false, scrollZoom: false });
+    const chart = chartOf(plot);
+    const layout = { ...chart.layout, ...size(plot) };
+    await Plotly.newPlot(plot, chart.traces, layout, { displayModeBar: false, scrollZoom: false });
     await Plotly.relayout(plot, look(false));
     plot.dataset.drawn = "yes";
   }
 
   async function drawAll() {
     for (const plot of plots) await draw(plot);
+    fit();
     document.documentElement.dataset.drawn = "yes";
   }
 
   dark.addEventListener("change", () => plots.forEach((plot) => Plotly.relayout(plot, look(false))));
+  // Plotly's own way to follow the page's width forgets the height, and lets a chart reach into what is below it.
+  function fit() {
+    for (const plot of plots) {
+      if (plot.dataset.drawn && plot.clientWidth !== plot.layout.width) Plotly.relayout(plot, { ...look(false), ...size(plot) });
+    }
+  }
+  let waiting;
+  addEventListener("resize", () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(fit, 150);
+  });
   addEventListener("beforeprint", () => plots.forEach((plot) => Plotly.relayout(plot, { ...look(true), width: 660 })));
-  addEventListener("afterprint", () => plots.forEach((plot) => Plotly.relayout(plot, { ...look(false), width: null, autosize: true })));
+  addEventListener("afterprint", () => plots.forEach((plot) => Plotly.relayout(plot, { ...look(false), ...size(plot) })));
 
   function sortBy(table, column, heading) {
     const descending = heading.getAttribute("aria-sort") === "ascending";
