@@ -1,8 +1,8 @@
 """Texts matched against templates, so that what was put together in English is told in another language.
 
 A template's places (`{0}`) are told in turn, as they may hold texts of the catalogue themselves. Where no template is
-as long as a text, its parts between commas, colons and the like are told one by one. Of several ways that
-in which most letters belong to templates is taken.
+as long as a text, its parts between commas, colons and the like are told one by one, and so are the items of a list.
+Of several ways that in which most letters belong to templates is taken, then that whose places hold fewest clauses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from flagcore.language import lists
+
 PLACE = re.compile(r"\{(\d+)\}")
 WORD = re.compile(r"[A-Za-z]{2,}")
 BETWEEN = re.compile(r"(; |: |, |\. | \(|\) (?=\w)|\)(?=$|[\s,;:.])|  \[|\]$|\.$|\n)")
@@ -20,7 +22,6 @@ BETWEEN = re.compile(r"(; |: |, |\. | \(|\) (?=\w)|\)(?=$|[\s,;:.])|  \[|\]$|\.$
 WIDE_BETWEEN = {"; ": "；", ": ": "：", ", ": "，", ". ": "。", " (": "（", ") ": "）", ")": "）", ".": "。"}
 """The same beside a Chinese text."""
 CHINESE = re.compile("[\u4e00-\u9fff]")
-BETWEEN_CHINESE = re.compile("(?<=[\u4e00-\u9fff，。；：]) +(?=[\u4e00-\u9fff])")
 LEADING = re.compile(r"(?:\s|[-*•] |flag: )*")
 KEY = re.compile(r"[^\s;:,]+ (?P<value>= )?")
 """What stands before what is told of it: a name, or a key and its value, which may hold blanks."""
@@ -30,16 +31,22 @@ LEAST, WEAK = 3, 14
 """A template of fewer letters than the first is none; one of fewer than the second takes no prose into a place."""
 PROSE = re.compile(r"[;:.] |, (?=[a-z~])|(?:^|\s)[a-z]{2,}\s+[a-z]{2,}(?:\s|$)")
 """Words of a sentence, and what stands between its parts."""
+CLAUSES = re.compile(r"[;:,.] ")
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A text that is told: how many of its letters are the catalogue's, its last part, and if that is one clause."""
+    """A text that is told: how many of its letters are the catalogue's, how many clauses its places hold."""
 
     letters: int
     text: str
+    held: int = 0
     last: str = ""
-    apart: bool = True
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """How well it is told, the larger the better."""
+        return self.letters, -self.held
 
 
 @dataclass
@@ -59,6 +66,12 @@ class _Template:
         literals = PLACE.split(self.english)
         parts = [f"(?P<p{part}>.*?)" if at % 2 else re.escape(part) for at, part in enumerate(literals)]
         return re.compile("".join(parts), re.DOTALL)
+
+    @cached_property
+    def open(self) -> str:
+        """The place at the end that a colon or the like leads to, which may hold any text."""
+        found = re.search(r"(?:[:;] | \()\{(\d+)\}\)?$", self.english)
+        return "" if found is None else f"p{found[1]}"
 
     @cached_property
     def words(self) -> list[str]:
@@ -134,11 +147,9 @@ class Phrases:
                     continue
                 told, before = found or _Found(0, part), best[begin]
                 between = _between(pieces[2 * begin - 1], before, told.text) if begin else ""
-                whole = _Found(
-                    before.letters + told.letters, before.text + between + told.text, told.text, "; " not in part
-                )
-                choices.append(whole)
-            best.append(max(choices, key=lambda choice: (choice.letters, choice.apart)))
+                letters, held = before.letters + told.letters, before.held + told.held
+                choices.append(_Found(letters, before.text + between + told.text, held, told.text))
+            best.append(max(choices, key=lambda choice: choice.rank))
         return best[-1] if best[-1].letters else None
 
     def _whole_of(self, text: str) -> _Found | None:
@@ -146,12 +157,12 @@ class Phrases:
         words = set(WORD.findall(text))
         if not words:
             return None
-        found = self._by_template(text, words)
+        found = max(filter(None, (self._listed(text), self._by_template(text, words))), key=_rank, default=None)
         key = KEY.match(text)
         end = key.end() if key else 0
         while found is None and end:
             rest = self._by_template(text[end:], set(WORD.findall(text[end:])))
-            found = rest and _Found(rest.letters, text[:end] + rest.text)
+            found = rest and _Found(rest.letters, lists.tidy(text[:end] + rest.text), rest.held)
             end = text.find(" ", end) + 1 if key and key["value"] else 0
         return found
 
@@ -160,23 +171,40 @@ class Phrases:
             return _Found(sum(letter.isalpha() for letter in text), self._whole[text])
         found = [each for word in (*words, "") for each in self._by_word.get(word, ()) if words.issuperset(each.words)]
         told = [self._filled(each, match) for each in found if (match := each.pattern.fullmatch(text))]
-        return max((each for each in told if each), key=lambda each: each.letters, default=None)
+        return max((each for each in told if each), key=_rank, default=None)
+
+    def _listed(self, text: str) -> _Found | None:
+        """Return a list told item by item, None where one of them is neither known nor a mere value."""
+        found = lists.items(text)
+        if found is None:
+            return None
+        told = [self._item(item) for item in found[0]]
+        known = [item for item in told if item]
+        if len(known) < len(told):
+            return None
+        return _Found(2 + sum(item.letters for item in known), lists.joined([item.text for item in known], found[1]))
+
+    def _item(self, text: str) -> _Found | None:
+        told = self._by_template(text, set(WORD.findall(text)))
+        return _Found(0, text) if told is None and lists.is_value(text) else told
 
     def _filled(self, template: _Template, match: re.Match[str]) -> _Found | None:
         """Return a template's translation with its places told; None for a weak one that would swallow sentences."""
-        letters, places = template.letters, {}
+        letters, places, held = template.letters, {}, 0
         for name, value in match.groupdict().items():
             bare = value.strip(" ")
             told = self._told(bare) if bare else None
             if value.count("(") != value.count(")"):
                 return None
-            prose = PROSE.search(value) and (told is None or PROSE.search(told.text))
-            if prose and template.letters < WEAK:
+            text = lists.values(bare) if told is None else told.text
+            prose = PROSE.search(value) and (text is None or PROSE.search(text))
+            if prose and template.letters < WEAK and name != template.open:
                 return None
             letters += told.letters if told else 0
-            places[name[1:]] = value if told is None else value.replace(bare, told.text)
-        text = PLACE.sub(lambda place: places[place[1]], template.other)
-        return _Found(letters, BETWEEN_CHINESE.sub("", text))
+            held += len(CLAUSES.findall(value))
+            places[name[1:]] = value if text is None else value.replace(bare, text)
+        text = PLACE.sub(lambda place: f"{lists.EDGE}{places[place[1]]}{lists.EDGE}", template.other)
+        return _Found(letters, lists.tidy(text), held)
 
 
 def _index(templates: Iterable[_Template]) -> dict[str, list[_Template]]:
@@ -192,10 +220,16 @@ def _index(templates: Iterable[_Template]) -> dict[str, list[_Template]]:
     return found
 
 
+def _rank(found: _Found) -> tuple[int, int]:
+    return found.rank
+
+
 def _between(between: str, before: _Found, after: str) -> str:
     """Return what stands between two parts, wide beside Chinese; a bracket is closed as it was opened."""
     if between.startswith(")"):
         wide = before.text.count("（") > before.text.count("）")
+    elif between == ", ":
+        wide = bool(CHINESE.match(before.text[-1:]) or CHINESE.match(after) or before.text.endswith("）"))
     else:
-        wide = bool(CHINESE.search(before.last) or CHINESE.match(after))
+        wide = between == "; " or bool(CHINESE.search(before.last) or CHINESE.match(after))
     return WIDE_BETWEEN.get(between, between) if wide else between

@@ -40,9 +40,23 @@ def test_parts_are_told_where_the_whole_is_unknown() -> None:
 
 def test_a_problem_of_a_key_is_told_behind_the_key_and_its_value() -> None:
     assert WORDS.text("a.yaml: train.tp = 6 must divide heads = 64; use 1, 2 or 4") == (
-        "a.yaml: train.tp = 6 必须整除 heads = 64；请用 1, 2 or 4"
+        "a.yaml: train.tp = 6 必须整除 heads = 64；请用 1、2 或 4"
     )
     assert WORDS.text("train.name = 'a b' must divide x = 1").startswith("train.name = 'a b' 必须整除")
+
+
+def test_a_list_is_told_item_by_item_with_chinese_between() -> None:
+    assert WORDS.text("use 'a, b', c or baseline") == "请用 'a, b'、c 或基线"
+    assert WORDS.text("use x and y (or z)") == "请用 x 和 y（or z）"
+    assert WORDS.text("Predicted 1 to 4 GiB of a, b, c") == "在 a、b、c 中预测 1 到 4 GiB"
+    assert WORDS.text("use this and nothing else") == "请用 this and nothing else"
+
+
+def test_of_two_ways_that_whose_places_hold_fewer_clauses_is_taken() -> None:
+    words = Phrases(
+        {"must be {0}, or null": "必须是 {0}，或 null", "must be {0}": "必须是 {0}", "an integer of {0}": "{0} 的整数"}
+    )
+    assert words.text("must be an integer of 1, or null") == "必须是 1 的整数，或 null"
 
 
 def test_what_is_unknown_stays() -> None:
