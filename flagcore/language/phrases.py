@@ -196,12 +196,13 @@ class Phrases:
             told = self._told(bare) if bare else None
             if value.count("(") != value.count(")"):
                 return None
-            text = lists.values(bare) if told is None else told.text
+            joined = lists.values(bare)
+            text = joined if told is None else told.text
             prose = PROSE.search(value) and (text is None or PROSE.search(text))
             if prose and template.letters < WEAK and name != template.open:
                 return None
             letters += told.letters if told else 0
-            held += len(CLAUSES.findall(value))
+            held += 0 if joined else len(CLAUSES.findall(value))
             places[name[1:]] = value if text is None else value.replace(bare, text)
         text = PLACE.sub(lambda place: f"{lists.EDGE}{places[place[1]]}{lists.EDGE}", template.other)
         return _Found(letters, lists.tidy(text), held)
