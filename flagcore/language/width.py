@@ -35,7 +35,7 @@ def words(text: str) -> list[str]:
     """Return what a line may not be broken in: words of narrow letters, and wide letters with their punctuation."""
     if text.isascii():
         return text.split()
-    return [piece for piece in _pieces(text) if not piece.isspace()]
+    return [piece for piece in pieces(text) if not piece.isspace()]
 
 
 def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[str]:
@@ -47,7 +47,7 @@ def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[s
         lines = textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=cut)
         return lines or [""]
     lines, line = [], ""
-    for piece in _pieces(text):
+    for piece in pieces(text):
         while columns(line + piece.rstrip()) > width:
             if line.strip():
                 lines.append(line.rstrip())
@@ -63,14 +63,15 @@ def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[s
     return [*lines, line.rstrip()] if line.strip() else lines or [""]
 
 
-def _pieces(text: str) -> list[str]:
-    pieces: list[str] = []
+def pieces(text: str) -> list[str]:
+    """Return a text as blanks and what stands between two places where a line may end."""
+    found: list[str] = []
     for piece in _PIECES.findall(text):
-        if pieces and ((piece[0] in CLOSING and not pieces[-1].isspace()) or pieces[-1][-1] in OPENING):
-            pieces[-1] += piece
+        if found and ((piece[0] in CLOSING and not found[-1].isspace()) or found[-1][-1] in OPENING):
+            found[-1] += piece
         else:
-            pieces.append(piece)
-    return pieces
+            found.append(piece)
+    return found
 
 
 def _that_fit(text: str, width: int) -> int:

@@ -12,11 +12,13 @@ from flagcore.report.formats import shown
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What a table shows at one place. `value` is the figure behind the text, unrounded; `link` an anchor of the page,
-    or a file beside it."""
+    or a file beside it. `kept` marks what reads the same in every language: a value of somebody's, not a word of ours.
+    """
 
     text: str
     value: float | None = None
     link: str = ""
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +61,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart of plotly's (`traces` and `layout` in its JSON), what it says in one sentence, and its figures.
-
-    Text in traces and layout went through `label`, since plotly reads tags in it.
-    """
+    """A chart of plotly's (`traces` and `layout` in its JSON), what it says in one sentence, and its figures."""
 
     title: str
     says: str
@@ -77,7 +76,7 @@ class Folded:
 
     anchor: str
     title: str
-    blocks: tuple[Text | Facts | Code | Table, ...]
+    blocks: tuple[Block, ...]
 
 
 Block: TypeAlias = "Text | Facts | Code | Table | Chart | Folded"
@@ -120,15 +119,3 @@ def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], 
     """Return a table of cells, or of values that become some."""
     cells = tuple(tuple(each if isinstance(each, Cell) else cell(each) for each in row) for row in rows)
     return Table(caption=caption, headings=tuple(headings), rows=cells, sortable=sortable)
-
-
-def label(text: object, width: int = 22) -> str:
-    """Return text for a chart: what plotly would read as a tag or an entity is escaped, long words are broken."""
-    lines, line = [], ""
-    for word in str(text).replace("_", "_\0").replace(" ", " \0").split("\0"):
-        if line and len(line) + len(word.rstrip()) > width:
-            lines.append(line.rstrip())
-            line = ""
-        line += word
-    lines.append(line)
-    return "<br>".join(each.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for each in lines)

@@ -1,11 +1,17 @@
-"""Traces and layouts of charts that read without colour: each series has a colour, and a pattern, symbol or dash."""
+"""Traces and layouts of charts that read without colour: each series has a colour, and a pattern, symbol or dash.
+
+Their text is plain; `drawn` makes of it what plotly shows as it stands.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flagcore.language import said
+from flagcore.language.width import columns, pieces
 from flagcore.report.formats import shown
 
 COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
@@ -16,6 +22,8 @@ MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
 """Pixels around a chart; its axes take what their labels need beside that."""
 WIDELY = 8.0
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22}
+"""Where text stands in a trace or a layout, and the columns of text after which it is broken."""
 
 
 def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -73,3 +81,24 @@ def spread_axis(values: Sequence[float]) -> dict[str, Any]:
     few = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
     ticks = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in few]
     return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}
+
+
+def drawn(data: Any, width: int | None = None) -> Any:
+    """Return traces or a layout with their texts in the reader's language, and as labels."""
+    if isinstance(data, Mapping):
+        return {key: drawn(value, TEXTS.get(key)) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [drawn(each, width) for each in data]
+    return label(said(data), width) if width and isinstance(data, str) else data
+
+
+def label(text: str, width: int = TEXTS["y"]) -> str:
+    """Return text for a chart: what plotly would read as a tag or an entity is escaped, long text is broken."""
+    lines, line = [], ""
+    for piece in (part for whole in pieces(text) for part in re.split("(?<=_)", whole)):
+        if line.strip() and not piece.isspace() and columns(line + piece) > width:
+            lines.append(line.rstrip())
+            line = ""
+        line += piece
+    lines.append(line)
+    return "<br>".join(each.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for each in lines)

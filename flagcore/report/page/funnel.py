@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from flagcore.domain.knowledge import DOES_NOT_FIT
 from flagcore.domain.trial import PROBE
-from flagcore.report.page.blocks import Chart, Section, cell, label, table
-from flagcore.report.page.charts import MARGIN, bars, rows_layout
+from flagcore.language import said
+from flagcore.report.page.blocks import Chart, Section, cell, table
+from flagcore.report.page.charts import MARGIN, bars, label, rows_layout
 from flagcore.report.page.run import RunData
 
 
@@ -59,7 +60,7 @@ def _chart(title: str, start: tuple[str, int], took: Sequence[_Took], end: tuple
         [[name, cell(count), why] for name, count, why in rows],
     )
     shown = [each for each in took if each.count]
-    names = [label(name) for name in (start[0], *(each.name for each in shown), end[0])]
+    names = [start[0], *(each.name for each in shown), end[0]]
     after = [start[1]]
     for each in shown:
         after.append(after[-1] - each.count)
@@ -67,7 +68,7 @@ def _chart(title: str, start: tuple[str, int], took: Sequence[_Took], end: tuple
     text = [f"{start[1]:,}", *(f"-{each.count:,}" for each in shown), f"{end[1]:,}"]
     beside = {"text": text, "textposition": "outside", "cliponaxis": False}
     left = [*after, end[1]]
-    lines, most = max(name.count("<br>") + 1 for name in names), max(start[1], 1)
+    lines, most = max(label(said(name)).count("<br>") + 1 for name in names), max(start[1], 1)
     largest = max(shown, key=lambda each: each.count, default=None)
     rest = f' The largest group of the others, {largest.count:,}, is "{largest.name}".' if largest else ""
     return Chart(

@@ -14,13 +14,33 @@ from importlib.resources import files
 
 from flagcore import __version__
 from flagcore.errors import UsageError
+from flagcore.language import said, spoken
 from flagcore.report.page.blocks import Block, Chart, Page
+from flagcore.report.page.charts import drawn
+from flagcore.report.page.spoken import in_words
 
 TEMPLATES = files("flagcore.report.page") / "templates"
+TAGS = {"en": "en", "zh": "zh-CN"}
+"""What HTML calls each language."""
+WORDS = {
+    "skip": "Skip to the answer",
+    "note": "Note:",
+    "contents": "Contents",
+    "no_script": "charts need JavaScript; the tables below them have the same figures.",
+    "figures": "Its figures as a table",
+    "footer": f"Written by flagcore {__version__}. A figure with ~ is predicted, or modelled in part; all others were "
+    "measured.",
+    "ascending": "Sorted by {0}, ascending",
+    "descending": "Sorted by {0}, descending",
+}
+"""What the template and the script say by themselves."""
 
 
 def as_html(page: Page) -> str:
-    """Return a page as HTML. Raises UsageError where a library that flagcore depends on is not there."""
+    """Return a page as HTML, in the language of its reader.
+
+    Raises UsageError where a library that flagcore depends on is not there.
+    """
     try:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
@@ -28,12 +48,13 @@ def as_html(page: Page) -> str:
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: `pip install plotly jinja2`, or --format markdown") from None
 
+    page = in_words(page)
     charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     library = get_plotlyjs() if charts else ""
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     template = environment.from_string((TEMPLATES / "page.html").read_text(encoding="utf-8"))
-    data = [{"traces": chart.traces, "layout": chart.layout} for chart in charts]
+    data = [drawn({"traces": chart.traces, "layout": chart.layout}) for chart in charts]
     numbers = {id(chart): number for number, chart in enumerate(charts)}
 
     def number_of(block: Block) -> int:
@@ -41,6 +62,8 @@ def as_html(page: Page) -> str:
 
     return template.render(
         page=page,
+        language=TAGS[spoken()],
+        words={name: said(text) for name, text in WORDS.items()},
         version=__version__,
         policy=_policy([library, script] if charts else [script]),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
@@ -50,7 +73,13 @@ def as_html(page: Page) -> str:
         script=Markup(script),
         kind_of=lambda block: type(block).__name__,
         number_of=number_of,
+        aloud=_aloud,
     )
+
+
+def _aloud(chart: Chart) -> str:
+    """Return what stands for a chart where it is not seen."""
+    return said(f"Chart: {chart.title}. {chart.says} Its figures are in the table below.")
 
 
 def _policy(scripts: list[str]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flagcore.report.formats import lookup
-from flagcore.report.page.blocks import Chart, cell, label, percent, table
+from flagcore.report.page.blocks import Chart, cell, percent, table
 from flagcore.report.page.charts import COLOURS, points, rows_layout
 from flagcore.report.page.run import RunData
 from flagcore.report.text import SHORT, values_text
@@ -49,8 +49,8 @@ def sensitivity(run: RunData, knobs: Sequence[Mapping[str, Any]]) -> Chart:
         rows,
         sortable=True,
     )
-    names = [label(value.knob) for value in every]
-    text = [label(f"{value.knob} = {value.text}", 60) for value in every]
+    names = [value.knob for value in every]
+    text = [f"{value.knob} = {value.text}" for value in every]
     mine = [value for value in every if value.chosen]
     ring = {"symbol": "square-open", "size": 17, "color": COLOURS[5], "line": {"width": 2}}
     most = spans[0][0].knob, max(value.longer for value in spans[0])
@@ -68,7 +68,7 @@ def sensitivity(run: RunData, knobs: Sequence[Mapping[str, Any]]) -> Chart:
                 text=text,
                 hovertemplate="%{text}: %{x:+.1%}<extra></extra>",
             ),
-            points("what the best has", 1, [value.longer for value in mine], [label(value.knob) for value in mine])
+            points("what the best has", 1, [value.longer for value in mine], [value.knob for value in mine])
             | {"marker": ring},
         ),
         layout=rows_layout("longer than the fastest", len(spans), xaxis={"tickformat": "+.0%"}),
@@ -100,6 +100,6 @@ def _ranges(spans: Sequence[Sequence[_Value]]) -> dict[str, Any]:
     for values in spans:
         longer = [value.longer for value in values]
         x += [min(longer), max(longer), None]
-        y += [label(values[0].knob), label(values[0].knob), None]
+        y += [values[0].knob, values[0].knob, None]
     grey = {"color": "#888888", "width": 2}
     return {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}

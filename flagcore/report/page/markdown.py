@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from flagcore.language import said
 from flagcore.report.page.blocks import Block, Cell, Chart, Code, Facts, Folded, Page, Table, Text
+from flagcore.report.page.spoken import in_words
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
 
 
 def as_markdown(page: Page) -> str:
-    """Return a page as Markdown with tables and fenced code as GitHub reads them."""
+    """Return a page as Markdown with tables and fenced code as GitHub reads them, in the language of its reader."""
+    page = in_words(page)
     parts = [f"# {_text(page.title)}", _text(page.subtitle)]
     for section in page.sections:
         parts.append(f"## {_text(section.title)}")
@@ -21,7 +24,7 @@ def as_markdown(page: Page) -> str:
 
 def _block(block: Block) -> Iterator[str]:
     if isinstance(block, Text):
-        yield f"**Note:** {_text(block.text)}" if block.warns else _text(block.text)
+        yield f"**{said('Note:')}** {_text(block.text)}" if block.warns else _text(block.text)
     elif isinstance(block, Facts):
         yield "\n".join(f"- {_text(name)}: **{_text(cell.text)}**" for name, cell in block.items)
     elif isinstance(block, Code):

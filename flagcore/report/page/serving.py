@@ -7,7 +7,7 @@ from typing import Any
 
 from flagcore.report import served
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, label, table
+from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, table
 from flagcore.report.page.charts import layout, limit_line, line, points, spread_axis
 from flagcore.report.page.run import RunData, configuration, name_of, number
 from flagcore.report.page.spread import LATENCIES, spread
@@ -75,7 +75,7 @@ def _against(
     traces[0]["line"] |= {"shape": "hv"}
     for group, series, size, mine in groups:
         if mine:
-            text = [label(f"trial {trial['number']}: {served.load_text(point)}", 60) for trial, point, _, _ in mine]
+            text = [f"trial {trial['number']}: {served.load_text(point)}" for trial, point, _, _ in mine]
             trace = points(group, series, [x for *_, x, _ in mine], [y for *_, y in mine], text=text)
             traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     shapes: list[Any] = []

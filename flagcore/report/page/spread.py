@@ -13,7 +13,7 @@ import numpy as np
 from flagcore.domain.serving import STATISTICS
 from flagcore.report import served
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Cell, Chart, Table, Text, cell, label, table
+from flagcore.report.page.blocks import Block, Cell, Chart, Table, Text, cell, table
 from flagcore.report.page.charts import layout, limit_line, line, points, rows_layout, spread_axis
 from flagcore.report.page.run import RunData, name_of, number
 
@@ -151,7 +151,7 @@ def _distribution(run: RunData, latency: str, known: Sequence[_Ran], limits: Map
 def _called(ran: Sequence[_Ran]) -> str:
     numbers = ", ".join(str(each.trial["number"]) for each in ran)
     trials = f"trial{'s' if len(ran) > 1 else ''} {numbers}"
-    return label(f"{ran[0].who} again, {trials}" if ran[0].again else f"{ran[0].who}, {trials}", 40)
+    return f"{ran[0].who} again, {trials}" if ran[0].again else f"{ran[0].who}, {trials}"
 
 
 def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
@@ -220,7 +220,7 @@ def _statistics(run: RunData, latency: str) -> Table:
 def _dots(latency: str, held: Table) -> Chart:
     """Return the statistics of each load point side by side."""
     short, first = served.SHORT_LATENCIES[latency], 3
-    names = [label(f"{row[0].text} (trial {row[1].text})") for row in held.rows]
+    names = [f"{row[0].text} (trial {row[1].text})" for row in held.rows]
     x: list[float | None] = []
     y: list[str | None] = []
     for row, name in zip(held.rows, names, strict=True):

@@ -18,18 +18,18 @@ def environment(run: RunData) -> Section:
     trial = next((each for each in [run.best or {}, *run.everything] if each.get("measured")), None)
     measured: Mapping[str, Any] = (trial or {}).get("measured") or {}
     hardware = f"{run.result['devices']} x {run.result['chip']}"
-    facts = [("Hardware", Cell(hardware)), ("flagcore that wrote this page", Cell(__version__))]
-    facts += [(str(name), Cell(str(version))) for name, version in (measured.get("versions") or {}).items()]
+    facts = [("Hardware", _kept(hardware)), ("flagcore that wrote this page", _kept(__version__))]
+    facts += [(str(name), _kept(version)) for name, version in (measured.get("versions") or {}).items()]
     blocks: list[Block] = [Facts(tuple(facts))]
     variables = run.insight.get("environment") or {}
     if variables:
-        rows = [[name, value] for name, value in variables.items()]
+        rows = [[_kept(name), _kept(value)] for name, value in variables.items()]
         blocks.append(table("Environment that plugins give to each trial", ["variable", "value"], rows))
     if measured.get("telemetry"):
-        rows = [[name, cell(float(value))] for name, value in measured["telemetry"].items()]
+        rows = [[_kept(name), cell(float(value))] for name, value in measured["telemetry"].items()]
         blocks.append(table(f"Telemetry of trial {(trial or {})['number']}", ["figure", "value"], rows))
     if measured.get("effective"):
-        rows = [[name, str(value)] for name, value in measured["effective"].items()]
+        rows = [[_kept(name), _kept(value)] for name, value in measured["effective"].items()]
         blocks.append(
             table(f"Values that the engine said it used, trial {(trial or {})['number']}", ["name", "value"], rows)
         )
@@ -64,6 +64,11 @@ def chips(run: RunData) -> Section:
     if not blocks:
         blocks.append(Text("What was known of the chip was not kept with this run."))
     return Section(anchor="chips", title="Facts of the chip, with their sources", blocks=tuple(blocks))
+
+
+def _kept(value: object) -> Cell:
+    """Return what is the same in every language, as a cell."""
+    return Cell(str(value), kept=True)
 
 
 def _fact(fact: Mapping[str, Any]) -> list[Any]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.report.page.blocks import Chart, Code, Folded, Page, Section, Text, label, table
+from flagcore.report.page.blocks import Chart, Code, Folded, Page, Section, Text, table
+from flagcore.report.page.charts import label
 from flagcore.report.page.html import as_html
 from flagcore.report.page.markdown import as_markdown
 from flagcore.report.page.run import tail, text_file
@@ -25,7 +26,7 @@ def evil_page() -> Page:
     chart = Chart(
         title=EVIL,
         says=EVIL,
-        traces=({"type": "bar", "x": [1.0], "y": [EVIL], "name": label(EVIL)},),
+        traces=({"type": "bar", "x": [1.0], "y": [EVIL], "name": EVIL},),
         layout={"height": 100, "title": {"text": EVIL}},
         table=table(EVIL, [EVIL, "n"], rows),
     )
@@ -41,13 +42,13 @@ def test_text_of_every_kind_stays_text_in_html() -> None:
     assert all(each.text == EVIL for each in page.root.every("h1", "h2", "h3", "pre"))
     assert next(page.root.every("title")).text == EVIL
     assert not [name for each in page.root.every() for name in each.attributes if name.startswith("on")]
-    assert page.charts[0]["traces"][0]["y"] == [EVIL]
+    assert page.charts[0]["traces"][0]["y"] == [label(EVIL)]
 
 
 def test_data_of_charts_cannot_end_their_script() -> None:
     html = as_html(evil_page())
     data = html.split('<script type="application/json" id="charts">')[1].split("</script>")[0]
-    assert json.loads(data)[0]["layout"]["title"]["text"] == EVIL
+    assert json.loads(data)[0]["layout"]["title"]["text"] == label(EVIL, 60)
     assert not re.search(r"[<>&]", data)
 
 

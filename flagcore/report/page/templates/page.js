@@ -11,7 +11,7 @@
     const rule = night ? "#43464e" : "#d5d8de";
     const changes = {
       "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
-      "font.color": ink, "font.size": narrow ? 11 : 13, "font.family": "system-ui, sans-serif",
+      "font.color": ink, "font.size": narrow ? 11 : 13, "font.family": getComputedStyle(document.body).fontFamily,
     };
     for (const axis of ["xaxis", "yaxis"]) {
       changes[axis + ".gridcolor"] = rule;
@@ -70,12 +70,13 @@
     });
     const figures = rows.some((each) => !Number.isNaN(each.figure));
     const empty = (each) => (figures ? Number.isNaN(each.figure) : each.text === "-" || each.text === "");
-    const order = (a, b) => (figures ? a.figure - b.figure : a.text.localeCompare(b.text, undefined, { numeric: true }));
+    const order = (a, b) => (figures ? a.figure - b.figure : a.text.localeCompare(b.text, document.documentElement.lang, { numeric: true }));
     rows.sort((a, b) => empty(a) - empty(b) || (empty(a) ? 0 : descending ? order(b, a) : order(a, b)));
     body.append(...rows.map((each) => each.row));
     for (const each of table.tHead.rows[0].cells) each.setAttribute("aria-sort", "none");
     heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
-    document.getElementById("said").textContent = `Sorted by ${heading.textContent.trim()}, ${descending ? "descending" : "ascending"}`;
+    const status = document.getElementById("said");
+    status.textContent = status.dataset[heading.getAttribute("aria-sort")].replace("{0}", () => heading.textContent.trim());
   }
 
   for (const table of document.querySelectorAll("table.sortable")) {

@@ -1,0 +1,46 @@
+"""A page in the language of its reader: all that flagcore says. Commands, files, logs and values of others stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flagcore.language import foreign, said
+from flagcore.report.page.blocks import Block, Cell, Chart, Code, Facts, Page, Table, Text
+
+
+def in_words(page: Page) -> Page:
+    """Return a page in that language. Texts of charts are told where they are drawn, see `charts.drawn`."""
+    if not foreign():
+        return page
+    sections = tuple(
+        replace(section, title=said(section.title), blocks=tuple(map(_block, section.blocks)))
+        for section in page.sections
+    )
+    return replace(page, title=said(page.title), subtitle=said(page.subtitle), sections=sections)
+
+
+def _block(block: Block) -> Block:
+    if isinstance(block, Text):
+        return replace(block, text=said(block.text))
+    if isinstance(block, Facts):
+        return replace(block, items=tuple((said(name), _cell(cell)) for name, cell in block.items))
+    if isinstance(block, Code):
+        return replace(block, caption=said(block.caption))
+    if isinstance(block, Table):
+        return _table(block)
+    if isinstance(block, Chart):
+        return replace(block, title=said(block.title), says=said(block.says), table=_table(block.table))
+    return replace(block, title=said(block.title), blocks=tuple(map(_block, block.blocks)))
+
+
+def _table(table: Table) -> Table:
+    return replace(
+        table,
+        caption=said(table.caption),
+        headings=tuple(map(said, table.headings)),
+        rows=tuple(tuple(map(_cell, row)) for row in table.rows),
+    )
+
+
+def _cell(cell: Cell) -> Cell:
+    return cell if cell.kept else replace(cell, text=said(cell.text))
