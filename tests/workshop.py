@@ -18,7 +18,11 @@ from tests.pages import BLOCKS, ROOT, TEXT, Block
 TREE = ROOT / "tests" / "flagscale" / "trees" / "train_dense"
 TREES = ("conf", "examples/my-model/conf")
 """Where pages say that a tree of FlagScale's lies."""
-SMALLER = {"nproc_per_node: 8": "nproc_per_node: 2", '"1:2"': "1", "    SOME_VISIBLE_DEVICES: 0,1,2,3\n": ""}
+SMALLER = {
+    "nproc_per_node: 8": "nproc_per_node: 2",
+    '"1:2"': "1",
+    "    SOME_VISIBLE_DEVICES: 0,1,2,3,4,5,6,7\n": "",
+}
 MEASURED = {"idx": 1, "tensor_model_parallel_size": 2, "micro_batch_size": 1, "performance": 150.0}
 OWN = "own"
 """The run of the tutorial's `own.yaml`, with a script that prints Megatron's log lines in place of the tutorial's."""

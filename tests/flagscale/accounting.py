@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from flagcore.errors import SpecError
 from flagcore.spec.flagscale import Imported, translate
 from flagcore.spec.flagscale.source import Note
 
+TREES = Path(__file__).parent / "trees"
 KeyPath = tuple[str | int, ...]
 _GONE = ("dropped", "cannot be resolved", "is no mapping", "is no baseline here")
 

@@ -53,9 +53,15 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
         source.note(key, f"cannot be resolved ({why}): dropped")
     straightened(source)
     kind = source.take("experiment.task.type") or ("serve" if "serve" in tree else "train")
-    if kind not in ("train", "serve") or kind not in tree:
-        problem = f"is no task that can be tuned with the sections {', '.join(tree) or 'of nothing'}"
-        raise spec_error("experiment.task.type", problem, value=kind, fix="use train or serve, and give it", file=file)
+    if kind not in ("train", "serve"):
+        problem, fix = "is no task that can be tuned", "use a tree that trains or serves"
+        raise spec_error("experiment.task.type", problem, value=kind, fix=fix, file=file)
+    if not tree.get(kind):
+        problem, fix = (
+            f"is missing, but experiment.task.type is {kind}",
+            f"let defaults name a file of the folder {kind}",
+        )
+        raise spec_error(kind, problem, fix=fix, file=file)
     data = training(source) if kind == "train" else serving(source)
     source.tell_what_is_left()
     return Imported(data=data, notes=tuple(source.notes))

@@ -74,21 +74,43 @@ def drop_the_rest(source: Source) -> None:
 
 
 def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
-    """Return the section `cluster` but for memory, the number of nodes, and devices of each. Raises SpecError."""
-    nodes = _first_number(source, f"{_RUNNER}.nnodes", 1)
-    devices = _first_number(source, f"{_RUNNER}.nproc_per_node", 8)
+    """Return the section `cluster` but for memory, the number of nodes, and devices of each. Raises SpecError.
+
+    Of the slots of the host file, `nproc_per_node` and the visible devices FlagScale uses the least.
+    """
+    key, default = f"{_RUNNER}.nproc_per_node", 8
+    some, given = (source.at(each) not in ({}, None) for each in (f"{_RUNNER}.nnodes", key))
+    nodes, devices = _first_number(source, f"{_RUNNER}.nnodes", 1), _first_number(source, key, default)
+    if not given:
+        source.note(key, f"is not there: {default}, as for FlagScale", "cluster")
+    name, visible = _visible(source)
+    if 0 < visible <= devices:
+        text = f"{visible} of {devices} are visible by experiment.envs.{name}, and FlagScale uses no more"
+        source.note(key, text, "cluster")
+        devices, given = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
     found: dict[str, Any] = {"chip": "auto"}
-    if hostfile:
-        kept = _hosts(source, Path(str(hostfile)), nodes)
-        if kept:
-            path, slots = kept
-            return (
-                {**found, "hostfile": path, **({} if slots else {"devices_per_node": devices})},
-                nodes,
-                slots or devices,
-            )
+    kept = _hosts(source, Path(str(hostfile)), nodes if some else None) if hostfile else None
+    if kept:
+        path, nodes, slots = kept
+    if kept and slots and given and devices < slots:
+        text = f"dropped: it has {slots} slots a host, of which nproc_per_node or what is visible leaves {devices}"
+        source.note(f"{_RUNNER}.hostfile", text, "cluster")
+    elif kept:
+        both = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
+        source.note(both, "the file's hosts and slots count; for a type that it has give cluster.chip", "cluster")
+        return {**found, "hostfile": path, **({} if slots else {"devices_per_node": devices})}, nodes, slots or devices
     return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices
+
+
+def _visible(source: Source) -> tuple[str, int]:
+    """Return the first variable of visible devices, and how many it names; 0 if there is none."""
+    envs = source.at("experiment.envs")
+    for name, value in envs.items() if isinstance(envs, dict) else ():
+        if name.endswith("_VISIBLE_DEVICES"):
+            listed = str(value) if type(value) is int or isinstance(value, str) else ""
+            return name, len([each for each in listed.split(",") if each.strip()])
+    return "", 0
 
 
 def environment(source: Source) -> dict[str, str | int]:
@@ -109,9 +131,13 @@ def control(source: Source, *, seconds: float) -> dict[str, Any]:
     """Return the section `auto_tuner.control`; `seconds` is FlagScale's own limit of one trial."""
     at = f"{_TUNER}.control"
     found: dict[str, Any] = {"max_time_per_task": source.take(f"{at}.max_time_per_task", seconds)}
+    text = "holds for all trials; FlagScale gives the first one twice the time"
+    source.note(f"{at}.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
     if (most := source.take(f"{at}.max_time")) is not None:
         found["max_time"] = most
     run_best = source.take(f"{at}.run_best")
+    if not isinstance(run_best, (bool, type(None))):
+        raise spec_error(f"{at}.run_best", "must be true or false", value=run_best, file=source.file)
     found["run_best"] = bool(run_best)
     if run_best is None:
         text = "FlagScale starts the best by itself unless this is false; here `flag run` does, or true"
@@ -132,8 +158,8 @@ def _first_number(source: Source, key: str, default: int) -> int:
     return int(first)
 
 
-def _hosts(source: Source, path: Path, nodes: int) -> tuple[str, int | None] | None:
-    """Return the absolute path of the host file and its slots, or None where it does not have `nodes` hosts."""
+def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int | None] | None:
+    """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
     from flagcore.spec.hostfile import read_hosts
 
     key, at = f"{_RUNNER}.hostfile", "cluster"
@@ -144,10 +170,8 @@ def _hosts(source: Source, path: Path, nodes: int) -> tuple[str, int | None] | N
         source.note(key, text, at)
         return None
     hosts, slots = read_hosts(path, file=source.file)
-    if len(hosts) != nodes:
+    if nodes not in (None, len(hosts)):
         text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
         source.note(key, text, at)
         return None
-    both = f"{key}, nproc_per_node" if slots else key
-    source.note(both, "the file's hosts and slots count; for a type that it has give cluster.chip", at)
-    return str(path.resolve()), slots
+    return str(path.resolve()), len(hosts), slots

@@ -36,7 +36,7 @@ class Flat:
 
     def _add(self, key: str, value: Any) -> None:
         flag, before = _flag(key), self._given.get(_flag(key))
-        if before and before[1] != value:
+        if before:
             self.source.note(before[0], f"dropped ({before[1]}): {key} comes later and counts")
         self._given[flag], self._where[flag] = (key, value), key
 

@@ -5,6 +5,7 @@ Read were the examples of FlagScale's repository since 2024, and its slides, who
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from flagcore.spec.flagscale.source import Source
@@ -31,8 +32,12 @@ _PROFILE = ("profile", "resources")
 def straightened(source: Source) -> None:
     """Move what stands elsewhere to where it belongs, and tell it. Raises SpecError without an experiment."""
     experiment = source.left.get(_EXPERIMENT)
-    if not isinstance(experiment, dict):
-        fix = "give the tree's top file, which has experiment, as --config-name"
+    if experiment is not None and not isinstance(experiment, dict):
+        fix = "write its keys below it"
+        raise spec_error(_EXPERIMENT, "must be a mapping", value=experiment, fix=fix, file=source.file)
+    if experiment is None:
+        near = get_close_matches(_EXPERIMENT, source.left, n=1)
+        fix = f"did you mean it by {near[0]}?" if near else "give the tree's top file, which has it, as --config-name"
         raise spec_error(_EXPERIMENT, "is missing", fix=fix, file=source.file)
     for key in ("task", "runner", "auto_tuner"):
         if not isinstance(given := experiment.get(key), (dict, type(None))):

@@ -101,13 +101,17 @@ def options(flat: Flat, *, nodes: int) -> dict[str, Any]:
     nodes it cannot start: what is left is a prediction, which knows them all.
     """
     precision = _precision(flat)
-    implementation = flat.take("transformer_impl", "transformer_engine")
+    given = flat.take("transformer_impl")
+    implementation = given or "transformer_engine"
     fused, backend = flat.take("use_flash_attn", flat.take("use_flash_attention")), flat.take("attention_backend")
     found: dict[str, Any] = {"precision": precision}
     if backend in ("unfused", "local") or (fused is False and implementation == "local"):
         found["attention"] = "unfused"
     elif backend in ("flash", "fused") or (backend is None and fused):
         found["attention"] = "flash"
+    if backend is not None and fused is not None:
+        flat.note("use_flash_attn", f"dropped ({fused}): attention_backend says it", "train")
+        fused = None
     for key, value in (("attention_backend", backend), ("use_flash_attn", fused)):
         if value is not None and "attention" not in found:
             flat.note(key, f"dropped ({value}): attention is fused where the devices can", "train")
@@ -117,7 +121,8 @@ def options(flat: Flat, *, nodes: int) -> dict[str, Any]:
         text = "trials on several nodes need a train.command; `flag estimate` predicts as Megatron-LM would run it"
         flat.source.note("experiment.runner.nnodes", text, "train")
     elif implementation != "local":
-        text = f"dropped ({implementation}): trials have megatron-core's own layers; a train.command may have others"
+        what = f"dropped ({implementation})" if given else "is transformer_engine by itself"
+        text = f"{what}: trials have megatron-core's own layers; a train.command may have others"
         flat.note("transformer_impl", text, "train")
     if settings := _settings(flat, runs, precision):
         found["settings"] = settings

@@ -31,6 +31,7 @@ _BAD_BLOCK = 8
 def serving(source: Source) -> dict[str, Any]:
     """Return the data of a spec that serves. Raises SpecError where something that it needs is missing."""
     checked_experiment(source)
+    source.drop("experiment.task.entrypoint", "each trial starts the engine's own server", "serve")
     item = _item(source)
     engines = _engines(source, item)
     layouts.moved_out_of_arguments(source, item, [spelt(each) for each in engines])
@@ -86,8 +87,11 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
     """Return flagcore's names of the engines that are tuned."""
     own, asked = item.pop("engine", None), source.take(f"{_TUNER}.engines")
     key, at = f"{_TUNER}.engines", "serve.engine"
-    quiet = asked is None
-    if asked is None:
+    if isinstance(own, (dict, list)):
+        fix = f"give one of {', '.join(list(ENGINES)[:3])}, and its arguments under engine_args"
+        raise spec_error("serve[0].engine", "is no engine's name", value=own, fix=fix, file=source.file)
+    quiet = not asked
+    if not asked:
         asked = own or list(BY_ITSELF)
         text = f"is not there: {asked} is tuned; FlagScale tries {' and '.join(BY_ITSELF)} then"
         source.note(key, text, at)
@@ -95,6 +99,7 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
     for name in asked if isinstance(asked, list) else [asked]:
         if not isinstance(name, str) or name not in ENGINES:
             fix = f"use {', '.join(list(ENGINES)[:3])}"
+            key = key if name != own else "serve[0].engine"
             raise spec_error(key, "is no engine that flagcore knows", value=name, fix=fix, file=source.file)
         if name != ENGINES[name]:
             source.note(key, f"{name} is called {ENGINES[name]}", at)
@@ -228,6 +233,8 @@ def _objective(source: Source) -> str:
     slip = ": topt is its slip for TPOT" if metric == "topt" else ", prompts and answers" if "token_t" in metric else ""
     source.note(key, f"{metric} is called {found}{slip}; one of a latency is its mean", at)
     best = "descend" if found.endswith("per_s") else "ascend"
+    if order is None and best == "descend":
+        source.note(f"{_PERFORMANCE}.order", "is not there: FlagScale would take the least, flagcore the most", at)
     if order is not None:
         text = f"follows from {found}" if order == best else f"dropped ({order}): {found} is best in the order {best}"
         source.note(f"{_PERFORMANCE}.order", text, at)

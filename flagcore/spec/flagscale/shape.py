@@ -54,7 +54,10 @@ def shape(flat: Flat, vocabulary: object) -> dict[str, Any]:
     latent = bool(flat.take("multi_latent_attention"))
     if grouped and not latent:
         found["num_query_groups"] = groups or 1
-    elif groups is not None:
+    if latent and grouped:
+        text = f"dropped ({grouped}): latent attention has no groups of queries"
+        flat.note("group_query_attention", text, "model")
+    if groups is not None and (latent or not grouped):
         flat.note("num_query_groups", "dropped: without group_query_attention every head has keys of its own", "model")
     found["untie_embeddings_and_output_weights"] = bool(flat.take("untie_embeddings_and_output_weights"))
     biases = not flat.take("disable_bias_linear") and flat.take("add_bias_linear", True)

@@ -43,10 +43,11 @@ def training(source: Source) -> dict[str, Any]:
         source.note("train.model.optimizer.optimizer", f"dropped ({kind}): memory and time are Adam's", "train")
     for section, why in DROPPED.items():
         source.drop(section, why, "train")
-    if source.take("train.system.hetero.enable_hetero"):
-        text = "dropped: all stages have the same sizes; see `cluster.groups` for nodes of several chips"
-        source.note("train.system.hetero", text, "cluster")
-    source.drop("train.system.hetero", "it is off, or beyond what cluster.groups can tell", "cluster")
+    for hetero in ("train.system.hetero", "train.model.hetero"):
+        if source.take(f"{hetero}.enable_hetero"):
+            text = "dropped: all stages have the same sizes; see `cluster.groups` for nodes of several chips"
+            source.note(hetero, text, "cluster")
+        source.drop(hetero, "it is off, or beyond what cluster.groups can tell", "cluster")
     flat = Flat(source, ("train.system", "train.model"), before)
     machines, nodes, devices = cluster(source)
     model = shape(flat, flat.take("vocab_size", vocabulary))
@@ -78,8 +79,8 @@ def training(source: Source) -> dict[str, Any]:
 def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
     """Return the tree's own configuration; what it leaves out is off or 1, as in a baseline."""
     found = {key: value for key in _SIZES if (value := flat.take(key)) not in (None, 0)}
-    if not has_experts:
-        found.pop("expert_model_parallel_size", None)
+    if not has_experts and (experts := found.pop("expert_model_parallel_size", None)) is not None:
+        flat.note("expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline")
     found["micro_batch_size"] = flat.take("micro_batch_size", 1)
     found["use_distributed_optimizer"] = bool(flat.take("use_distributed_optimizer"))
     tensor = found.get("tensor_model_parallel_size", 1)
@@ -142,10 +143,7 @@ def _space(source: Source, known: Any) -> dict[str, Any]:
 
 def _control(source: Source) -> dict[str, Any]:
     steps = source.take(f"{_TUNER}.control.train_iters", 5)
-    found = {"train_iters": steps, **control(source, seconds=300)}
-    text = "holds for all trials; FlagScale gives the first one twice the time"
-    source.note(f"{_TUNER}.control.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
-    return found
+    return {"train_iters": steps, **control(source, seconds=300)}
 
 
 def _objective(source: Source) -> str:
