@@ -24,9 +24,12 @@ def names(group: str) -> tuple[str, ...]:
     return tuple(sorted(installed(group).points))
 
 
-def workload(name: str) -> Workload:
-    """Return the engine called `name`. Raises SpecError if nobody has it, NoDevice if it is broken."""
-    found: Workload = _named(WORKLOADS, "engine", name, Workload)
+def workload(name: str, key: str = "engine") -> Workload:
+    """Return the engine called `name`, which `key` of a spec gives.
+
+    Raises SpecError if nobody has it, NoDevice if it is broken.
+    """
+    found: Workload = _named(WORKLOADS, "engine", name, Workload, key)
     return found
 
 
@@ -37,7 +40,8 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
 
     An engine that does not tell its `kind` trains.
     """
-    found, kind = workload(work.engine), "serve" if isinstance(work, ServeSpec) else "train"
+    kind = "serve" if isinstance(work, ServeSpec) else "train"
+    found = workload(work.engine, f"{kind}.engine")
     if getattr(found, "kind", "train") != kind:
         does = {"serve": "trains", "train": "serves"}[kind]
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
@@ -47,23 +51,23 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
 
 def launcher(name: str) -> Launcher:
     """Return the launcher called `name`. Raises like `workload`."""
-    found: Launcher = _named(LAUNCHERS, "launcher", name, Launcher)
+    found: Launcher = _named(LAUNCHERS, "launcher", name, Launcher, "auto_tuner.launcher")
     return found
 
 
 def strategy(name: str) -> Strategy:
     """Return the strategy called `name`. Raises like `workload`."""
-    found: Strategy = _named(STRATEGIES, "strategy", name, Strategy)
+    found: Strategy = _named(STRATEGIES, "strategy", name, Strategy, "auto_tuner.strategy")
     return found
 
 
-def _named(group: str, kind: str, name: str, protocol: Any) -> Any:
+def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
     points = installed(group).points
     if name not in points:
         near = get_close_matches(name, points, n=3)
         known = ", ".join(sorted(points)) or "none"
         fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {known}"
-        raise SpecError(key=kind, value=name, problem=f"is no {kind} that is installed", fix=fix)
+        raise SpecError(key=key, value=name, problem=f"is no {kind} that is installed", fix=fix)
     origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points[name]))
     try:
         return _load(points[name], origins, protocol)

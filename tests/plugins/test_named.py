@@ -39,7 +39,7 @@ def test_unknown_name_is_a_mistake_in_the_spec_with_the_nearest_right_one(instal
     install_strategies(install, {"first_come": "flagcore_extra:STRATEGY"})
     with pytest.raises(SpecError) as caught:
         strategy("frist_come")
-    assert caught.value.value == "frist_come"
+    assert (caught.value.key, caught.value.value) == ("auto_tuner.strategy", "frist_come")
     assert "first_come" in caught.value.fix
 
 
