@@ -19,7 +19,8 @@ def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
     last = lines[-1][:LONGEST_REASON] if lines else "(none)"
     if ended.ended_by == "timeout":
-        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s; last line: {last}"
+        allowed = "all that max_time_per_task, or the rest of max_time, allows"
+        return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s, {allowed}; last line: {last}"
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
