@@ -150,7 +150,8 @@ def schedule(name: SettingValue) -> str | None:
     if spelt in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
         return None
     if spelt not in SCHEDULES:
-        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; these are: {', '.join(SCHEDULES)}")
+        known = ", ".join(SCHEDULES)
+        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; these are: {known}")
     return spelt
 
 
