@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from flagcore.api.given import SpecLike
 from flagcore.api.nearby import differing
 from flagcore.api.posing import Known, known
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.noise import noise
+from flagcore.domain.noise import noise, told_apart
 from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import LATENCIES, ServeSpec
 from flagcore.domain.trial import Trial
@@ -194,10 +193,8 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
         return None, UNKNOWN
     if a.measured_s and b.measured_s:
         gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
-        fewer = min(len(a.runs), len(b.runs))
-        apart = max(noise(a.runs), noise(b.runs)) / math.sqrt(fewer)
-        slower = 1.0 - 1.0 / (1.0 + gap) if gap > 0 else -gap
-        return gap, SURELY if slower >= apart and not _overlap(a, b) else PERHAPS
+        longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
+        return gap, SURELY if told_apart(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
     return None, UNKNOWN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flagcore.api.estimating import before_trials
@@ -11,7 +11,7 @@ from flagcore.api.extras import knob_record, plugin_notes
 from flagcore.api.given import SpecLike
 from flagcore.api.posing import known
 from flagcore.api.reasons import legality
-from flagcore.domain.plan import Counts
+from flagcore.domain.plan import Counts, lost_repeats
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import must_fit
 from flagcore.report.notebook import as_html
@@ -24,6 +24,7 @@ class Explanation:
 
     `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
+    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
     """
 
     counts: Counts
@@ -32,6 +33,7 @@ class Explanation:
     nothing_fits: str | None = None
     knobs: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    lost_repeats: Mapping[int, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
@@ -49,8 +51,9 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     """
     found = known(where, chip, without)
     problem, workload, task = found.problem, found.workload, found.task
-    counts, because = before_trials(problem), None
+    counts, because, lost = before_trials(problem), None, dict[int, str]()
     if found.run is not None:
+        lost = lost_repeats(found.run.repeats)
         try:
             counts, because = Counts(**found.run.data["counts"]), str(found.run.data["stopped_because"])
         except (KeyError, TypeError) as error:
@@ -71,4 +74,5 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
         notes=plugin_notes(problem.platform),
+        lost_repeats=lost,
     )

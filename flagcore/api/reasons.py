@@ -14,7 +14,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import DOES_NOT_FIT
 from flagcore.domain.space import Columns, Rule
-from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.problem import Problem, fastest
 from flagcore.report.account import differs_text, seconds_text
 from flagcore.report.explained import needs_text
@@ -107,16 +107,20 @@ def _ended(found: Known, trial: Trial) -> str:
     if measured is None or trial.state.failed:
         return line + (f": {trial.reason}" if trial.reason else "")
     line += f": {seconds_text(found.task.spec.objective, measured.step_time_s)}"
+    stopped = f"; it was ended early as {trial.reason}" if trial.state is TrialState.STOPPED and trial.reason else ""
     if trial.role is Role.IMPORTED:
         return f"{line}, on another machine ({trial.source})"
     if measured.broken:
         line += f"; it breaks a limit: {', '.join(measured.broken)}"
     if best is None:
-        return line
+        return line + stopped
+    runs = len(found.lessons.runs_of(best.candidate))
     if best.candidate == trial.candidate:
-        return line + ("; it is the best" if len(found.lessons.runs_of(best.candidate)) == 1 else "")
-    more = measured.step_time_s * found.lessons.speed_of(best.candidate) - 1.0
-    return f"{line}, {more:+.1%} in time against the best (trial {best.number})"
+        return line + ("; it is the best" if runs == 1 else "")
+    step = 1.0 / found.lessons.speed_of(best.candidate)
+    of = seconds_text(found.task.spec.objective, step) + (f", the median of its {runs} runs" if runs > 1 else "")
+    more = measured.step_time_s / step - 1.0
+    return f"{line}, {more:+.1%} in time against the best (trial {best.number}: {of}){stopped}"
 
 
 def _altogether(found: Known, candidate: Candidate) -> list[str]:

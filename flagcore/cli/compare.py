@@ -35,7 +35,7 @@ def explain_command(
     from flagcore.errors import NothingFits
     from flagcore.report.explained import knobs_text, notes_text
     from flagcore.report.formats import render
-    from flagcore.report.text import funnel
+    from flagcore.report.text import funnel, repeats_text
 
     if candidate:
         _tell(api.explain_candidate(spec, " ".join(candidate), chip=chip, without=without), form)
@@ -44,7 +44,7 @@ def explain_command(
     took = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
-        options.show(funnel(found.counts))
+        options.show("\n".join([funnel(found.counts), *repeats_text(found.lost_repeats)]))
         options.show("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:

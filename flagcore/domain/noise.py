@@ -35,11 +35,18 @@ def noise(runs: Sequence[Trial]) -> float:
     return max(RUNS_DIFFER, within, between)
 
 
-def rivals(lessons: Lessons) -> tuple[Trial, ...]:
-    """Return the measured candidates that are not told apart from the best, the fastest first.
+def told_apart(longer: float, one: Sequence[Trial], other: Sequence[Trial]) -> bool:
+    """Return whether two candidates differ by more than their runs do.
 
-    Told apart are two whose medians differ by more than the larger noise of both over the root of their fewer runs.
+    `longer` is how much longer the slower one takes, as a share: 2.0 for three times as long. It must reach the larger
+    noise of both over the root of their fewer runs. Both are shares of a time: a disturbed run takes longer, and may
+    take several times as long; a share of a speed would never reach a noise beyond 100%.
     """
+    return longer >= max(noise(one), noise(other)) / math.sqrt(min(len(one), len(other)))
+
+
+def rivals(lessons: Lessons) -> tuple[Trial, ...]:
+    """Return the measured candidates that are not told apart from the best, by their medians; the fastest first."""
     best = lessons.best
     if best is None:
         return ()
@@ -48,9 +55,8 @@ def rivals(lessons: Lessons) -> tuple[Trial, ...]:
     for trial in lessons.trials:
         if trial.candidate == best.candidate or not lessons.keeps_limits(trial.candidate):
             continue
-        own = lessons.runs_of(trial.candidate)
-        apart = max(noise(runs), noise(own)) / math.sqrt(min(len(runs), len(own)))
-        if 1.0 - lessons.speed_of(trial.candidate) / top < apart:
+        own, speed_of_it = lessons.runs_of(trial.candidate), lessons.speed_of(trial.candidate)
+        if speed_of_it and not told_apart(top / speed_of_it - 1.0, runs, own):
             near.append(trial)
     return tuple(sorted(near, key=lambda trial: -lessons.speed_of(trial.candidate)))
 

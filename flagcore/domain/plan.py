@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -110,6 +110,11 @@ def off(trial: Trial, told: str) -> float | None:
     value = step.get("value") if isinstance(step, Mapping) else None
     measured = trial.measurement.step_time_s if trial.measurement else None
     return measured / value if measured and isinstance(value, float) and 0 < value < math.inf else None
+
+
+def lost_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
+    """Return the repeats that gave no measurement, by number, and how they ended: counts of candidates miss them."""
+    return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
 def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, because: str) -> Plan:

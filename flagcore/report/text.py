@@ -8,7 +8,7 @@ from typing import Any
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
 from flagcore.domain.objective import told as figure_of
-from flagcore.domain.plan import Counts, Plan, off
+from flagcore.domain.plan import Counts, Plan, lost_repeats, off
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
 from flagcore.language.width import columns, left
 from flagcore.report import served
@@ -42,6 +42,8 @@ DEVICES = (
     "instances",
 )
 """Knobs that count devices, or groups of them: 1 goes without saying."""
+MOST_RIVALS = 5
+"""Of the candidates that are not told apart from the best as many are named."""
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
@@ -53,7 +55,7 @@ def plan_text(plan: Plan) -> str:
         served.front_table(plan),
         learned_table(plan),
         slow_text(plan),
-        funnel(plan.counts, plan.fidelity),
+        "\n".join([funnel(plan.counts, plan.fidelity), *repeats_text(lost_repeats(plan.repeats))]),
     ]
     told = [f"Note: {note}." for note in served.notes(plan)] if served.serves(plan) else []
     return "\n\n".join([*(part for part in parts if part), *told, f"It ended because {plan.stopped_because}."])
@@ -136,6 +138,13 @@ def funnel(counts: Counts, fidelity: str = RUN) -> str:
     width, longest = max(map(columns, names)), max(map(len, figures))
     lines = [f"{left(name, width)}  {figure:>{longest}}" for name, figure in zip(names, figures, strict=True)]
     return "\n".join(finished(lines))
+
+
+def repeats_text(lost: Mapping[int, str]) -> list[str]:
+    """Return what the books do not tell, for they count candidates: repeats without a measurement."""
+    each = ", ".join(f"trial {number} {state}" for number, state in lost.items())
+    told = f"Candidates are counted, not their repeats, of which {len(lost)} gave no measurement: {each}."
+    return [told] if lost else []
 
 
 def state_text(trial: Trial) -> str:
@@ -278,10 +287,10 @@ def _noise(plan: Plan) -> list[str]:
     lines, changed = [], drift_text(plan)
     if (middle := plan.medians.get(plan.best.number)) is not None:
         lines.append(f"  median of its runs: {_middle(plan, middle)}")
-    near = [trial for trial in plan.rivals if trial.number in plan.medians]
-    if near and plan.best.number in plan.medians:
-        told = "; ".join(f"trial {trial.number} ({candidate_text(trial.candidate)})" for trial in near)
-        lines.append(f"  its runs do not tell it apart from {told}")
+    if plan.rivals and plan.best.number in plan.medians:
+        told = [f"trial {trial.number} ({candidate_text(trial.candidate)})" for trial in plan.rivals]
+        more = [f"and {len(told) - MOST_RIVALS} more"] if len(told) > MOST_RIVALS else []
+        lines.append(f"  its runs do not tell it apart from {'; '.join([*told[:MOST_RIVALS], *more])}")
     return [*lines, *([f"  {changed}"] if changed else [])]
 
 

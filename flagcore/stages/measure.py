@@ -45,18 +45,18 @@ def measure(
     """
     readings, progress = _Readings(platform), workload.progress(platform.task, folder)
     warmup = platform.task.spec.control.warmup_iters
-    hopeless = False
+    beaten_by: Trial | None = None
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
             if best and _hopeless(progress(), warmup, best):
-                hopeless = True
+                beaten_by = best
                 ended = running.stop()
                 break
     except BaseException:
         running.stop()
         raise
-    outcome = _outcome(ended, hopeless, platform, workload, trial, folder)
+    outcome = _outcome(ended, beaten_by, platform, workload, trial, folder)
     if outcome.measurement:
         outcome = replace(outcome, measurement=_with_readings(outcome.measurement, readings, platform))
     return replace(outcome, duration_s=ended.duration_s)
@@ -80,15 +80,17 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
     return replace(measured, telemetry=readings.summary(), device_used_bytes=used, devices=devices, slow=slow)
 
 
-def _outcome(ended: Exit, hopeless: bool, platform: Platform, workload: Workload, trial: Trial, folder: str) -> Trial:
-    if (ended.code == 0 and ended.ended_by is None) or hopeless:
+def _outcome(
+    ended: Exit, beaten_by: Trial | None, platform: Platform, workload: Workload, trial: Trial, folder: str
+) -> Trial:
+    if (ended.code == 0 and ended.ended_by is None) or beaten_by:
         try:
-            measured = workload.read(platform.task, trial.candidate, folder, partial=hopeless)
+            measured = workload.read(platform.task, trial.candidate, folder, partial=beaten_by is not None)
         except FlagError as error:
             return replace(trial, state=TrialState.FAILED, reason=str(error))
-        if hopeless:
-            reason = f"surely slower than the best: fastest step {min(measured.step_times_s):.3f} s"
-            return replace(trial, state=TrialState.STOPPED, reason=reason, measurement=replace(measured, partial=True))
+        if beaten_by:
+            partial = replace(measured, partial=True)
+            return replace(trial, state=TrialState.STOPPED, reason=_lost(partial, beaten_by), measurement=partial)
         return _judged(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = classify(ended, log_tail(folder), patterns)
@@ -124,6 +126,16 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
 def _hopeless(steps: Sequence[float], warmup: int, best: Trial) -> bool:
     counted = steps[warmup:]
     return len(counted) >= 2 and best.measurement is not None and min(counted) > HOPELESS * best.measurement.step_time_s
+
+
+def _lost(partial: Measurement, best: Trial) -> str:
+    """Return why a trial that lost to `best` was ended early, with the numbers of the rule."""
+    assert best.measurement is not None
+    fastest, step = min(partial.step_times_s), best.measurement.step_time_s
+    return (
+        f"surely slower than the best: its fastest step took {fastest:.4g} s, more than {HOPELESS} times "
+        f"the {step:.4g} s of trial {best.number}"
+    )
 
 
 class _Readings:

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from flagcore.api.account import account
-from flagcore.api.posing import known
+from flagcore.api.posing import Known, known
+from flagcore.api.reasons import state_of
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.problem import fastest
 from flagcore.report.text import values_text
@@ -229,3 +231,32 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
     assert "fastest" not in beside.changes
     itself = account(after, "1")
     assert itself.expected_s == slow_s
+
+
+def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(project: Project) -> None:
+    where = known(project.spec(), None, ())
+    best, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 5]])
+    several = [
+        _ran(1, best, 1.0),
+        _ran(2, slow, 3.0, state=TrialState.STOPPED, reason="surely slower than the best: by far"),
+        _ran(3, best, 0.5, role=Role.REPEAT),
+    ]
+    ended = "it was ended early as surely slower than the best: by far"
+    assert _why(where, several[1:2]) == f"trial 2 (search) stopped: 3 s a step; {ended}"
+    assert _why(where, several[:2]).endswith(f"+200.0% in time against the best (trial 1: 1 s a step); {ended}")
+    middle = "trial 1: 0.6667 s a step, the median of its 2 runs"
+    assert _why(where, several).endswith(f"+350.0% in time against the best ({middle}); {ended}")
+
+
+def _why(where: Known, trials: list[Trial]) -> str:
+    (slow,) = [each for each in trials if each.number == 2]
+    after = replace(where, lessons=learn(trials))
+    return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
+
+
+def _ran(number: int, candidate: Candidate, step: float, **more: Any) -> Trial:
+    measured = Measurement(
+        step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
+    )
+    how = {"role": Role.SEARCH, "state": TrialState.MEASURED} | more
+    return Trial(number=number, candidate=candidate, predicted={}, measurement=measured, **how)

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import Lessons
-from flagcore.domain.noise import MORE_ROUNDS, RUNS_DIFFER, contenders, drift, drifted, next_repeat, rivals
+from flagcore.domain.noise import MORE_ROUNDS, RUNS_DIFFER, contenders, drift, drifted, next_repeat, rivals, told_apart
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn
@@ -68,6 +68,18 @@ def test_noisy_steps_make_more_rivals() -> None:
     assert rivals(learn(known)) == ()
     known[1] = trial(1, "a", 100.0, spread=0.08)
     assert names(rivals(learn(known))) == ["b"]
+
+
+def test_however_noisy_its_steps_a_much_slower_one_is_told_apart() -> None:
+    known = [*first(base=50.0, a=100.0, b=99.0), trial(3, "slow", 25.0, spread=2.0)]
+    assert names(rivals(learn(known))) == ["b"]
+    less = trial(3, "slow", 35.0, spread=2.0)
+    assert names(rivals(learn([*known[:3], less]))) == ["b", "slow"]
+
+
+@pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
+def test_two_quiet_ones_are_told_apart_by_what_runs_differ(longer: float, apart: bool) -> None:
+    assert told_apart(longer, first(a=100.0), first(b=100.0)) is apart
 
 
 def test_the_best_is_the_one_with_the_best_median_of_its_runs() -> None:

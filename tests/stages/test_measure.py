@@ -183,12 +183,15 @@ def test_a_rank_over_its_share_of_the_machine_is_out_of_memory(shared: bool, sta
 
 def test_a_trial_that_surely_loses_is_stopped_and_its_steps_are_kept(tmp_path: Path) -> None:
     run = Ran(ended(), polls=3)
-    slow = Engine(steps=(9.0, HOPELESS + 0.1, HOPELESS + 0.2))
+    steps = (HOPELESS + 0.1, HOPELESS + 0.2)
+    slow = Engine(steps=(9.0, *steps), result=replace(MEASURED, step_times_s=steps, step_time_s=1.65))
     done = measured(run, tmp_path, slow, best=BEST)
     assert run.stopped
     assert done.state is TrialState.STOPPED
     assert done.measurement is not None
     assert done.measurement.partial
+    why = "its fastest step took 1.6 s, more than 1.5 times the 1 s of trial 0"
+    assert done.reason == f"surely slower than the best: {why}"
 
 
 @pytest.mark.parametrize("steps", [(9.0,), (9.0, 9.0), (9.0, 9.0, HOPELESS), (0.1, 9.0), ()])

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from flagcore.domain.knowledge import DOES_NOT_FIT
 from flagcore.domain.trial import PROBE
 from flagcore.language import said
-from flagcore.report.page.blocks import Chart, Section, cell, table
+from flagcore.report.page.blocks import Chart, Section, Text, cell, table
 from flagcore.report.page.charts import MARGIN, bars, label, rows_layout
 from flagcore.report.page.run import RunData
+from flagcore.report.text import repeats_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,9 @@ def funnel(run: RunData) -> Section:
         _chart("From combinations to candidates", ("combinations", every), took, ("candidates", left)),
         _chart("What became of the candidates", ("candidates", left), became, ("untried", untried)),
     )
-    return Section(anchor="funnel", title="Where the combinations went", blocks=blocks)
+    lost = {each["number"]: each["state"] for each in run.result.get("repeats") or () if not each["measured"]}
+    told = (Text(line) for line in repeats_text(lost))
+    return Section(anchor="funnel", title="Where the combinations went", blocks=(*blocks, *told))
 
 
 def _rules(kind: str, counts: Mapping[str, int], says: Mapping[str, str]) -> list[_Took]:

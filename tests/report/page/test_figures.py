@@ -277,6 +277,18 @@ def test_the_largest_group_of_the_candidates_that_were_not_left_untried_is_told(
     assert "The largest group of the others, " in told
 
 
+def test_a_repeat_that_failed_is_told_beside_the_books(runs: Runs, tmp_path: Path) -> None:
+    made = runs("dense")
+    assert "Candidates are counted" not in made.page.section("funnel").text
+    late = tmp_path / "late"
+    shutil.copytree(made.folder, late)
+    data = json.loads((late / "result.json").read_text())
+    data["repeats"][-1] |= {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
+    (late / "result.json").write_text(json.dumps(data))
+    told = read(api.report(late)).section("funnel").text
+    assert f"1 gave no measurement: trial {data['repeats'][-1]['number']} timed_out." in told
+
+
 def test_a_search_without_a_faster_run_does_not_tell_of_progress() -> None:
     data = {"objective": {"name": "tokens_per_second_per_device"}}
     run = RunData(result=data, folder=Path(), called="", insight={})

@@ -1,0 +1,67 @@
+"""What a person reads of repeats: what the best is not told apart from, and which gave no measurement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.plan import Counts, Plan, lost_repeats
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.report.text import MOST_RIVALS, plan_text
+from flagcore.stages.learn import learn
+
+NONE: dict[str, object] = {"illegal": {}, "pruned": {}}
+
+
+def trial(number: int, mbs: int, step: float, role: Role = Role.SEARCH) -> Trial:
+    measured = Measurement(
+        step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=100.0 / step
+    )
+    who = Candidate.of({"micro_batch_size": mbs})
+    return Trial(number=number, candidate=who, role=role, state=TrialState.MEASURED, measurement=measured)
+
+
+def plan(trials: list[Trial], rivals: int) -> Plan:
+    lessons = learn(trials)
+    return Plan(
+        chip="x",
+        devices=1,
+        objective="tokens_per_second_per_device",
+        counts=Counts(**dict.fromkeys(Counts.__slots__, 0) | NONE),  # type: ignore[arg-type]
+        trials=lessons.trials,
+        repeats=lessons.repeats,
+        baseline=lessons.baseline,
+        best=lessons.best,
+        gains=(),
+        stopped_because="all is tried",
+        medians={0: 1.0},
+        rivals=lessons.trials[1 : 1 + rivals],
+    )
+
+
+@pytest.mark.parametrize(
+    ("rivals", "told"),
+    [
+        (0, None),
+        (1, "trial 1 (MBS 1)"),
+        (MOST_RIVALS + 2, "; ".join([*(f"trial {n} (MBS {n})" for n in range(1, 1 + MOST_RIVALS)), "and 2 more"])),
+    ],
+)
+def test_every_rival_is_counted_whether_or_not_it_ran_again(rivals: int, told: str | None) -> None:
+    trials = [trial(0, 64, 1.0), *(trial(number, number, 1.01) for number in range(1, 9)), trial(9, 64, 1.0, AGAIN)]
+    text = plan_text(plan(trials, rivals))
+    assert (f"its runs do not tell it apart from {told}\n" in text) if told else ("tell it apart" not in text)
+
+
+AGAIN = Role.REPEAT
+
+
+def test_repeats_without_a_measurement_are_told_beside_the_books() -> None:
+    late = replace(trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running")
+    trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), late]
+    assert lost_repeats(trials) == {2: "timed_out"}
+    line = "Candidates are counted, not their repeats, of which 1 gave no measurement: trial 2 timed_out."
+    assert line in plan_text(plan(trials, 0))
+    assert "Candidates are counted" not in plan_text(plan(trials[:2], 0))
