@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from flagcore.errors import SpecError
 from flagcore.plugins.installed import one_line
-
-if TYPE_CHECKING:
-    from flagcore.testing.subject import Subject
+from flagcore.testing.problem import Problem, Skip, fix_of
+from flagcore.testing.subject import Subject
 
 MOST = 3
 """Problems of one check that its message tells; the others are counted."""
 
 
-class Skip(Exception):
-    """A check has nothing to look at. The message says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What is wrong, with its place (file and key, or hook), and what to do about it."""
-
-    message: str
-    fix: str
-
-
-Check = Callable[["Subject"], Iterable[Problem]]
+Check = Callable[[Subject], Iterable[Problem]]
 """A check's name is a sentence that is true of a good plugin; it yields what makes it false, or raises Skip."""
 
 
@@ -40,14 +26,6 @@ class Result:
     state: str
     message: str = ""
     fix: str = ""
-
-
-def fix_of(reason: str) -> str:
-    """Return what to do about what a plugin's files raised; nothing for what is no file's fault."""
-    if reason.startswith("SpecError"):
-        return "mend that key of the file; docs/write-a-plugin.md tells what each file holds"
-    missing = "write that file (docs/write-a-plugin.md tells what it holds), or let the hook answer None"
-    return missing if reason.startswith("FileNotFoundError") else ""
 
 
 def run(check: Check, subject: Subject) -> Result:

@@ -22,8 +22,8 @@ from flagcore.domain.trial import TrialState
 from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, answers, load_plugins, names
 from flagcore.plugins.installed import installed
 from flagcore.testing.examples import group_of, task_on
-from flagcore.testing.kit import Problem, Skip, fix_of
 from flagcore.testing.package import Package, read_installed, source_of
+from flagcore.testing.problem import Problem, Skip, fix_of
 from flagcore.testing.transcripts import Transcript, read_transcripts
 from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import Quirks, quirks

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.testing.checks.importing import KEPT
-from flagcore.testing.kit import Problem
+from flagcore.testing.problem import Problem
 from flagcore.testing.subject import Subject
 
 SECONDS = 15.0

@@ -9,7 +9,7 @@ from datetime import date, datetime
 from typing import Any
 
 from flagcore.testing.facts import facts_of
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 from flagcore.vendorkit.parts import SOURCE_SAYS
 

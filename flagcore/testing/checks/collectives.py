@@ -10,7 +10,7 @@ from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip
 from flagcore.physics.collectives.curves import CollectiveTable, problem
 from flagcore.physics.collectives.model import KINDS
-from flagcore.testing.kit import Problem
+from flagcore.testing.problem import Problem
 from flagcore.testing.subject import Subject
 
 PAYLOADS = np.exp2(np.arange(10, 30)).astype(np.float64)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.space import FloatArray
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 MEASURED = 1.05

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from flagcore.domain.chip import Chip, Fact
-from flagcore.testing.kit import Problem
+from flagcore.testing.problem import Problem
 from flagcore.testing.subject import Subject
 
 DOUBLES = (("tf32", "bf16"), ("tf32", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "fp4"))

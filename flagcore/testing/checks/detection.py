@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from flagcore.domain.chip import Device
 from flagcore.errors import SpecError
 from flagcore.testing import fakes
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 SECONDS = 15.0

@@ -16,7 +16,7 @@ from flagcore.spec.limits import PRECISIONS
 from flagcore.spec.settings import Settings, settings_of
 from flagcore.stages.build import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 from flagcore.workloads.serving.engines import vllm_knobs
 

@@ -14,7 +14,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.testing import fakes
 from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 from flagcore.vendorkit.parts import SOURCE_SAYS
 from flagcore.vendorkit.variables import Variable

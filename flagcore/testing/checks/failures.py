@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 HEALTHY = """\

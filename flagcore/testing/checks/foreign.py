@@ -8,7 +8,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.launch import Launch
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import FOREIGN_CHIP, group_of, task_on
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 FIX = "answer None unless chip.vendor is yours"

@@ -8,7 +8,7 @@ from flagcore.domain.chip import Chip
 from flagcore.domain.plugin_knob import Factor, PluginKnob
 from flagcore.plugins import workload
 from flagcore.testing.examples import task_on
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 from flagcore.vendorkit.knobs import all_knobs
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flagcore.domain.launch import Launch
 from flagcore.plugins import launcher
-from flagcore.testing.kit import Problem
+from flagcore.testing.problem import Problem
 from flagcore.testing.subject import Subject
 
 KEEP = {"KEEP": "me"}

@@ -12,7 +12,7 @@ from flagcore.domain.chip import Chip
 from flagcore.plugins import workload
 from flagcore.stages.discover import costs as costs_of
 from flagcore.testing.examples import group_of
-from flagcore.testing.kit import Problem
+from flagcore.testing.problem import Problem
 from flagcore.testing.subject import Subject
 
 LEAST_BYTES = 2**20

@@ -10,7 +10,7 @@ from pathlib import Path
 from flagcore.domain.chip import Chip
 from flagcore.plugins import LoadedPlugins
 from flagcore.testing.facts import facts_of
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 ROOMS = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing", "vendorkit")

@@ -15,7 +15,7 @@ from flagcore.stages.build import build
 from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import prune
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flagcore.domain.maturity import Claim
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 from flagcore.vendorkit.parts import SOURCE_SAYS
 from flagcore.vendorkit.quirks import Failure, Known, Must, Note, Refusal

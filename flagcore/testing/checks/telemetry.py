@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from flagcore.domain.chip import Device
 from flagcore.testing import fakes
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 KNOWN: Mapping[str, tuple[float, float]] = {

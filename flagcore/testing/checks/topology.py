@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flagcore.physics.collectives.topology import topology_of
-from flagcore.testing.kit import Problem
+from flagcore.testing.problem import Problem
 from flagcore.testing.subject import Subject
 
 

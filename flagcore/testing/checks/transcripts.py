@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from flagcore.domain.chip import Device
 from flagcore.testing import fakes
-from flagcore.testing.kit import Problem, Skip
+from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 from flagcore.testing.transcripts import FOLDER, SOURCES, Transcript
 
