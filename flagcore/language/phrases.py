@@ -25,6 +25,8 @@ CHINESE = re.compile("[\u4e00-\u9fff]")
 LEADING = re.compile(r"(?:\s|[-*•] |flag: )*")
 KEY = re.compile(r"[^\s;:,]+ (?P<value>= )?")
 """What stands before what is told of it: a name, or a key and its value, which may hold blanks."""
+PREDICTED = re.compile(r"~(?=[A-Za-z])")
+"""What marks the name of a predicted figure."""
 MOST_PARTS = 40
 SHORTEST_START = 12
 LEAST, WEAK = 3, 14
@@ -133,6 +135,9 @@ class Phrases:
         if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
             inner = self._told(text[1:-1])
             return inner and _Found(inner.letters, f"（{inner.text}）")
+        if PREDICTED.match(text) and text not in self._whole:
+            inner = self._told(text[1:])
+            return inner and _Found(inner.letters, f"~{inner.text}")
         pieces = BETWEEN.split(text)
         count = len(pieces[::2])
         if count == 1 or count > MOST_PARTS:
@@ -196,6 +201,8 @@ class Phrases:
             told = self._told(bare) if bare else None
             if value.count("(") != value.count(")"):
                 return None
+            if value.endswith(".") and match.end(name) == len(match.string) and not (told and told.text.endswith("。")):
+                return None  # the full stop is the sentence's, not the place's
             joined = lists.values(bare)
             text = joined if told is None else told.text
             prose = PROSE.search(value) and (text is None or PROSE.search(text))

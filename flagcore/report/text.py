@@ -77,7 +77,7 @@ def learned_table(plan: Plan) -> str:
     over = f"{plan.off.trials} trial{'s' if plan.off.trials > 1 else ''}"
     line = f"Over {over} predictions were off by {far(plan.off.before)}, after learning by {far(plan.off.after)}"
     what = served.heading(plan.objective) if served.serves(plan) else "step s"
-    headings = ["trial", f"~{what}", "believed", what, "off", "after learning"]
+    headings = ["trial", f"~{what}", "believed", what, "off by", "after learning"]
     rows = []
     for trial in plan.trials:
         ratios = [off(trial, told) for told in ("predicted", "believed")]

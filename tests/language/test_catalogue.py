@@ -12,23 +12,8 @@ import yaml
 from flagcore.language.catalogue import HERE, read
 from tests.language.sources import CORE, PLACE, files, texts, wanted
 
-ROOMS = (
-    *(
-        "cli",
-        "api",
-        "loop",
-        "problem",
-        "foretold",
-        "stages",
-        "strategies",
-        "store",
-        "launchers",
-        "physics",
-        "microbench",
-    ),
-    *("spec", "workloads", "vendorkit", "plugins", "domain", "calibration"),
-)
-"""Rooms of the core that are translated; what they say has its Chinese."""
+ROOMS = sorted(each.stem for each in CORE.iterdir() if each.is_dir() or each.suffix == ".py")
+"""All rooms of the core; what they say has its Chinese."""
 FILES = sorted((HERE / "zh").glob("*.yaml"))
 FOREIGN = ("click.yaml", "words.yaml")
 """Files of texts that are not ours, or that the sources have as names."""

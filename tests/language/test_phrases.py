@@ -58,6 +58,14 @@ def test_of_two_ways_that_whose_places_hold_fewer_clauses_is_taken() -> None:
     assert words.text("must be an integer of 1, or null") == "必须是 1 的整数，或 null"
 
 
+def test_the_mark_of_a_prediction_stands_before_a_name_in_any_language() -> None:
+    assert WORDS.text("~baseline") == "~基线"
+
+
+def test_the_full_stop_of_a_sentence_is_in_no_place() -> None:
+    assert WORDS.text("Predicted 3 of 8.") == "在 8 中预测 3。"
+
+
 def test_what_is_unknown_stays() -> None:
     for text in ("RuntimeError: NCCL watchdog is not happy with what it saw", "", "  ", "12.5", "stays as it is"):
         assert WORDS.text(text) == text

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagcore.language import said
 from flagcore.language.width import columns, pieces
 from flagcore.report.formats import shown
+from flagcore.report.page.spoken import told
 
 COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
 """Each at least 3:1 against light and dark paper (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
@@ -89,7 +89,7 @@ def drawn(data: Any, width: int | None = None) -> Any:
         return {key: drawn(value, TEXTS.get(key)) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return [drawn(each, width) for each in data]
-    return label(said(data), width) if width and isinstance(data, str) else data
+    return label(told(data), width) if width and isinstance(data, str) else data
 
 
 def label(text: str, width: int = TEXTS["y"]) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from flagcore.domain.knowledge import DOES_NOT_FIT
 from flagcore.domain.trial import PROBE
-from flagcore.language import said
 from flagcore.report.page.blocks import Chart, Section, Text, cell, table
 from flagcore.report.page.charts import MARGIN, bars, label, rows_layout
 from flagcore.report.page.run import RunData
+from flagcore.report.page.spoken import told
 from flagcore.report.text import repeats_text
 
 
@@ -71,7 +71,7 @@ def _chart(title: str, start: tuple[str, int], took: Sequence[_Took], end: tuple
     text = [f"{start[1]:,}", *(f"-{each.count:,}" for each in shown), f"{end[1]:,}"]
     beside = {"text": text, "textposition": "outside", "cliponaxis": False}
     left = [*after, end[1]]
-    lines, most = max(label(said(name)).count("<br>") + 1 for name in names), max(start[1], 1)
+    lines, most = max(label(told(name)).count("<br>") + 1 for name in names), max(start[1], 1)
     largest = max(shown, key=lambda each: each.count, default=None)
     rest = f' The largest group of the others, {largest.count:,}, is "{largest.name}".' if largest else ""
     return Chart(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from flagcore.language import foreign, said
 from flagcore.report.page.blocks import Block, Cell, Chart, Code, Facts, Page, Table, Text
+
+UNIT = re.compile(r"(?:，|, )(s|GiB|占比)$")
+"""What stands behind the name of a figure."""
+
+
+def told(text: str) -> str:
+    """Return a text of a page in that language, a unit behind a name in brackets."""
+    return UNIT.sub(r"（\1）", said(text)) if foreign() else text
 
 
 def in_words(page: Page) -> Page:
@@ -13,34 +22,34 @@ def in_words(page: Page) -> Page:
     if not foreign():
         return page
     sections = tuple(
-        replace(section, title=said(section.title), blocks=tuple(map(_block, section.blocks)))
+        replace(section, title=told(section.title), blocks=tuple(map(_block, section.blocks)))
         for section in page.sections
     )
-    return replace(page, title=said(page.title), subtitle=said(page.subtitle), sections=sections)
+    return replace(page, title=told(page.title), subtitle=told(page.subtitle), sections=sections)
 
 
 def _block(block: Block) -> Block:
     if isinstance(block, Text):
-        return replace(block, text=said(block.text))
+        return replace(block, text=told(block.text))
     if isinstance(block, Facts):
-        return replace(block, items=tuple((said(name), _cell(cell)) for name, cell in block.items))
+        return replace(block, items=tuple((told(name), _cell(cell)) for name, cell in block.items))
     if isinstance(block, Code):
-        return replace(block, caption=said(block.caption))
+        return replace(block, caption=told(block.caption))
     if isinstance(block, Table):
         return _table(block)
     if isinstance(block, Chart):
-        return replace(block, title=said(block.title), says=said(block.says), table=_table(block.table))
-    return replace(block, title=said(block.title), blocks=tuple(map(_block, block.blocks)))
+        return replace(block, title=told(block.title), says=told(block.says), table=_table(block.table))
+    return replace(block, title=told(block.title), blocks=tuple(map(_block, block.blocks)))
 
 
 def _table(table: Table) -> Table:
     return replace(
         table,
-        caption=said(table.caption),
-        headings=tuple(map(said, table.headings)),
+        caption=told(table.caption),
+        headings=tuple(map(told, table.headings)),
         rows=tuple(tuple(map(_cell, row)) for row in table.rows),
     )
 
 
 def _cell(cell: Cell) -> Cell:
-    return cell if cell.kept else replace(cell, text=said(cell.text))
+    return cell if cell.kept else replace(cell, text=told(cell.text))

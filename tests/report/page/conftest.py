@@ -16,6 +16,7 @@ import yaml
 from flagcore import api
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
+from flagcore.language import choose
 from tests.cli.conftest import MODEL, Project
 from tests.report.page.reading import Read, read
 
@@ -60,6 +61,15 @@ class Runs:
             data = json.loads(result.read_text()) if result.exists() else {}
             self.made[kind] = Made(where, data, html, api.report(where, "markdown"), read(html))
         return self.made[kind]
+
+    def chinese(self, kind: str, form: str = "html") -> str:
+        """Return the page of a kind of run as a Chinese reader gets it."""
+        made = self(kind)
+        choose("zh")
+        try:
+            return api.report(made.folder, form)
+        finally:
+            choose("")
 
     def project(self, where: Path) -> Project:
         where.parent.mkdir(parents=True)

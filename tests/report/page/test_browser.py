@@ -19,6 +19,7 @@ from tests.report.page.conftest import KINDS, Runs
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 DRAWN = "html[data-drawn=yes]"
+CHINESE = [(kind, "zh") for kind in ("dense", "pipeline", "serving", "failed")]
 
 
 @pytest.fixture(scope="session")
@@ -49,9 +50,9 @@ Open = Callable[..., Opened]
 def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
     contexts = []
 
-    def go(kind: str, width: int = 1400, *, anchor: str = "", **given: Any) -> Opened:
+    def go(kind: str, width: int = 1400, *, anchor: str = "", language: str = "en", **given: Any) -> Opened:
         file = tmp_path / f"{kind}.html"
-        file.write_text(runs(kind).html)
+        file.write_text(runs(kind).html if language == "en" else runs.chinese(kind), encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
         contexts.append(context)
         found = Opened(context.new_page())
@@ -69,9 +70,9 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
 
 
 @pytest.mark.parametrize("width", [360, 1400])
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_fails_and_nothing_is_cut(opened: Open, kind: str, width: int) -> None:
-    found = opened(kind, width, color_scheme="light")
+@pytest.mark.parametrize(("kind", "language"), [*((kind, "en") for kind in KINDS), *CHINESE])
+def test_nothing_fails_and_nothing_is_cut(opened: Open, kind: str, language: str, width: int) -> None:
+    found = opened(kind, width, language=language, color_scheme="light")
     for scheme in ("light", "dark"):
         found.page.emulate_media(color_scheme=scheme)
         found.page.wait_for_timeout(300)
@@ -91,10 +92,10 @@ OUTSIDE = """() => {
 """What reaches beyond the page on its left or right, apart from scrolled boxes and the library's own try-outs."""
 
 
-@pytest.mark.parametrize("kind", ["dense", "pipeline", "serving"])
+@pytest.mark.parametrize(("kind", "language"), [("dense", "en"), ("pipeline", "en"), ("serving", "en"), *CHINESE])
 @pytest.mark.parametrize("width", [360, 1400])
-def test_labels_of_charts_are_inside_their_charts_and_apart(opened: Open, kind: str, width: int) -> None:
-    found = opened(kind, width)
+def test_labels_of_charts_are_inside_their_charts_and_apart(opened: Open, kind: str, language: str, width: int) -> None:
+    found = opened(kind, width, language=language)
     assert found.page.evaluate(LABELS) == []
 
 
@@ -163,6 +164,12 @@ def test_a_table_is_sorted_with_the_keyboard_and_that_is_said(opened: Open) -> N
     assert column() == sorted(column(), reverse=True)
     assert heading.get_attribute("aria-sort") == "descending"
     assert "descending" in page.locator("[role=status]").inner_text()
+
+
+def test_a_sorted_table_is_told_in_the_pages_language(opened: Open) -> None:
+    page = opened("dense", language="zh").page
+    page.locator("#trials th button").first.press("Enter")
+    assert page.locator("[role=status]").inner_text() == "已按“试验”升序排列"
 
 
 def test_a_link_to_a_trial_unfolds_it(opened: Open) -> None:
