@@ -1,24 +1,28 @@
-"""Pipeline schedules: closed forms against an event-driven simulation, and against published step times."""
+"""Pipeline schedules: closed forms against steps that are played pass by pass, and against published step times."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from flagcore.domain.passes import Passes
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.named import SCHEDULES, StageTimes, deferred, in_flight, makespan
-from tests.physics import schedule_simulator as simulator
+from flagcore.physics.schedules.play import FOLDED, orders_of, pipe_of, play
+from flagcore.physics.schedules.running import Pass, seconds_of
 
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 LENGTHS = (1, 2, 3, 4, 6, 8)
 KINDS = ("even", "edges", "hetero")
 """Even stages; a first and a last stage that differ (embedding, head and loss); every stage on another chip."""
 
-Case = tuple[int, simulator.Seconds]
+Seconds = dict[str, list[float]]
+Case = tuple[int, Seconds]
 
 
 def cases(kind: str, seed: int, count: int, lengths: tuple[int, ...] = LENGTHS) -> Iterator[Case]:
@@ -34,7 +38,7 @@ def cases(kind: str, seed: int, count: int, lengths: tuple[int, ...] = LENGTHS) 
         yield p, {"F": speed, "B": [back * x for x in speed], "W": [weight * x for x in speed]}
 
 
-def stage_times(seconds: simulator.Seconds, send: float = 0.0, **options: float) -> StageTimes:
+def stage_times(seconds: Seconds, send: float = 0.0, **options: float) -> StageTimes:
     forward, backward, weight = (np.array(seconds[kind])[:, None] for kind in "FBW")
     return StageTimes(
         forward=forward, backward_input=backward, backward_weight=weight, send=np.array([send]), **options
@@ -45,18 +49,23 @@ def closed(schedule: str, times: StageTimes, m: float, v: float = 1.0, *, barrie
     return float(makespan(schedule, times, np.array([float(m)]), np.array([float(v)]), barrier=barrier)[0])
 
 
-def simulated(
-    schedule: str, p: int, m: int, seconds: simulator.Seconds, send: float = 0.0, share: float = 0.4, v: int = 1
-) -> tuple[float, float]:
-    """Return the simulated time with a barrier and without; planned for the median stage, run with the true times."""
-    devices = simulator.devices_of(schedule, p, v)
-    parts, length, stages = len(devices) // p, len(devices), devices
-    if schedule == "dualpipe":
-        parts, length, stages = 1, p, [*range(p)] * 2
-    run = {kind: [values[stage] / parts for stage in stages] for kind, values in seconds.items()}
-    plan = {kind: [sorted(values)[p // 2] / parts] * len(devices) for kind, values in seconds.items()}
-    orders = simulator.orders_of(schedule, p, m, plan, send, share, v)
-    return simulator.simulate(orders, devices, run, send, length=length)
+def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **more: Any) -> Passes:
+    """Return the passes of whole stages; messages make their receiver wait unless told otherwise."""
+    given: dict[str, Any] = {"send_s": 0.0, "sender_waits": False, "weight_share": 0.4, **more}
+    return Passes(
+        schedule=schedule,
+        microbatches=m,
+        virtual=v,
+        forward_s=tuple(seconds["F"]),
+        backward_s=tuple(b + w for b, w in zip(seconds["B"], seconds["W"], strict=True)),
+        weight_s=tuple(seconds["W"]),
+        **given,
+    )
+
+
+def played(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **more: Any) -> tuple[float, float]:
+    """Return the time of a played step with a barrier and without."""
+    return seconds_of(play(passes_of(schedule, seconds, m=m, send_s=send, **more), m))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,14 +73,14 @@ def test_1f1b_and_gpipe_are_exact_for_any_stages_and_micro_batches(kind: str) ->
     for k, (p, seconds) in enumerate(cases(kind, seed=1, count=150)):
         m = 1 + k % (3 * p)
         for schedule in ("1f1b", "gpipe"):
-            truth, _ = simulated(schedule, p, m, seconds)
+            truth, _ = played(schedule, m, seconds)
             assert closed(schedule, stage_times(seconds), m) == pytest.approx(truth, rel=1e-9)
 
 
 def test_1f1b_counts_a_send_that_makes_the_receiver_wait_exactly_where_stages_are_even() -> None:
     for k, (p, seconds) in enumerate(cases("even", seed=2, count=100)):
         m, send = 1 + k % (4 * p), (0.01, 0.1, 0.3)[k % 3]
-        truth, _ = simulated("1f1b", p, m, seconds, send)
+        truth, _ = played("1f1b", m, seconds, send)
         assert closed("1f1b", stage_times(seconds, send), m) == pytest.approx(truth, rel=1e-9)
 
 
@@ -79,18 +88,14 @@ def test_1f1b_counts_a_send_that_makes_the_receiver_wait_exactly_where_stages_ar
 def test_1f1b_with_waiting_receivers_is_near_where_stages_are_uneven(kind: str, within: float) -> None:
     for k, (p, seconds) in enumerate(cases(kind, seed=3, count=150)):
         m = 1 + k % (4 * p)
-        truth, _ = simulated("1f1b", p, m, seconds, send=0.05)
+        truth, _ = played("1f1b", m, seconds, send=0.05)
         assert closed("1f1b", stage_times(seconds, 0.05), m) == pytest.approx(truth, rel=within)
 
 
 def test_a_send_that_blocks_its_sender_is_work_of_the_sender() -> None:
     for k, (p, seconds) in enumerate(cases("edges", seed=4, count=60)):
         m, send = p + k % (2 * p), 0.07
-        longer = {kind: list(values) for kind, values in seconds.items()}
-        for r in range(p - 1):
-            longer["F"][r] += send
-            longer["B"][r + 1] += send
-        truth, _ = simulated("1f1b", p, m, longer)
+        truth, _ = played("1f1b", m, seconds, send, sender_waits=True)
         assert closed("1f1b", stage_times(seconds, send, blocking=1.0), m) == pytest.approx(truth, rel=1e-9)
 
 
@@ -99,7 +104,7 @@ def test_a_send_that_blocks_its_sender_is_work_of_the_sender() -> None:
 def test_interleaved_agrees_with_megatrons_order(kind: str, within: float, send: float) -> None:
     for k, (p, seconds) in enumerate(cases(kind, seed=5, count=60, lengths=LENGTHS[1:])):
         m, v = p * (1 + k % 5), 2 + k % 3
-        truth, _ = simulated("interleaved", p, m, seconds, send, v=v)
+        truth, _ = played("interleaved", m, seconds, send, v=v)
         assert closed("interleaved", stage_times(seconds, send), m, v) == pytest.approx(truth, rel=within)
 
 
@@ -114,7 +119,7 @@ def deviations(schedule: str, kind: str, least: int, lengths: tuple[int, ...] = 
     found = []
     for k, (p, seconds) in enumerate(cases(kind, seed=7, count=30, lengths=lengths)):
         m, send, share = p * (least + k // 3 % 3), (0.0, 0.02, 0.05)[k % 3], (0.4, 0.7, 1.0)[k % 3]
-        truth = simulated(schedule, p, m, seconds, send, 1.0 if schedule == "zb-1p" else share)
+        truth = played(schedule, m, seconds, send, weight_share=share)
         times = stage_times(seconds, send, weight_share=share)
         found += [closed(schedule, times, m, barrier=not free) / truth[free] - 1.0 for free in (0, 1)]
     return np.abs(found)
@@ -130,28 +135,36 @@ def deviations(schedule: str, kind: str, least: int, lengths: tuple[int, ...] = 
         ("zb-2p", "edges", 2, 0.075, 0.01),
         ("zb-2p", "hetero", 2, 0.09, 0.01),
         *[("zb-v", kind, 2, 0.03, 0.01) for kind in KINDS],
-        *[("v-half", kind, 2, 0.035, 0.015) for kind in KINDS],
-        *[("v-min", kind, 2, 0.05, 0.02) for kind in ("even", "edges")],
-        ("v-min", "hetero", 2, 0.11, 0.04),
+        *[("v-half", kind, 2, 0.04, 0.015) for kind in KINDS],
+        ("v-min", "even", 2, 0.05, 0.02),
+        ("v-min", "edges", 2, 0.08, 0.03),
+        ("v-min", "hetero", 2, 0.12, 0.04),
         *[(name, kind, 2, 0.045, 0.02) for name in ("dualpipe", "dualpipev") for kind in KINDS],
     ],
 )
 def test_zero_bubble_and_folded_schedules_agree_with_their_orders(
     schedule: str, kind: str, least: int, worst: float, mean: float
 ) -> None:
-    """Automatic schedules against a plan of our own under the same memory; the V patterns where none is squeezed."""
-    lengths = {"v-half": (3, 5, 7), "v-min": (4, 5, 7, 8), "dualpipe": (2, 4, 6, 8)}.get(schedule, (2, 3, 4, 6, 8))
+    """Automatic schedules against a plan of our own under the same memory; V patterns of two devices stand apart."""
+    lengths = (2, 4, 6, 8) if schedule == "dualpipe" else (2, 3, 4, 6, 8)
+    lengths = (3, 4, 5, 6, 7, 8) if schedule in ("v-half", "v-min") else lengths
     found = deviations(schedule, kind, least, lengths)
     assert found.max() < worst
     assert found.mean() < mean
 
 
+@pytest.mark.parametrize("schedule", ["v-half", "v-min"])
+def test_v_patterns_of_two_devices_are_further_from_their_formula(schedule: str) -> None:
+    assert max(deviations(schedule, kind, 2, (2,)).max() for kind in KINDS) < 0.12
+
+
 def test_pairs_that_run_together_shorten_dualpipe() -> None:
     for p, m in ((2, 6), (4, 12), (8, 16)):
-        devices, whole = [*range(p), *reversed(range(p))], {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
-        halves = {kind: [values[0] / 2.0] * (2 * p) for kind, values in whole.items()}
-        truth, _ = simulator.simulate(simulator.dualpipe_v(p, m), devices, halves, together=0.9)
-        assert closed("dualpipev", stage_times(whole, paired=np.full((p, 1), 2.7)), m) == pytest.approx(truth, rel=0.03)
+        whole = {"F": [1.0] * p, "B": [1.1] * p, "W": [0.9] * p}
+        for schedule in ("dualpipe", "dualpipev"):
+            truth, _ = played(schedule, m, whole, paired_s=(2.7,) * p)
+            found = closed(schedule, stage_times(whole, paired=np.full((p, 1), 2.7)), m)
+            assert found == pytest.approx(truth, rel=0.03)
 
 
 def columns(seed: int, p: int, count: int = 400) -> StageTimes:
@@ -261,18 +274,34 @@ def arrays(*values: float) -> tuple[FloatArray, ...]:
     return tuple(np.array([float(value)]) for value in values)
 
 
-@pytest.mark.parametrize("schedule", [*WHOLE, *simulator.FOLDED, "dualpipe"])
+def even_orders(schedule: str, p: int, m: int, v: int = 1) -> list[list[tuple[Pass, ...]]]:
+    passes = passes_of(schedule, {kind: [1.0] * p for kind in "FBW"}, v=v, weight_share=1.0)
+    return orders_of(passes, m, pipe_of(passes))
+
+
+def held_of(order: list[tuple[Pass, ...]], parts: int) -> tuple[float, float]:
+    """Return the most micro-batches before their backward, and how many more wait for W at the worst moment."""
+    forward = waiting = 0
+    most, worst = 0, (0, 0)
+    for step in order:
+        for kind, _, _ in sorted(step, reverse=True):  # F before BW: both live while they run together
+            forward += (kind == "F") - (kind in ("B", "BW"))
+            waiting += (kind == "B") - (kind == "W")
+            most = max(most, forward)
+            worst = max(worst, (forward + waiting, waiting))
+    return most / parts, (worst[0] - most) / parts
+
+
+@pytest.mark.parametrize("schedule", [*WHOLE, *FOLDED, "dualpipe"])
 @pytest.mark.parametrize("p", [2, 4, 5, 8])
 def test_a_stage_holds_what_the_orders_hold(schedule: str, p: int) -> None:
-    m, parts = 4 * p, 2 if schedule in simulator.FOLDED else 1
-    even: simulator.Seconds = {kind: [1.0] * (p * parts) for kind in "FBW"}
+    m, parts = 4 * p, 2 if schedule in FOLDED else 1
     if schedule == "dualpipe" and p % 2:
         return
     if schedule in ("v-half", "v-min") and p % (2 if schedule == "v-half" else 3) == 0:
         m = 4 * p + 1  # the pattern is moved: it still holds no more
-    orders = simulator.orders_of(schedule, p, m, even, share=1.0)
-    for r in range(p):
-        most, later = simulator.held(orders[r], parts)
+    for r, order in enumerate(even_orders(schedule, p, m)):
+        most, later = held_of(order, parts)
         held = in_flight(schedule, *arrays(r, p, 1, m))[0]
         waiting = deferred(schedule, *arrays(r, p, m), weight_share=1.0)[0]
         if schedule in ("v-half", "v-min"):
@@ -283,8 +312,8 @@ def test_a_stage_holds_what_the_orders_hold(schedule: str, p: int) -> None:
 
 def test_interleaved_holds_megatrons_warm_up_and_one_more() -> None:
     for p, v in ((2, 2), (4, 3), (8, 2)):
-        for r, order in enumerate(simulator.interleaved(p, 4 * p, v)):
-            assert in_flight("interleaved", *arrays(r, p, v, 4 * p))[0] == simulator.held(order, v)[0]
+        for r, order in enumerate(even_orders("interleaved", p, 4 * p, v)):
+            assert in_flight("interleaved", *arrays(r, p, v, 4 * p))[0] == held_of(order, v)[0]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -4,7 +4,7 @@
 and optimizer. A stage's idle time is what is left of it beside m times `StageTimes.busy`. `in_flight` and `deferred`
 are the two things a stage holds. The caller groups candidates by the length of their pipeline.
 
-How far the formulas are from an event-driven simulation of the same orders is said at each one. With the profiled
+How far the formulas are from the same orders played pass by pass (`play`) is said at each one. With the profiled
 times of 12 published settings (arXiv 2401.10241) and one scale a model, the 48 published steps of 1F1B, interleaved,
 ZB-1p and ZB-2p come out within 4%, 1.3% in the mean, if sends block in the first two and overlap in the others.
 """

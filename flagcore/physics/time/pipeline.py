@@ -41,7 +41,7 @@ def pipeline_time(
     mean = messages.mean(layout, place) + refill
     send = mean if messages.longer is None else np.where(blocking > 0, messages.usual + refill, mean)
     total = layout.microbatches * times[-1].busy
-    paired = _together(train, times)
+    paired = together(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
         some = layout.rows(rows)
@@ -86,7 +86,7 @@ def _refill_seconds(costs: Costs) -> float:
     return REFILL_LAUNCHES * float(np.max([each.kernels.launch_seconds() for each in costs.groups]))
 
 
-def _together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
+def together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
     """Return a forward and a backward of two micro-batches that run together: exchange of tokens hides behind kernels.
 
     Empty where the schedule does not pair them. Source: DeepSeek-V3 report (arXiv 2412.19437), section 3.2.1.

@@ -19,7 +19,7 @@ from flagcore.physics.placement import Placement
 from flagcore.physics.time.layer import embedding_time, head_time, layer_time
 from flagcore.physics.time.optimizer import gradient_time, optimizer_time
 from flagcore.physics.time.passes import Block, Seconds, StageTime, quiet
-from flagcore.physics.time.pipeline import message_seconds, pipeline_time, sender_waits
+from flagcore.physics.time.pipeline import message_seconds, pipeline_time, sender_waits, together
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
@@ -120,8 +120,11 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         virtual=int(layout.virtual[0]),
         forward_s=forward,
         backward_s=backward,
+        weight_s=tuple(float(time.weight[0]) for time in times),
+        paired_s=tuple(float(each[0]) for each in together(train, times)),
         send_s=send,
         sender_waits=bool(sender_waits(train, layout)[0]),
+        weight_share=train.weight_share,
     )
 
 

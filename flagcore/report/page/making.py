@@ -12,8 +12,9 @@ from flagcore.report.page.memory import memory
 from flagcore.report.page.progress import progress
 from flagcore.report.page.run import RunData
 from flagcore.report.page.serving import serving
-from flagcore.report.page.steptime import pipeline, step_time
+from flagcore.report.page.steptime import step_time
 from flagcore.report.page.surroundings import chips, environment
+from flagcore.report.page.timeline import pipeline
 from flagcore.report.page.trials import trials
 
 TRIED = {RUN: "tried", PROBE: "probed on one device", ESTIMATE: "as predicted, nothing ran"}

@@ -1,62 +1,41 @@
-"""When each pass of a pipeline runs: one-forward-one-backward and its relatives, pass by pass."""
+"""The pipeline as a timeline: which device runs the pass of which micro-batch, and when."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Sequence
+from typing import Any
 
 from flagcore.domain.passes import Passes
+from flagcore.errors import NotModelled
+from flagcore.physics.schedules.named import SCHEDULES
+from flagcore.physics.schedules.play import foretold_seconds, play, step_seconds
+from flagcore.physics.schedules.running import Done
+from flagcore.report.formats import shown
+from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
+from flagcore.report.page.charts import COLOURS, bars, rows_layout
+from flagcore.report.page.run import RunData
 
-DRAWN = ("gpipe", "1f1b", "interleaved")
-"""Schedules whose order is the same for all times of passes. `interleaved` with one virtual stage is 1F1B."""
+MOST_PASSES = 4200
+"""Passes that a timeline has at most: more cannot be told apart, and browsers draw them slowly."""
+MOST_COUNTED = 50_000
+"""Passes of a whole step that are played to tell how long stages idle; with more, those that are drawn stand for it."""
+MOST_NUMBERED = 300
+"""Passes up to which each has its micro-batch's number on it."""
+KINDS = {"F": "forward", "BW": "backward", "B": "gradients of inputs", "W": "gradients of weights"}
+HIGH = 0.85
+"""Height of a bar, as a share of its row."""
+TONES = {"BW": {"size": 6, "solidity": 0.3}, "B": {"size": 5, "solidity": 0.25}, "W": {"size": 4, "solidity": 0.55}}
+"""Patterns of bars that are too narrow for their shape to be seen: told apart by how dark they are."""
+LAYOUT: dict[str, Any] = {"barmode": "overlay", "uniformtext": {"mode": "hide", "minsize": 8}}
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A pass of one micro-batch through the virtual stage `part`, which lies on `stage`."""
-
-    stage: int
-    part: int
-    microbatch: int
-    backward: bool
-    start_s: float
-    end_s: float
-
-
-def timeline(passes: Passes, microbatches: int) -> list[Pass]:
-    """Return the passes of a step of so many micro-batches, a stage after another, each in the order of its time.
-
-    Orders are megatron-core's: 1F1B (Narayanan et al. 2021, arXiv 2104.04473), interleaved in groups of as many
-    micro-batches as there are stages; with `gpipe` all forwards come first (arXiv 1811.06965). A pass starts when its
-    stage is free and its input is there. Raises ValueError for another schedule.
-    """
-    if passes.schedule not in DRAWN:
-        raise ValueError(f"the order of {passes.schedule} depends on its times")
-    count, virtual = len(passes.forward_s), passes.virtual
-    orders = [_order(passes.schedule, stage, count, microbatches, virtual) for stage in range(count)]
-    waits, late = (passes.send_s, 0.0) if passes.sender_waits else (0.0, passes.send_s)
-    end: dict[tuple[int, int, bool], float] = {}
-    free, place, done = [0.0] * count, [0] * count, list[Pass]()
-    while any(place[stage] < len(orders[stage]) for stage in range(count)):
-        before = len(done)
-        for stage in range(count):
-            while place[stage] < len(orders[stage]):
-                part, microbatch, backward = orders[stage][place[stage]]
-                needs = _needs(part, microbatch, backward, count * virtual)
-                if needs is not None and needs not in end:
-                    break
-                apart = needs is not None and needs[0] != part and count > 1
-                ready = 0.0 if needs is None else end[needs] + (late if apart else 0.0)
-                start = max(free[stage], ready)
-                own = passes.backward_s if backward else passes.forward_s
-                sends = part > 0 if backward else part < count * virtual - 1
-                free[stage] = start + own[stage] / virtual + (waits if sends else 0.0)
-                end[part, microbatch, backward] = free[stage]
-                done.append(Pass(stage, part, microbatch, backward, start, start + own[stage] / virtual))
-                place[stage] += 1
-        if len(done) == before:
-            raise ValueError("the passes wait for each other")
-    return sorted(done, key=lambda each: (each.stage, each.start_s))
+def pipeline(run: RunData) -> Section | None:
+    """Return the timeline of the best's pipeline; None where it has none."""
+    data = run.insight.get("pipeline")
+    if not data:
+        return None
+    kept: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return Section(anchor="pipeline", title="The pipeline of the best", blocks=_blocks(Passes(**kept)))
 
 
 def fewest(passes: Passes, most: int) -> int | None:
@@ -68,31 +47,159 @@ def fewest(passes: Passes, most: int) -> int | None:
     wanted = min(passes.microbatches, max(2 * count, 8))
     if passes.virtual > 1:
         wanted = min(passes.microbatches, -(-wanted // count) * count)
-    return wanted if 2 * count * passes.virtual * wanted <= most else None
+    return wanted if _each(passes) * wanted <= most else None
 
 
-def _order(schedule: str, stage: int, count: int, microbatches: int, virtual: int) -> list[tuple[int, int, bool]]:
-    """Return part, micro-batch and direction of the passes of one stage."""
-    table = [
-        (chunk, each)
-        for first in range(0, microbatches, count)
-        for chunk in range(virtual)
-        for each in range(first, min(first + count, microbatches))
+def _each(passes: Passes) -> int:
+    """Return how many passes a micro-batch has at most."""
+    schedule = SCHEDULES[passes.schedule]
+    parts = 1 if schedule.copies > 1 else schedule.parts or passes.virtual
+    return (3 if schedule.splits_backward else 2) * len(passes.forward_s) * parts
+
+
+def _blocks(passes: Passes) -> tuple[Block, ...]:
+    if SCHEDULES[passes.schedule].splits_backward and not passes.weight_s:
+        why = (
+            f"The schedule {passes.schedule} runs the gradients of weights apart, and this run, of an earlier version, "
+            "does not keep their seconds: no timeline is drawn. Without its insight.json the run is predicted anew."
+        )
+        return Text(why), _seconds(passes, passes.microbatches)
+    number = fewest(passes, MOST_PASSES)
+    if number is None:
+        why = f"{len(passes.forward_s)} stages have more passes than can be told apart, so their timeline is not drawn."
+        return Text(why), _seconds(passes, passes.microbatches)
+    try:
+        return (_timeline(passes, number),)
+    except NotModelled as error:
+        return Text(f"No timeline is drawn: {error}."), _seconds(passes, passes.microbatches)
+
+
+def _timeline(passes: Passes, number: int) -> Chart:
+    drawn, count = play(passes, number), len(passes.forward_s)
+    counted = passes.microbatches if _each(passes) * passes.microbatches <= MOST_COUNTED else number
+    played = play(passes, counted) if counted != number else drawn
+    step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
+    seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
+    traces = [
+        _bars(passes, series, kind, mine, len(drawn) <= MOST_NUMBERED, paired)
+        for series, (kind, mine) in enumerate(seen.items())
+        if mine
     ]
-    forwards = [(chunk * count + stage, each, False) for chunk, each in table]
-    backwards = [((virtual - 1 - chunk) * count + stage, each, True) for chunk, each in table]
-    if schedule == "gpipe":
-        return forwards + backwards
-    ahead = 2 * (count - 1 - stage) + (virtual - 1) * count if virtual > 1 else count - 1 - stage
-    ahead = min(ahead, len(forwards))
-    order = forwards[:ahead]
-    for forward, backward in zip_longest(forwards[ahead:], backwards):
-        order += [forward, backward] if forward else [backward]
-    return order
+    held = _seconds(passes, counted, played, step)
+    idle = max(float(row[-1].value or 0.0) for row in held.rows)
+    says = [*_idles(passes, counted, idle), *_agrees(passes, counted, step)]
+    if number < passes.microbatches:
+        says.append(f"Drawn are the passes of a step of {number}.")
+    if paired:
+        says.append("A forward and a backward above each other run together.")
+    if SCHEDULES[passes.schedule].copies > 1:
+        says.append(f"Micro-batches from {number - number // 2} on go from the last device to the first.")
+    if len(drawn) <= MOST_NUMBERED:
+        says.append("Numbers, where there is room, are micro-batches.")
+        says += ["A stroke, as in 1′, marks the second of a stage's two parts."] * _twofold(passes)
+    return Chart(
+        title="Forward and backward passes of each stage, as predicted",
+        says=" ".join(says),
+        traces=tuple(traces),
+        layout=rows_layout("seconds since the step began", count, each=44 if paired else 30, **LAYOUT),
+        table=held,
+    )
 
 
-def _needs(part: int, microbatch: int, backward: bool, parts: int) -> tuple[int, int, bool] | None:
-    """Return the pass that gives a pass its input; None for the first forward."""
-    if not backward:
-        return (part - 1, microbatch, False) if part else None
-    return (part + 1, microbatch, True) if part < parts - 1 else (part, microbatch, False)
+def _bars(passes: Passes, series: int, kind: str, mine: Sequence[Done], numbered: bool, paired: bool) -> dict[str, Any]:
+    trace = bars(
+        KINDS[kind],
+        series,
+        [each.end_s - each.start_s for each in mine],
+        [f"{_called(passes)} {each.device}" for each in mine],
+        base=[each.start_s for each in mine],
+        hovertext=[_words(passes, each) for each in mine],
+        hoverinfo="text",
+        width=[HIGH / 2.0 if each.beside else HIGH for each in mine] if paired else HIGH,
+    )
+    if paired:
+        trace["offset"] = [0.0 if each.beside > 0 else -HIGH / 2.0 for each in mine]
+    pattern = {**trace["marker"]["pattern"], **TONES.get(kind, {})}
+    line = {"width": 1 if numbered else 0.3, "color": "#ffffff"}
+    trace["marker"] = {**trace["marker"], "pattern": pattern, "line": line}
+    if kind == "F":
+        trace["marker"]["color"] = COLOURS[4]
+    if numbered:
+        second = [len(passes.forward_s) <= each.part for each in mine] if _twofold(passes) else [False] * len(mine)
+        numbers = [f"{each.microbatch}{'′' * later}" for each, later in zip(mine, second, strict=True)]
+        trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+        trace |= {"textfont": {"color": "#ffffff" if kind == "W" else "#000000", "size": 12}}
+    return trace
+
+
+def _idles(passes: Passes, counted: int, idle: float) -> list[str]:
+    virtual = f", {passes.virtual} virtual stages a device" if passes.virtual > 1 else ""
+    count = len(passes.forward_s)
+    rows = f"{count} devices" if _called(passes) == "device" else f"{count} stages{virtual}"
+    return [
+        f"{rows}, schedule {passes.schedule}.",
+        f"Over {_of(passes, counted)} one of them idles for up to {idle:.1%} of the time.",
+    ]
+
+
+def _agrees(passes: Passes, counted: int, step: float) -> list[str]:
+    """Return how long the played step takes, beside what its formula says of it."""
+    if counted < passes.microbatches:
+        return []
+    formula = foretold_seconds(passes)
+    told = [f"Played pass by pass they take {shown(step)} s, by the formula that predicts steps {shown(formula)} s."]
+    if SCHEDULES[passes.schedule].post_validation:
+        told.append("No stage waits for the others before the optimizer, so the longest span of one stage counts.")
+    return told
+
+
+def _seconds(passes: Passes, counted: int, played: Sequence[Done] = (), step: float = 0.0) -> Table:
+    """Return what one micro-batch takes of each device, and so many of them; and, where a step is played, idle time."""
+    columns: dict[str, Sequence[float]] = {"~forward, s": passes.forward_s, "~backward, s": passes.backward_s}
+    if SCHEDULES[passes.schedule].splits_backward and passes.weight_s:
+        columns["~of it weights, s"] = passes.weight_s
+    if passes.paired_s:
+        columns["~both together, s"] = passes.paired_s
+    if SCHEDULES[passes.schedule].copies > 1:
+        columns = {
+            name: [(one + two) / 2.0 for one, two in zip(s, s[::-1], strict=True)] for name, s in columns.items()
+        }
+    busy = [counted * (forward + backward) for forward, backward in zip(*list(columns.values())[:2], strict=True)]
+    if played:
+        busy = [0.0] * len(busy)
+        for each in played:
+            busy[each.device] += each.end_s - each.start_s if each.beside <= 0 else 0.0
+    columns["~busy, s"] = busy
+    if played:
+        columns["~idle, s"] = [step - each for each in busy]
+    rows: list[list[Any]] = [[cell(r), *map(cell, row)] for r, row in enumerate(zip(*columns.values(), strict=True))]
+    if played:
+        rows = [[*row, percent((step - each) / step)] for row, each in zip(rows, busy, strict=True)]
+    return table(
+        f"Seconds of one micro-batch, and of {_of(passes, counted)}; a message takes {shown(passes.send_s)} s",
+        [_called(passes), *columns, *["~idle, share"] * bool(played)],
+        rows,
+    )
+
+
+def _of(passes: Passes, counted: int) -> str:
+    of = f"the {passes.microbatches} micro-batches of a step" if passes.microbatches > 1 else "a step"
+    return f"{counted} of {of}" if counted < passes.microbatches else of
+
+
+def _called(passes: Passes) -> str:
+    """Return what a row is: in DualPipe two stages of the model share two devices."""
+    return "device" if SCHEDULES[passes.schedule].copies > 1 else "stage"
+
+
+def _twofold(passes: Passes) -> bool:
+    """Return whether a device holds two parts of one copy of the model."""
+    schedule = SCHEDULES[passes.schedule]
+    return schedule.copies == 1 and (schedule.parts or passes.virtual) == 2
+
+
+def _words(passes: Passes, one: Done) -> str:
+    count = len(passes.forward_s)
+    if SCHEDULES[passes.schedule].copies > 1:
+        return f"micro-batch {one.microbatch}, {KINDS[one.kind]}: part {one.part % count} on device {one.device}"
+    return f"micro-batch {one.microbatch}, {KINDS[one.kind]}: part {one.part} on stage {one.device}"
