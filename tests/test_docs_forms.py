@@ -1,0 +1,67 @@
+"""A page holds blocks, links and inline names only in the forms that the other tests read."""
+
+import json
+import re
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from flagcore.cli.main import flag
+from tests.pages import PAGES, ROOT, TEXT, prose
+
+UNSEEN = {
+    "a block fenced with ~~~": r"^ *~~~",
+    "a block by its indent alone": r"\n\n(?! *[-*\d|])(?: {4}|\t)\S(?<!\n)",
+    "a link with its address elsewhere": r"\]\[|^\[[^\]]+\]: ",
+    "a link or picture as HTML": r"<(?:a|img|pre|code)[\s>]",
+}
+OPTION = re.compile(r"`flag ([a-z][^`]*)`")
+KEY = re.compile(r"`((?:auto_tuner|train|serve|cluster|model)\.\w+(?:\.\w+)*)")
+FOREIGN = ("docs/flagscale.md", "CHANGELOG.md")
+"""Pages that tell of FlagScale's keys beside ours."""
+FILES = (".yaml", ".json", ".py")
+KEYS = sorted(
+    {(page, key) for page in PAGES if page not in FOREIGN for key in KEY.findall(TEXT[page]) if not key.endswith(FILES)}
+)
+
+
+@pytest.mark.parametrize("form", UNSEEN)
+@pytest.mark.parametrize("page", PAGES)
+def test_page_has_no_form_that_no_test_reads(page: str, form: str) -> None:
+    found = re.search(UNSEEN[form], prose(page), re.MULTILINE)
+    assert found is None, f"{page}: {form}: {found[0]!r}"
+
+
+def test_pages_lie_where_they_are_looked_for() -> None:
+    folders = [ROOT / "docs", *(ROOT / "plugins").iterdir()]
+    lying = {str(file.relative_to(ROOT)) for folder in folders for file in folder.rglob("*.md")}
+    assert {page for page in lying if "tests/" not in page} <= set(PAGES)
+
+
+@pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in OPTION.findall(TEXT[page])])
+def test_option_that_a_sentence_names_exists(page: str, line: str) -> None:
+    words, command = line.split(), flag
+    while words and isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), words.pop(0))
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize(("page", "key"), KEYS)
+def test_key_that_a_sentence_names_exists(page: str, key: str) -> None:
+    schema = json.loads(CliRunner().invoke(flag, ["schema"]).output)
+    assert any(_has(schema, kind, key.split(".")) for kind in schema["anyOf"])
+
+
+def _has(schema: dict, node: dict, path: list[str]) -> bool:
+    """Return whether a JSON schema has the key, or leaves open which keys there are."""
+    while "$ref" in node:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    kinds = node.get("anyOf", [])
+    if not path or any(_has(schema, kind, path) for kind in kinds):
+        return True
+    if node.get("type") != "object":
+        return False
+    below = node.get("properties", {})
+    return _has(schema, below[path[0]], path[1:]) if path[0] in below else bool(node.get("additionalProperties"))
