@@ -75,7 +75,15 @@ def tree(command: F) -> F:
     def with_source(
         spec: str | None, overrides: tuple[str, ...], config_path: str | None, config_name: str | None, **others: Any
     ) -> Any:
-        return command(source=_source(spec, overrides, config_path, config_name), **others)
+        if config_path is None and config_name is None:
+            if overrides:
+                raise click.UsageError(
+                    f"Got unexpected extra argument ({overrides[0]}); overrides go with --config-path"
+                )
+            return command(source=(spec, None), **others)
+        if config_path is None or config_name is None:
+            raise click.UsageError("--config-path and --config-name go together")
+        return _with_tree(command, config_path, config_name, [*filter(None, [spec]), *overrides], others)
 
     made: Any = with_source
     for add in (
@@ -88,22 +96,18 @@ def tree(command: F) -> F:
     return made  # type: ignore[no-any-return]
 
 
-def _source(
-    spec: str | None, overrides: tuple[str, ...], config_path: str | None, config_name: str | None
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Return the file of a spec, and its data if it was imported; what that changed is told."""
-    if config_path is None and config_name is None:
-        if overrides:
-            raise click.UsageError(f"Got unexpected extra argument ({overrides[0]}); overrides go with --config-path")
-        return spec, None
-    if config_path is None or config_name is None:
-        raise click.UsageError("--config-path and --config-name go together")
+def _with_tree(command: F, path: str, name: str, overrides: list[str], others: dict[str, Any]) -> Any:
+    """Call a command with a tree's data; what the import changed is told, and errors name the tree's own keys."""
     from flagcore import api
+    from flagcore.errors import SpecError
 
-    found = api.read_tree(Path(config_path), config_name, [*filter(None, [spec]), *overrides])
+    found = api.read_tree(Path(path), name, overrides)
     for note in found.notes:
         say(f"FlagScale's {note}")
-    return str(Path(config_path, f"{config_name.removesuffix('.yaml')}.yaml")), found.data
+    try:
+        return command(source=(found.file, found.data), **others)
+    except SpecError as error:
+        raise found.in_its_words(error) from None
 
 
 def in_one(records: list[dict[str, Any]], form: str, key: str, between: str = ", ") -> list[dict[str, Any]]:

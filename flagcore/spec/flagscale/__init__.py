@@ -6,20 +6,33 @@ commit 16a2dd5b5c41 (2025-11-27). Importing this package is cheap: hydra is impo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagcore.errors import SpecError
 from flagcore.spec.flagscale.source import Note, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The data of a spec, all paths in it absolute, and what became of keys that mean something else or are gone."""
+    """The data of a spec, all paths in it absolute, and what became of keys that mean something else or are gone.
+
+    `tree` is what it was translated from, and `file` its top file.
+    """
 
     data: dict[str, Any]
     notes: tuple[Note, ...]
+    tree: dict[str, Any] = field(repr=False, default_factory=dict)
+    file: str = ""
+
+    def in_its_words(self, error: SpecError) -> SpecError:
+        """Return an error of the spec with the tree's own key."""
+        from flagcore.spec.flagscale.keys import in_words_of
+
+        return in_words_of(self.tree, error, self.file)
 
     def as_yaml(self) -> str:
         """Return the spec as YAML, each note as a comment where it belongs."""
@@ -62,6 +75,19 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
             f"let defaults name a file of the folder {kind}",
         )
         raise spec_error(kind, problem, fix=fix, file=file)
-    data = training(source) if kind == "train" else serving(source)
+    try:
+        data = training(source) if kind == "train" else serving(source)
+    except SpecError as error:
+        raise _with_reason(error, unresolved) from None
     source.tell_what_is_left()
-    return Imported(data=data, notes=tuple(source.notes))
+    return Imported(data=data, notes=tuple(source.notes), tree=tree, file=file)
+
+
+def _with_reason(error: SpecError, unresolved: Sequence[tuple[str, str]]) -> SpecError:
+    """Return an error of a key that is missing with the reason, where hydra could not resolve it."""
+    from flagcore.spec.plain import spec_error
+
+    for key, why in unresolved:
+        if re.sub(r"\.(\d+)", r"[\1]", key) == error.key:
+            return spec_error(error.key, f"cannot be resolved: {why}", fix=error.fix, file=error.file)
+    return error

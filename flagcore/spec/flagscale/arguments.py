@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Any
 
 from flagcore.spec.flagscale.engines import AS_KNOBS, COMMON, ENGINES, KNOBS, OURS, spelt
 from flagcore.spec.flagscale.source import Source
 
 _AT = "serve.engine_args"
-_THOUSANDS = {"k": 1000, "K": 1024}
+_TIMES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+ARGUMENTS = ("engine_args", "engine_args_specific")
+"""Where a model has arguments: those in vLLM's words, and those of each engine."""
 Given = dict[str, tuple[str, Any]]
 """Arguments of an engine by their names there: where the tree has them, and the value."""
 
 
 def of_engines(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Given]:
     """Take the arguments of a model and return those of each engine; its own go before the common ones."""
-    common, specific = item.pop("engine_args", None) or {}, item.pop("engine_args_specific", None) or {}
-    common, specific = (each if isinstance(each, dict) else {} for each in (common, specific))
+    common, specific = (source.mapping(f"serve[0].{key}", item.pop(key, None)) for key in ARGUMENTS)
     own = {ENGINES.get(name, name): given for name, given in specific.items() if isinstance(given, dict)}
     for name in own.keys() - set(engines):
         source.note(
@@ -93,6 +95,8 @@ def _add(
 
 
 def _length(value: Any) -> Any:
-    """Return `4k` as 4000 and `4K` as 4096."""
-    found = re.fullmatch(r"(\d{1,9})([kK])", value) if isinstance(value, str) else None
-    return int(found[1]) * _THOUSANDS[found[2]] if found else value
+    """Return `4k` as 4000, `4K` as 4096 and `1.5k` as 1500, as vLLM reads them."""
+    found = re.fullmatch(r"(\d{1,9})(?:\.(\d{1,9}))?([kKmMgG])", value) if isinstance(value, str) else None
+    if not found or (found[2] and found[3].isupper()):
+        return value
+    return int(Decimal(f"{found[1]}.{found[2] or 0}") * _TIMES[found[3]])

@@ -12,6 +12,7 @@ from flagcore.spec.plain import MAX_DEPTH, plain, spec_error
 
 _MUST_BE = re.compile(r"\$\{([\w.]+):\?\?\??\}")
 """FlagScale's files mark a value that somebody must give so; it is that of the key."""
+_RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
 Unresolved = list[tuple[str, str]]
 
 
@@ -103,5 +104,6 @@ def _resolved(node: Any, path: tuple[str, ...], unresolved: Unresolved, file: st
         try:
             made[key] = _resolved(node[key], at, unresolved, file)
         except OmegaConfBaseException as error:
-            unresolved.append((".".join(at), str(error).splitlines()[0]))
+            said = _RAISED.sub("", str(error).splitlines()[0]).strip('"')
+            unresolved.append((".".join(at), said))
     return made if isinstance(node, DictConfig) else list(made.values())

@@ -14,7 +14,6 @@ _STARTS = "flagcore starts trials itself"
 DROPPED = {
     "experiment.exp_dir": "a run is kept in --run-dir",
     "experiment.exp_name": "a run is named by --run-dir",
-    "experiment.task.backend": "it has one value",
     "experiment.task.entrypoint": f"{_STARTS}; give your own program to train.command",
     "experiment.seed": "trials have seeds of their own",
     "experiment.save_steps": "trials save nothing",
@@ -24,6 +23,7 @@ DROPPED = {
     "experiment.node_args": "all nodes of a trial have the same arguments",
     "device_type_specific": "all nodes of a trial run the same program",
     f"{_RUNNER}.cli_args": "they are FlagScale's own",
+    f"{_RUNNER}.deploy": "nothing is served",
     f"{_TUNER}.control.interval": "flagcore does not poll",
     f"{_TUNER}.nnodes": "FlagScale overwrites it from the runner",
     f"{_TUNER}.nproc_per_node": "FlagScale overwrites it from the runner",
@@ -152,7 +152,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
     given = source.take(key, default)
     first = str(given).partition(":")[0]
     if isinstance(given, bool) or not first.isdecimal() or int(first) < 1:
-        raise spec_error(key, "must be a whole number", value=given, fix=f"use {default}", file=source.file)
+        raise spec_error(key, "must be a whole number from 1", value=given, fix=f"use {default}", file=source.file)
     if first != str(given):
         source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")
     return int(first)

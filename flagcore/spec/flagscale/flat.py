@@ -44,6 +44,10 @@ class Flat:
         """Return the value of a flag and forget it; `default` where it is not given."""
         return self._given.pop(name, ("", default))[1]
 
+    def has(self, name: str) -> bool:
+        """Return whether a flag is given, and not taken yet."""
+        return name in self._given
+
     def given(self) -> list[tuple[str, Any]]:
         """Return what is left, each flag with its value."""
         return [(flag, value) for flag, (_, value) in self._given.items()]

@@ -32,6 +32,7 @@ def serving(source: Source) -> dict[str, Any]:
     """Return the data of a spec that serves. Raises SpecError where something that it needs is missing."""
     checked_experiment(source)
     source.drop("experiment.task.entrypoint", "each trial starts the engine's own server", "serve")
+    source.drop("experiment.task.backend", "the model's engine, or auto_tuner.engines, counts", "serve.engine")
     item = _item(source)
     engines = _engines(source, item)
     layouts.moved_out_of_arguments(source, item, [spelt(each) for each in engines])
@@ -113,11 +114,17 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
 def _model(source: Source, item: dict[str, Any], engines: list[str]) -> tuple[str, str]:
     """Return where the shape is read, and the weights."""
     args = item.get("engine_args")
+    if not isinstance(args, (dict, type(None))):
+        fix = "write its keys below it"
+        raise spec_error("serve[0].engine_args", "must be a mapping", value=args, fix=fix, file=source.file)
     specific = item.get("engine_args_specific")
     places = [args, *(specific.values() if isinstance(specific, dict) else ())]
     found = [
         each.pop(key) for each in places if isinstance(each, dict) for key in ("model", "model_path") if key in each
     ]
+    if not found and (module := item.get("module")):
+        problem, fix = "is a program of its own, and an engine's server is tuned", "give engine and engine_args instead"
+        raise spec_error("serve[0].module", problem, value=module, fix=fix, file=source.file)
     if not found or not isinstance(found[0], str):
         fix = "give the path of the weights"
         raise spec_error("serve[0].engine_args.model", "is missing", fix=fix, file=source.file)
@@ -205,8 +212,7 @@ def _knobs(source: Source, engine: str, given: Mapping[str, Any], at: str, *, qu
 
 
 def _profile(source: Source, item: dict[str, Any]) -> dict[str, Any]:
-    given = item.pop("profile", None)
-    given = dict(given) if isinstance(given, dict) else {}
+    given = source.mapping("serve[0].profile", item.pop("profile", None))
     found = {key: given.pop(key, own) for key, own in _PROFILE.items()}
     for key, value in given.items():
         source.note(f"serve[0].profile.{key}", f"dropped ({value}): not known to flagcore", "serve.profile")

@@ -61,10 +61,14 @@ class Source:
 
     def section(self, path: str) -> dict[str, Any]:
         """Take a mapping; what is no mapping counts as an empty one, and is told."""
-        found = self.take(path, {})
+        return self.mapping(path, self.take(path))
+
+    def mapping(self, path: str, found: Any) -> dict[str, Any]:
+        """Return a copy of what `path` had; what is no mapping counts as an empty one, and is told."""
         if isinstance(found, dict):
-            return found
-        self.note(path, "is no mapping: dropped")
+            return dict(found)
+        if found is not None:
+            self.note(path, "is no mapping: dropped")
         return {}
 
     def drop(self, path: str, why: str, at: str = "") -> None:

@@ -49,6 +49,7 @@ def training(source: Source) -> dict[str, Any]:
             source.note(hetero, text, "cluster")
         source.drop(hetero, "it is off, or beyond what cluster.groups can tell", "cluster")
     flat = Flat(source, ("train.system", "train.model"), before)
+    _of_megatron(source, flat)
     machines, nodes, devices = cluster(source)
     model = shape(flat, flat.take("vocab_size", vocabulary))
     baseline = _baseline(flat, bool(model.get("num_moe_experts")))
@@ -74,6 +75,16 @@ def training(source: Source) -> dict[str, Any]:
     drop_the_rest(source)
     made = {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
     return {**made, "envs": envs} if envs else made
+
+
+def _of_megatron(source: Source, flat: Flat) -> None:
+    """Drop the backend. Raises SpecError for one whose tree has none of Megatron's flags."""
+    key, backend = "experiment.task.backend", source.take("experiment.task.backend")
+    if backend not in (None, "megatron") and not flat.has("num_layers"):
+        problem, fix = "trains a model of its own, without Megatron's flags", "use a tree of the backend megatron"
+        raise spec_error(key, problem, value=backend, fix=fix, file=source.file)
+    if backend is not None:
+        source.note(key, f"dropped ({backend}): a model in Megatron's flags is trained", "train.engine")
 
 
 def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
@@ -104,11 +115,17 @@ def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
 def _cannot_run(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
     """Return why a tree's own sizes do not go with its devices, batch and layers; nothing if they may."""
     tensor, stages, context = (baseline.get(key, 1) for key in _SIZES[:3])
-    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], model["num_layers"])
+    shape = (model["num_layers"], model["num_attention_heads"])
+    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
     if not all(type(each) is int and each > 0 for each in numbers):
         return ""  # the spec's own rules say so better
     if devices % (tensor * stages * context):
         return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
+    if model["num_attention_heads"] % tensor:
+        return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
+    experts, over = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
+    if type(experts) is int and type(over) is int and over > 0 and experts % over:
+        return f"EP {over} does not divide {experts} experts"
     at_once = devices // (tensor * stages * context) * baseline["micro_batch_size"]
     if train["global_batch_size"] % at_once:
         return f"{at_once} samples at once do not divide a global batch of {train['global_batch_size']}"
@@ -131,6 +148,10 @@ def _space(source: Source, known: Any) -> dict[str, Any]:
             source.note(where, "dropped: all stages recompute alike", "auto_tuner.space")
         elif key not in known:
             source.note(where, "dropped: not known to flagcore, nor to FlagScale", "auto_tuner.space")
+    virtual = found.get(_SIZES[4])
+    if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
+        text = "FlagScale tries only pipelines of more than two stages then; here those that cannot have it go without"
+        source.note(f"{_TUNER}.space.{_SIZES[4]}", text, f"auto_tuner.space.{_SIZES[4]}")
     absent = [key for key in known if key not in found]
     if absent:
         text = f"not there are {', '.join(absent)}: auto, as for FlagScale"
@@ -164,17 +185,27 @@ def _memory(source: Source, machines: dict[str, Any]) -> None:
     given = source.section(at)
     size, share = given.pop("gpu_memory", None), given.pop("gpu_utilization", None)
     name = given.pop("model_name", None)
-    low, high = share if isinstance(share, list) and len(share) == 2 else (0.2, 0.8)
-    numbers = [each for each in (size, low, high) if isinstance(each, (int, float)) and not isinstance(each, bool)]
-    if size is not None and len(numbers) == 3:
+    low, high = share if isinstance(share, list) and _shares(share) else (0.2, 0.8)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0):
+        problem, fix = "must be a number above 0, of MB", "use 80000 for 80 GB"
+        raise spec_error(f"{at}.gpu_memory", problem, value=size, fix=fix, file=source.file)
+    if share is not None and not _shares(share):
+        problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
+        raise spec_error(f"{at}.gpu_utilization", problem, value=share, fix=fix, file=source.file)
+    if size is not None:
         machines["memory_per_device"] = int(size * high) * _MIB
         text = (
             f"{size} MB x {high}: what a trial may use; FlagScale's lower bound {low}, which prunes small ones, is gone"
         )
         source.note(f"{at}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
-    elif size is not None or share is not None:
-        source.note(f"{at}.gpu_memory, gpu_utilization", "dropped: all that the device has may be used", "cluster")
+    elif share is not None:
+        source.note(f"{at}.gpu_utilization", "dropped, for gpu_memory is not there: all may be used", "cluster")
     if name is not None:
         source.note(f"{at}.model_name", f"dropped ({name}): flagcore has its own model of memory", "cluster")
     for key, _ in leaves(given):
         source.note(f"{at}{key}", "dropped: not known to flagcore", "cluster")
+
+
+def _shares(given: object) -> bool:
+    numbers = [each for each in given if type(each) in (int, float)] if isinstance(given, list) else []
+    return len(numbers) == 2 == len(given) and 0.0 <= numbers[0] < numbers[1] <= 1.0  # type: ignore[arg-type]
