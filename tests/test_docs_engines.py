@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from flagcore.workloads.serving.engines import llama_knobs, sglang_knobs, vllm_knobs
+from flagcore.workloads.serving.engines import (
+    llama_knobs,
+    llama_reading,
+    sglang_knobs,
+    sglang_reading,
+    vllm_knobs,
+    vllm_reading,
+)
 from flagcore.workloads.serving.engines.contract import Engine
 from flagcore.workloads.serving.engines.llamacpp import ENGINE as LLAMACPP
 from flagcore.workloads.serving.engines.sglang import ENGINE as SGLANG
@@ -50,3 +57,10 @@ def test_every_rule_of_an_engine_is_on_the_page(name: str, engine: Engine, knobs
     listed = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", section(name), re.MULTILINE))
     assert listed - {"KNOB_positive"} == names - positive
     assert "KNOB_positive" in listed
+
+
+def test_every_counter_is_on_the_page_with_the_engines_that_tell_it() -> None:
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \| .+ \|$", section("Counters"), re.MULTILINE)
+    listed = {(name, engine) for names, of in rows for name in re.findall(r"\w+", names) for engine in of.split(", ")}
+    told = {"vLLM": vllm_reading, "SGLang": sglang_reading, "llama.cpp": llama_reading}
+    assert listed == {(name, engine) for engine, reading in told.items() for name in reading.COUNTERS.values()}

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+MEANS = ("cache_usage", "cache_hit_rate", "sequences_per_iteration")
+"""Counters that ranks and instances have in the mean; of the others they have the sum."""
 
 
-def totals(text: str) -> dict[str, float]:
-    """Return the sum of each sample's values over its labels, by name; what is not finite is left out."""
-    found: dict[str, float] = {}
+def samples(text: str) -> dict[str, list[float]]:
+    """Return the values of each sample, one for each set of labels, by name; what is not finite is left out."""
+    found: dict[str, list[float]] = {}
     for line in text.splitlines():
         sample = _SAMPLE.match(line)
         with suppress(ValueError):
             if sample and math.isfinite(value := float(sample["value"])):
-                found[sample["name"]] = found.get(sample["name"], 0.0) + value
+                found.setdefault(sample["name"], []).append(value)
     return found
+
+
+def joined(name: str, values: Sequence[float]) -> float:
+    """Return what ranks, or instances, have together of the counter `name`: one or more `values`."""
+    return sum(values) / (len(values) if name in MEANS else 1)
 
 
 def labels(text: str, name: str) -> dict[str, str]:
@@ -43,7 +50,7 @@ def largest(log: str, patterns: Mapping[str, str], scale: float = 1.0) -> dict[s
 def counters(fetch: Callable[[str], str], named: Mapping[str, str]) -> dict[str, float]:
     """Return figures of /metrics under our names; none where the server does not answer."""
     try:
-        known = totals(fetch("/metrics"))
+        known = samples(fetch("/metrics"))
     except OSError:
         return {}
-    return {ours: known[theirs] for theirs, ours in named.items() if theirs in known}
+    return {ours: joined(ours, known[theirs]) for theirs, ours in named.items() if theirs in known}

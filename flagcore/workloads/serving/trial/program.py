@@ -16,6 +16,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.workloads.serving.engines.contract import Engine
+from flagcore.workloads.serving.engines.metrics import joined
 from flagcore.workloads.serving.load import LoadResult, ProblemKind, Target, goodput, measure, quantiles_of
 from flagcore.workloads.serving.trial.client import ask_client
 from flagcore.workloads.serving.trial.failures import TrialFailure, first_error, log_text
@@ -52,7 +53,7 @@ def run(job: Job, folder: Path) -> None:
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
-            "counters": _summed(counters),
+            "counters": _joined(counters),
             "startup_s": [server.startup_s for server in servers],
             "memory": memory,
             "resident_bytes": resident,
@@ -227,9 +228,9 @@ def _counters(engine: Engine, server: Server) -> Mapping[str, float]:
         return {}
 
 
-def _summed(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for each in counters for name in each)
-    return {name: sum(each.get(name, 0.0) for each in counters) for name in names}
+    return {name: joined(name, [each[name] for each in counters if name in each]) for name in names}
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:

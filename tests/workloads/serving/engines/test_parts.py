@@ -28,8 +28,8 @@ not a line
 """
 
 
-def test_figures_are_summed_over_labels_and_what_is_no_number_is_left_out() -> None:
-    assert metrics.totals(TEXT) == {"a:total": 7.0, "a:info": 1.0}
+def test_figures_of_all_labels_are_read_and_what_is_no_number_is_left_out() -> None:
+    assert metrics.samples(TEXT) == {"a:total": [3.0, 4.0], "a:info": [1.0]}
     assert metrics.labels(TEXT, "a:info") == {"size": "16", "on": "True"}
     assert metrics.labels(TEXT, "a:none") == {}
 
@@ -40,6 +40,11 @@ def test_a_server_without_metrics_has_no_counters() -> None:
 
     assert metrics.counters(fetch, {"a:total": "all"}) == {}
     assert metrics.counters(lambda path: TEXT, {"a:total": "all", "b": "none"}) == {"all": 7.0}
+
+
+def test_a_share_of_several_ranks_is_their_mean_where_tokens_are_their_sum() -> None:
+    assert metrics.counters(lambda path: TEXT, {"a:total": "cache_usage"}) == {"cache_usage": 3.5}
+    assert metrics.joined("output_tokens", [3.0, 4.0]) == 7.0
 
 
 def test_cards_are_those_of_the_spec_or_all_of_the_cluster() -> None:
