@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flagcore.language import lists
@@ -147,7 +147,8 @@ class Phrases:
             choices = []
             for begin in range(end):
                 part = "".join(pieces[2 * begin : 2 * end - 1])
-                found = self._whole_of(part)
+                stop = pieces[2 * end - 1 : 2 * end] == [". "]
+                found = (self._sentence(part) if stop else None) or self._whole_of(part)
                 if found is None and end - begin > 1:
                     continue
                 told, before = found or _Found(0, part), best[begin]
@@ -156,6 +157,11 @@ class Phrases:
                 choices.append(_Found(letters, before.text + between + told.text, held, told.text))
             best.append(max(choices, key=lambda choice: choice.rank))
         return best[-1] if best[-1].letters else None
+
+    def _sentence(self, text: str) -> _Found | None:
+        """Return a text told as a sentence whose full stop is left to what stands between sentences."""
+        found = self._by_template(f"{text}.", set(WORD.findall(text)))
+        return found and replace(found, text=found.text.removesuffix("。"))
 
     def _whole_of(self, text: str) -> _Found | None:
         """Return a text told by the one template that fits it best, or by one for what its key breaks."""

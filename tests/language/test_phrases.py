@@ -66,6 +66,11 @@ def test_the_full_stop_of_a_sentence_is_in_no_place() -> None:
     assert WORDS.text("Predicted 3 of 8.") == "在 8 中预测 3。"
 
 
+def test_a_sentence_before_another_needs_no_entry_of_its_own() -> None:
+    words = Phrases({"Drawn are {0} passes.": "画的是 {0} 次计算。", "Numbers are micro-batches.": "数字是微批次。"})
+    assert words.text("Drawn are 8 passes. Numbers are micro-batches.") == "画的是 8 次计算。数字是微批次。"
+
+
 def test_what_is_unknown_stays() -> None:
     for text in ("RuntimeError: NCCL watchdog is not happy with what it saw", "", "  ", "12.5", "stays as it is"):
         assert WORDS.text(text) == text

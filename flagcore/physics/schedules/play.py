@@ -21,8 +21,8 @@ def play(passes: Passes, microbatches: int) -> list[Done]:
     """Return the passes of a step of so many micro-batches, a device after another, each in the order of its time.
 
     Schedules that are planned with times are planned with those of the median stage. In DualPipe micro-batches count
-    on through both copies: the later half enters at the last device. Raises NotModelled for an unknown schedule, and
-    for DualPipe on an odd number of devices.
+    on through both copies: the later half enters at the last device. Raises NotModelled for an unknown schedule, for
+    DualPipe on an odd number of devices, and for interleaved where megatron-core refuses the number of micro-batches.
     """
     if passes.schedule not in SCHEDULES:
         raise NotModelled(f"schedule {passes.schedule} is not modelled; these are: {', '.join(SCHEDULES)}")
@@ -62,6 +62,8 @@ def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
     """Return what each device does in a step of m micro-batches."""
     p, schedule = len(passes.forward_s), passes.schedule
     if schedule == "interleaved" and passes.virtual > 1:
+        if m > p and m % p:
+            raise NotModelled(f"interleaved needs as many micro-batches as {p} stages divide, and these are {m}")
         return orders.interleaved(p, m, passes.virtual)
     if schedule in ("1f1b", "interleaved"):
         return orders.one_forward_one_backward(p, m)

@@ -111,7 +111,7 @@ def _bars(passes: Passes, series: int, kind: str, mine: Sequence[Done], numbered
         KINDS[kind],
         series,
         [each.end_s - each.start_s for each in mine],
-        [f"{_called(passes)} {each.device}" for each in mine],
+        [f"device {each.device}" if _called(passes) == "device" else f"stage {each.device}" for each in mine],
         base=[each.start_s for each in mine],
         hovertext=[_words(passes, each) for each in mine],
         hoverinfo="text",

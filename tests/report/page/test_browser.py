@@ -9,13 +9,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flagcore.physics.schedules.named import SCHEDULES
+from flagcore.physics.schedules.play import play
+from flagcore.report.page.blocks import Page
+from flagcore.report.page.html import as_html
 from tests.report.page.conftest import KINDS, Runs
+from tests.report.page.test_timeline import named, section_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 DRAWN = "html[data-drawn=yes]"
@@ -52,7 +57,8 @@ def opened(browser: Any, runs: Runs, tmp_path: Path) -> Iterator[Open]:
 
     def go(kind: str, width: int = 1400, *, anchor: str = "", language: str = "en", **given: Any) -> Opened:
         file = tmp_path / f"{kind}.html"
-        file.write_text(runs(kind).html if language == "en" else runs.chinese(kind), encoding="utf-8")
+        html = given.pop("html", "") or (runs(kind).html if language == "en" else runs.chinese(kind))
+        file.write_text(html, encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **given)
         contexts.append(context)
         found = Opened(context.new_page())
@@ -109,6 +115,17 @@ LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
     Math.min(one.box.bottom, other.box.bottom) - Math.max(one.box.top, other.box.top) > 4));
   return [...out.map((each) => "out: " + each.text), ...over.map((each) => "over: " + each.text)];
 })"""
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+def test_timelines_of_all_schedules_are_drawn_and_inside_the_page(opened: Open, width: int) -> None:
+    sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in SCHEDULES)
+    found = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
+    assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert found.page.evaluate(OUTSIDE) == []
+    assert found.page.evaluate(LABELS) == []
+    assert found.page.locator(".plot .bars .point").count() == sum(len(play(named(name), 8)) for name in SCHEDULES)
+    assert found.errors == []
 
 
 @pytest.mark.parametrize("kind", ["dense", "serving", "estimate"])

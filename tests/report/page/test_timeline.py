@@ -136,7 +136,7 @@ def test_a_long_step_is_drawn_by_its_first_micro_batches() -> None:
     assert all(fewest(replace(long, schedule=name, **sixteen), MOST_PASSES) == 32 for name in SCHEDULES)
 
 
-def section(passes: Passes, *without: str) -> Section:
+def section_of(passes: Passes, *without: str) -> Section:
     kept = {key: value for key, value in asdict(passes).items() if key not in without}
     as_read = {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
     found = pipeline(RunData(result={}, folder=Path(), called="", insight={"pipeline": as_read}))
@@ -156,7 +156,7 @@ def drawn_of(chart: Chart) -> list[tuple[str, str, float, float, str]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> None:
     passes = named(schedule)
-    (chart,) = section(passes).blocks
+    (chart,) = section_of(passes).blocks
     assert isinstance(chart, Chart)
     done = play(passes, 8)
     row, split = "device" if schedule == "dualpipe" else "stage", SCHEDULES[schedule].parts == 2
@@ -179,7 +179,7 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "dualpipev"])
 def test_passes_that_run_together_stand_above_each_other(schedule: str) -> None:
-    (chart,) = section(named(schedule)).blocks
+    (chart,) = section_of(named(schedule)).blocks
     assert isinstance(chart, Chart)
     assert "run together" in chart.says
     covered: dict[tuple[str, float], list[tuple[float, float]]] = {}
@@ -190,11 +190,11 @@ def test_passes_that_run_together_stand_above_each_other(schedule: str) -> None:
 
 
 def test_a_long_step_says_how_many_micro_batches_are_drawn() -> None:
-    (chart,) = section(named("zb-v", microbatches=400)).blocks
+    (chart,) = section_of(named("zb-v", microbatches=400)).blocks
     assert isinstance(chart, Chart)
     assert "Over the 400 micro-batches of a step one" in chart.says
     assert "Drawn are the passes of a step of 8." in chart.says
-    (chart,) = section(named("zb-v", microbatches=40_000)).blocks
+    (chart,) = section_of(named("zb-v", microbatches=40_000)).blocks
     assert isinstance(chart, Chart)
     assert "Over 8 of the 40000 micro-batches" in chart.says
     assert "formula" not in chart.says
@@ -207,9 +207,9 @@ NEW = ("weight_s", "paired_s", "weight_share")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_run_of_an_earlier_version_is_told_as_far_as_it_goes(schedule: str) -> None:
     if not SCHEDULES[schedule].splits_backward:
-        assert section(named(schedule), *NEW).blocks == section(named(schedule)).blocks
+        assert section_of(named(schedule), *NEW).blocks == section_of(named(schedule)).blocks
         return
-    said, held = section(named(schedule), *NEW).blocks
+    said, held = section_of(named(schedule), *NEW).blocks
     assert isinstance(said, Text)
     assert f"{schedule} runs the gradients of weights apart" in said.text
     assert "insight.json" in said.text
@@ -221,12 +221,12 @@ def test_a_run_of_an_earlier_version_is_told_as_far_as_it_goes(schedule: str) ->
 def test_what_cannot_be_drawn_says_why() -> None:
     three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
     odd = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
-    said, held = section(odd).blocks
+    said, held = section_of(odd).blocks
     assert isinstance(said, Text)
     assert "even number of stages" in said.text
     assert isinstance(held, Table)
     large = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
-    said, held = section(replace(named("zb-v", microbatches=256), **large)).blocks
+    said, held = section_of(replace(named("zb-v", microbatches=256), **large)).blocks
     assert isinstance(said, Text)
     assert "more passes than can be told apart" in said.text
 
