@@ -19,8 +19,8 @@ MOST_PASSES = 4200
 """Passes that a timeline has at most: more cannot be told apart, and browsers draw them slowly."""
 MOST_COUNTED = 50_000
 """Passes of a whole step that are played to tell how long stages idle; with more, those that are drawn stand for it."""
-MOST_NUMBERED = 300
-"""Passes up to which each has its micro-batch's number on it."""
+MOST_NUMBERED, MOST_EDGED = 300, 1500
+"""Passes up to which each has its micro-batch's number on it, and up to which each has an edge."""
 KINDS = {"F": "forward", "BW": "backward", "B": "gradients of inputs", "W": "gradients of weights"}
 HIGH = 0.85
 """Height of a bar, as a share of its row."""
@@ -81,7 +81,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
     step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
     seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
-        _bars(passes, series, kind, mine, len(drawn) <= MOST_NUMBERED, paired)
+        _bars(passes, series, kind, mine, len(drawn), paired)
         for series, (kind, mine) in enumerate(seen.items())
         if mine
     ]
@@ -106,7 +106,7 @@ def _timeline(passes: Passes, number: int) -> Chart:
     )
 
 
-def _bars(passes: Passes, series: int, kind: str, mine: Sequence[Done], numbered: bool, paired: bool) -> dict[str, Any]:
+def _bars(passes: Passes, series: int, kind: str, mine: Sequence[Done], among: int, paired: bool) -> dict[str, Any]:
     trace = bars(
         KINDS[kind],
         series,
@@ -120,7 +120,8 @@ def _bars(passes: Passes, series: int, kind: str, mine: Sequence[Done], numbered
     if paired:
         trace["offset"] = [0.0 if each.beside > 0 else -HIGH / 2.0 for each in mine]
     pattern = {**trace["marker"]["pattern"], **TONES.get(kind, {})}
-    line = {"width": 1 if numbered else 0.3, "color": "#ffffff"}
+    numbered = among <= MOST_NUMBERED
+    line = {"width": 1 if numbered else 0.3 if among <= MOST_EDGED else 0, "color": "#ffffff"}
     trace["marker"] = {**trace["marker"], "pattern": pattern, "line": line}
     if kind == "F":
         trace["marker"]["color"] = COLOURS[4]
