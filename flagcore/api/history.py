@@ -123,6 +123,9 @@ class _Rows:
         if unknown:
             self.notes.append(f"columns that are no knobs here are left out: {', '.join(unknown)}")
         for row in rows:
+            if row.refused:
+                self.notes.append(f"line {row.line} is left out: {row.refused}")
+                continue
             try:
                 candidate = self._candidate(row, knobs)
                 trial = self._trial(row, candidate)
@@ -131,6 +134,11 @@ class _Rows:
                 continue
             self._seen[candidate] = row.line
             yield trial
+        named = {knob for row in rows for knob in row.knobs}
+        absent = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in named]
+        if absent and self._seen:
+            told = "columns that are not there count as off, as 1 or as what follows from the others"
+            self.notes.append(f"{told}: {', '.join(absent)}")
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
         """Return the candidate of a row. Raises UsageError for one that is not in the space."""
@@ -139,7 +147,8 @@ class _Rows:
             raise UsageError(f"it is of {row.engine}, the spec of {task.spec.work.engine}")
         if row.split:
             raise UsageError("its first or last stage has layers of its own, which are no knobs; see train.settings")
-        values = {knob: value for knob, value in row.knobs.items() if knob in knobs}
+        own = {knob: value for knob, value in row.knobs.items() if knob in knobs}
+        values = {knob: value for knob, value in own.items() if value is not None or knobs[knob].neutral is None}
         for knob, value in values.items():
             listed = (*knobs[knob].values, knobs[knob].neutral, None)
             if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in listed:
@@ -189,7 +198,7 @@ def _trained(task: Task, row: HistoryRow) -> Measurement | None:
     if row.step_s is None:
         return None
     train = task.spec.train
-    late = row.elapsed_s >= task.spec.control.max_time_per_task
+    late = row.cut or row.elapsed_s >= task.spec.control.max_time_per_task
     return Measurement(
         step_times_s=(row.step_s,),
         step_time_s=row.step_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,13 +177,65 @@ def test_file_that_is_no_history_is_refused(taken: Callable[..., Any], project: 
         "a,b\n1,2\n": "is no history of FlagScale's: it has neither 'performance' nor a server's figures",
         "idx,ttft,itl\n1,2,3\n": "is of servers, but",
         "idx,performance\n": "no row of",
+        "idx;performance\n1;2\n": "with commas between; its columns are idx;performance",
+        "idx,performance,idx\n1,2,3\n": "columns twice: idx; keep one",
+        "\x00,\x1b[2J\n1,2\n": r"columns are '\x00'..., '\x1b[2J'...",
     }.items():
         (tmp_path / "wrong.csv").write_text(text)
-        with pytest.raises(UsageError, match=said.replace("(", r"\(")):
+        with pytest.raises(UsageError, match=re.escape(said)):
             import_history(tmp_path / "wrong.csv", spec, run_dir=tmp_path / "never")
     with pytest.raises(UsageError, match="cannot be read"):
         import_history(tmp_path / "nothing.csv", spec)
     assert not (tmp_path / "never").exists()
+
+
+NAMES = "idx,tensor_model_parallel_size,data_parallel_size,micro_batch_size,"
+NAMES += "pipeline_model_parallel_size,max_mem,performance"
+ODD = {
+    "BOM": ("\ufeff" + NAMES, "1,2,1,1,1,300.0,150.0", "measured"),
+    "blank lines": ("\n\n" + NAMES + "\n,,,,,,", "1,2,1,1,1,300.0,150.0", "measured"),
+    "None": (NAMES + ",decoder_first_pipeline_num_layers", "1,2,1,1,None,N/A,150.0,None", "measured"),
+    "OOM": (NAMES, "1,2,1,1,1,oom,None", "out_of_memory"),
+    "no phrase": (NAMES + ",error", "1,2,1,1,1,,,torch.OutOfMemoryError", "out_of_memory"),
+    "long error": (NAMES + ",error", "1,2,1,1,1,,," + "Error: " * 30_000, "failed"),
+    "quoted list": (NAMES + ",gpu_utilization", '1,2,1,1,1,300.0,150.0,"[0.2, 0.8]"', "measured"),
+    "bare list": (NAMES + ",gpu_utilization", "1,2,1,1,1,300.0,150.0,[0.2, 0.8]", "it has 9 cells, the heading 8"),
+    "short": (NAMES, "1,2,1,1", "it has 4 cells, the heading 7"),
+    "unit": (NAMES, "1,2,1,1,1,300.0,150 ms", "performance = '150 ms' is no number; leave out units"),
+    "thousands": (NAMES, '1,2,1,1,1,"1,300.0",150', "max_mem = '1,300.0' is no number"),
+    "below zero": (NAMES, "1,2,1,1,1,300.0,-1", "performance = -1 is no figure"),
+    "pruned": (NAMES + ",pruned", "1,2,1,1,1,300.0,150.0,True", "FlagScale pruned it"),
+    "huge": (NAMES, "1,2,1,1e300,1,300.0,150.0", "micro_batch_size = '1e300' is no value"),
+    "list of knob": (NAMES, '1,2,1,"[1, 2]",1,300.0,150.0', r"micro_batch_size = '\[1, 2\]' is no value"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_an_odd_row_is_taken_as_what_it_says_or_left_out_with_the_reason(
+    case: str, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLAGCORE_HOME", str(tmp_path / "home"))
+    heading, row, says = ODD[case]
+    file, spec = tmp_path / "odd.csv", project.spec()
+    file.write_text(f"{heading}\n{row}\n", encoding="utf-8")
+    if says in {state.value for state in TrialState}:
+        (trial,) = import_history(file, spec, run_dir=project.run_dir).trials
+        assert trial.state.value == says
+        assert trial.candidate.as_dict()["tensor_model_parallel_size"] == 2
+    else:
+        with pytest.raises(UsageError, match=f"no row of .* can be taken: line 2 is left out: {says}"):
+            import_history(file, spec, run_dir=project.run_dir)
+
+
+def test_a_file_without_some_columns_is_told_what_they_count_as(project: Project, tmp_path: Path) -> None:
+    file = tmp_path / "few.csv"
+    file.write_text("idx,tensor_model_parallel_size,performance,stopped_by_tuner\n1,2,150.0,True\n")
+    found = import_history(file, project.spec(), run_dir=project.run_dir, same_machine=True)
+    assert found.notes[0].startswith("columns that are not there count as off")
+    assert "micro_batch_size" in found.notes[0]
+    measured = found.trials[0].measurement
+    assert measured is not None
+    assert measured.partial
 
 
 SERVED = {

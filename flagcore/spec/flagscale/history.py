@@ -6,6 +6,7 @@ words are True and False, lists are JSON, times are milliseconds but `elapsed_ti
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import math
@@ -38,16 +39,25 @@ BOOKKEEPING = (
     "max_mem",
     "error",
     "engine",
+    "pruned",
+    "stopped_by_tuner",
     TRAINED,
     *SERVED,
 )
 """Columns that are no knobs."""
+FIGURES = ("elapsed_time", "max_mem", TRAINED, *SERVED)
+NOTHING = ("", "none", "nan", "null", "n/a", "na", "<na>")
+"""Words of an empty cell."""
 SPLITS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 SPELT = {"instance": "instances", "instace": "instances"}
 IGNORED = ("split_mode",)
 """Knobs that FlagScale writes down, but never passes on."""
 OUT_OF_MEMORY = "OOM"
+SAYS_OUT_OF_MEMORY = ("out of memory", "outofmemory")
+LARGEST = 2**53
+"""Whole numbers beyond it are none that a float has kept."""
 MIB = 2**20
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,8 @@ class HistoryRow:
     """One task of FlagScale's. `line` is its place in the file, from 1 for the heading.
 
     `step_s` are the mean seconds of a training step, `figures` those of a server by flagcore's names; `error` says why
-    there are none. `split` is whether its first or last pipeline stage has another number of layers.
+    there are none. `split` is whether its first or last pipeline stage has another number of layers, `cut` whether
+    FlagScale ended it. `refused` says why the row cannot be taken, nothing if it may.
     """
 
     line: int
@@ -69,6 +80,8 @@ class HistoryRow:
     error: str | None
     elapsed_s: float
     split: bool
+    cut: bool
+    refused: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,32 +95,46 @@ class History:
 def read_history(path: Path) -> History:
     """Read a history.csv. Raises UsageError for a file that is none, with what its heading lacks."""
     try:
-        text = read_regular(path).decode("utf-8-sig", errors="replace")
-        lines = [(number, row) for number, row in _records(text)]
+        data = read_regular(path)
+        lines = [] if data.startswith(_UTF_16) else _records(data.decode("utf-8", errors="replace").lstrip("\ufeff"))
     except (OSError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
+    if data.startswith(_UTF_16):
+        raise UsageError(f"{path} is no text in UTF-8; save it so")
     if not lines:
         raise UsageError(f"{path} is empty; give the history.csv of a run of FlagScale's")
     (_, heading), *rest = lines
     serves = bool(SERVED.keys() & set(heading))
     if TRAINED not in heading and not serves:
-        columns = f"{', '.join(heading[:8])}{', ...' if len(heading) > 8 else ''}"
+        names = [name if name.isprintable() and len(name) <= 60 else f"{name[:60]!r}..." for name in heading[:8]]
+        columns = f"{', '.join(names)}{', ...' if len(heading) > 8 else ''}"
         raise UsageError(
             f"{path} is no history of FlagScale's: it has neither {TRAINED!r} nor a server's figures "
-            f"({', '.join(SERVED)}); its columns are {columns}"
+            f"({', '.join(SERVED)}), with commas between; its columns are {columns}"
         )
-    rows = [_row(number, dict(zip(heading, cells, strict=False))) for number, cells in rest if any(cells)]
+    if twice := [name for name in dict.fromkeys(heading) if name and heading.count(name) > 1]:
+        raise UsageError(f"{path} has columns twice: {', '.join(twice)}; keep one of each")
+    rows = [_row(number, heading, cells) for number, cells in rest]
     return History(rows=tuple(sorted(rows, key=lambda row: (row.index, row.line))), serves=serves)
 
 
 def _records(text: str) -> Sequence[tuple[int, list[str]]]:
-    """Return each record with the line on which it ends."""
-    reader = csv.reader(io.StringIO(text, newline=""), escapechar="\\")
-    return [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    """Return each record that has a cell with text, with the line on which it ends."""
+    most = csv.field_size_limit(max(len(text), 1))  # an error may be a long log
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), escapechar="\\")
+        records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    finally:
+        csv.field_size_limit(most)
+    return [(line, cells) for line, cells in records if any(cells)]
 
 
-def _row(line: int, cells: Mapping[str, str]) -> HistoryRow:
+def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow:
+    cells = dict(zip(heading, values, strict=False))
     step, memory = _number(cells.get(TRAINED)), cells.get("max_mem", "")
+    error = cells.get("error", "")
+    no_memory = any(cells.get(name, "").upper() == OUT_OF_MEMORY for name in ("max_mem", TRAINED))
+    no_memory = no_memory or OUT_OF_MEMORY in error.split("|")
     figures = {ours: _number(cells.get(name)) for name, ours in SERVED.items()}
     reserved = _number(memory)
     index = _number(cells.get("idx"))
@@ -127,20 +154,40 @@ def _row(line: int, cells: Mapping[str, str]) -> HistoryRow:
             if value is not None and value > 0
         },
         reserved_bytes=int(reserved * MIB) if reserved is not None and reserved > 0 else None,
-        out_of_memory=memory.upper() == OUT_OF_MEMORY or "out of memory" in cells.get("error", "").lower(),
-        error=" ".join(cells.get("error", "").split())[:200] or None,
+        out_of_memory=no_memory or any(words in error.lower() for words in SAYS_OUT_OF_MEMORY),
+        error=" ".join(error.split())[:200] or None,
         elapsed_s=max(_number(cells.get("elapsed_time")) or 0.0, 0.0),
-        split=any(cells.get(name) for name in SPLITS),
+        split=any(_value(cells.get(name, "")) is not None for name in SPLITS),
+        cut=_value(cells.get("stopped_by_tuner", "")) is True,
+        refused=_refused(heading, values, cells),
     )
 
 
+def _refused(heading: Sequence[str], values: Sequence[str], cells: Mapping[str, str]) -> str:
+    """Return why a row cannot be taken; nothing if it may."""
+    if len(values) != len(heading):
+        return f"it has {len(values)} cells, the heading {len(heading)}; a list must be quoted"
+    if _value(cells.get("pruned", "")) is True:
+        return "FlagScale pruned it, so its figures are another row's"
+    for name in FIGURES:
+        cell = cells.get(name, "")
+        if cell.lower() in NOTHING or cell.upper() == OUT_OF_MEMORY:
+            continue
+        number = _number(cell)
+        if number is None:
+            return f"{name} = {cell[:40]!r} is no number; leave out units, and commas between thousands"
+        if number <= 0 and name in (TRAINED, *SERVED):
+            return f"{name} = {cell} is no figure; it must be above 0"
+    return ""
+
+
 def _value(cell: str) -> KnobValue:
-    if cell.lower() in ("", "none", "nan", "null"):
+    if cell.lower() in NOTHING:
         return None
     if cell.lower() in ("true", "false"):
         return cell.lower() == "true"
     number = _number(cell)
-    return int(number) if number is not None and number == int(number) else cell
+    return int(number) if number is not None and abs(number) < LARGEST and number == int(number) else cell
 
 
 def _number(cell: str | None) -> float | None:
