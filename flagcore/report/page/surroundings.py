@@ -19,7 +19,7 @@ def environment(run: RunData) -> Section:
     measured: Mapping[str, Any] = (trial or {}).get("measured") or {}
     hardware = f"{run.result['devices']} x {run.result['chip']}"
     facts = [("Hardware", _kept(hardware)), ("flagcore that wrote this page", _kept(__version__))]
-    facts += [(str(name), _kept(version)) for name, version in (measured.get("versions") or {}).items()]
+    facts += [(str(name), _kept(version)) for name, version in (measured.get("versions") or {}).items() if version]
     blocks: list[Block] = [Facts(tuple(facts))]
     variables = run.insight.get("environment") or {}
     if variables:
@@ -29,7 +29,7 @@ def environment(run: RunData) -> Section:
         rows = [[_kept(name), cell(float(value))] for name, value in measured["telemetry"].items()]
         blocks.append(table(f"Telemetry of trial {(trial or {})['number']}", ["figure", "value"], rows))
     if measured.get("effective"):
-        rows = [[_kept(name), _kept(value)] for name, value in measured["effective"].items()]
+        rows = [[_kept(name, " " not in name), _kept(value)] for name, value in measured["effective"].items()]
         blocks.append(
             table(f"Values that the engine said it used, trial {(trial or {})['number']}", ["name", "value"], rows)
         )
@@ -66,9 +66,9 @@ def chips(run: RunData) -> Section:
     return Section(anchor="chips", title="Facts of the chip, with their sources", blocks=tuple(blocks))
 
 
-def _kept(value: object) -> Cell:
+def _kept(value: object, kept: bool = True) -> Cell:
     """Return what is the same in every language, as a cell."""
-    return Cell(str(value), kept=True)
+    return Cell(str(value), kept=kept)
 
 
 def _fact(fact: Mapping[str, Any]) -> list[Any]:
