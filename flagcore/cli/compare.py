@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("explain")
 @click.argument("spec", metavar="SPEC|RUN", type=click.Path())
 @click.argument("candidate", nargs=-1, metavar="[CANDIDATE]...")
-@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
+@options.chip()
 @options.output
 @options.plugins
 def explain_command(
@@ -63,7 +63,7 @@ def explain_command(
 @click.command("compare")
 @click.argument("two", nargs=-1, metavar="A B")
 @click.option("--spec", type=click.Path(), metavar="SPEC", help="A and B are candidates of this spec.")
-@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
+@options.chip()
 @options.output
 @options.plugins
 def compare_command(

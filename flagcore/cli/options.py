@@ -58,9 +58,30 @@ def _terminal_width() -> int | None:
 
 def plugins(command: F) -> F:
     """Add `--no-plugin`; the command receives `without`, a tuple of names."""
-    return click.option(
-        "--no-plugin", "without", multiple=True, metavar="NAME", help="Leave this plugin out (may be repeated)."
-    )(command)
+    text = "Leave this plugin out (may be repeated)."
+    return click.option("--no-plugin", "without", multiple=True, metavar="NAME", help=text, shell_complete=_plugins)(
+        command
+    )
+
+
+def chip(text: str = "Plan for this chip instead of the spec's.") -> Callable[[F], F]:
+    """Add `--chip`."""
+    return click.option("--chip", metavar="NAME", help=text, shell_complete=_chips)
+
+
+def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    """Return the chips whose name, or an alias, begins as what was `typed`, for a shell to complete."""
+    from flagcore import api
+
+    known = ((each["chip"], *each["aliases"]) for each in api.chip_table())
+    return [names[0] for names in known if any(name.lower().startswith(typed.lower()) for name in names)]
+
+
+def _plugins(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    """Return the plugins whose name begins as what was `typed`."""
+    from flagcore import api
+
+    return [each["name"] for each in api.plugin_table() if each["name"].startswith(typed)]
 
 
 def spec(command: F) -> F:

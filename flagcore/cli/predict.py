@@ -24,7 +24,7 @@ T = TypeVar("T")
 @click.option(
     "--jobs", type=click.Path(), metavar="FILE", help="Predict the job records of a JSON-lines file (- for stdin)."
 )
-@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's.")
+@options.chip()
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many candidates to list.")
 @click.option(
     "--explain", metavar="ID", help="Tell all of one: a candidate's number in the list, baseline, or a job's id."

@@ -27,7 +27,7 @@ from flagcore.cli import options
     metavar="R",
     help="A global rank (may be repeated) [default: those that tell most].",
 )
-@click.option("--chip", metavar="NAME", help="Plan for this chip instead of the spec's; it must be on this machine.")
+@options.chip("Plan for this chip instead of the spec's; it must be on this machine.")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1.0, max=86400.0),

@@ -88,3 +88,5 @@ def test_commands_and_options_are_completed(project: Project) -> None:
 
     assert completed("flag ex", 1).split() == ["plain,explain"]
     assert "plain,--format" in completed("flag explain --", 2).split()
+    assert completed("flag estimate --chip h100-s", 3).split() == ["plain,H100-SXM"]
+    assert completed("flag estimate --no-plugin nvi", 3).split() == ["plain,nvidia"]
