@@ -4,7 +4,7 @@ from flagcore.contracts.chip import AttentionShape, CollectiveCosts, KernelCosts
 from flagcore.contracts.platform import Costs, Platform, Plugins
 from flagcore.contracts.running import Launcher, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, Scene, Strategy, TrialStore
-from flagcore.contracts.workload import Workload
+from flagcore.contracts.workload import Pipelined, Workload
 
 __all__ = [
     "AttentionShape",
@@ -16,6 +16,7 @@ __all__ = [
     "Launcher",
     "MemoryModel",
     "OnEvent",
+    "Pipelined",
     "Platform",
     "Plugins",
     "PruningRule",

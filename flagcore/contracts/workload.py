@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from flagcore.contracts.chip import PruningRule
 from flagcore.contracts.platform import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
@@ -112,3 +113,11 @@ class Workload(Protocol):
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what this engine's own log lines mean."""
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """What a workload may have beside `Workload`, for the timeline of a pipeline."""
+
+    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
+        """Return the passes of the candidate in the first row of `columns`; None where they are not known."""

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform, Workload
+from flagcore.contracts import Costs, Pipelined, Platform, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
+from flagcore.domain.passes import Passes
 from flagcore.domain.plugin_knob import WHOLE_STEP, Factor, Need, PluginChoice, PluginKnob
 from flagcore.domain.prediction import Components, Predictions, RankPrediction
 from flagcore.domain.serving import LATENCIES, RATES
@@ -147,6 +148,15 @@ class _WithKnobs:
         joined = Predictions.join(parts)
         back: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
         return joined.take(back)
+
+    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
+        """Return the passes of the candidate in the first row with its knobs' settings; plugins' factors are of the
+        whole. None of an engine without a pipeline."""
+        if not isinstance(self._engine, Pipelined):
+            return None
+        axes = [axis_of(task, knob) for knob in task.knobs]
+        chosen = _choices(task, [axis.decode(int(columns[axis.knob][0])) for axis in axes])
+        return self._engine.passes(_set(task, chosen), columns, costs)
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return the engine's figures by component; plugins' factors are not split."""

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from flagcore import api
+from flagcore.contracts import Pipelined
 from flagcore.domain.experience import Past
 from flagcore.domain.plugin_knob import Factor, Need, PluginChoice, PluginKnob
 from flagcore.domain.spec import Task
@@ -127,6 +128,18 @@ def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
     engine = workload_of(task.spec.work)
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
     assert on.step_time_s == engine.predict(task, engine.columns(task, own), small.costs(task)).row(0).step_time_s
+
+
+def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> None:
+    task = small.task(space={"acme_schedule": (None, "zb-h1")})
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(SCHEDULE,))
+    engine = workload_of(task.spec.work)
+    assert isinstance(engine, Pipelined)
+    for value, schedule in ((None, "interleaved"), ("zb-h1", "zb-h1")):
+        values = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "acme_schedule": value}
+        passes = engine.passes(task, engine.columns(task, values), small.costs(task))
+        assert passes is not None
+        assert passes.schedule == schedule
 
 
 def test_an_effect_on_memory_moves_what_is_in_use() -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Pipelined, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
-from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import of_row
-from flagcore.domain.space import Columns
 from flagcore.domain.spec import Task
 from flagcore.errors import FlagError
 from flagcore.problem import Problem
@@ -24,14 +22,6 @@ from flagcore.stages.prune import LEARNED
 
 SCHEMA_VERSION = 1
 GIB = 2**30
-
-
-@runtime_checkable
-class Pipelined(Protocol):
-    """What a workload may have beside `flagcore.contracts.Workload`, for the timeline of a pipeline."""
-
-    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
-        """Return the passes of the candidate in `columns`, which have one row; None where they are not known."""
 
 
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:

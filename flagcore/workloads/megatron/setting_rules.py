@@ -5,12 +5,14 @@ Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Meg
 
 from __future__ import annotations
 
+import numpy as np
+
 from flagcore.domain.space import BoolArray, Columns, Rule
 from flagcore.domain.spec import SettingValue, Task
 from flagcore.physics.schedules.named import SCHEDULES
 from flagcore.workloads.megatron.knobs import FULL
 from flagcore.workloads.megatron.options import numbers, schedule, settings_in_force
-from flagcore.workloads.megatron.rules import DIST_OPT, EP, GRANULARITY, PP, RECOMPUTE, SP, VIRTUAL
+from flagcore.workloads.megatron.rules import DIST_OPT, DP, EP, GRANULARITY, MBS, PP, RECOMPUTE, SP, VIRTUAL
 from flagcore.workloads.megatron.split import Split
 
 STAGES = "recompute_num_layers_per_stage"
@@ -59,22 +61,36 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
             says=f"offload_stages must be below {PP}",
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
-        _schedule_rule(given.get("pipeline_schedule"), split),
+        _schedule_rule(given.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
     )
     return tuple(rule for rule in known if given.get(rule.name))
 
 
-def _schedule_rule(given: SettingValue, split: Split) -> Rule:
-    """Return how many virtual stages a schedule takes: interleaved some, 1F1B any, all others their own number."""
+def _schedule_rule(given: SettingValue, split: Split, batch: int) -> Rule:
+    """Return how many virtual stages a schedule takes: interleaved some, 1F1B any, all others their own number.
+
+    DualPipe and DualPipeV take two micro-batches a stage or more, DualPipe an even number of either (its repository).
+    """
     name = schedule(given)
     least = 2 if name is None and str(given or "1f1b").lower() != "1f1b" else 1
     most = SCHEDULES[name].parts if name else None
+    dual = name in ("dualpipe", "dualpipev")
     says = f"pipeline_schedule: {given} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
+    if name == "dualpipev":
+        says += ", and two micro-batches a stage or more"
+    if name == "dualpipe":
+        says += ", an even number of stages and of micro-batches, and two micro-batches a stage or more"
 
     def broken(c: Columns) -> BoolArray:
         virtual = split.virtual(c)
         wrong = (virtual < least) if most is None else (virtual > 1) & (virtual != most)
+        if dual:
+            microbatches = batch // np.maximum(c[MBS] * c[DP], 1)
+            wrong |= microbatches < 2 * c[PP]
+            if name == "dualpipe":
+                wrong |= (c[PP] % 2 != 0) | (microbatches % 2 != 0)
         result: BoolArray = (c[PP] > 1) & wrong
         return result
 
-    return Rule(name="pipeline_schedule", knobs=(PP, VIRTUAL), says=says, broken=broken)
+    knobs = (PP, VIRTUAL, DP, MBS) if dual else (PP, VIRTUAL)
+    return Rule(name="pipeline_schedule", knobs=knobs, says=says, broken=broken)

@@ -316,6 +316,30 @@ def test_schedule_takes_its_own_number_of_virtual_stages(schedule: str, fits: se
         assert [rule.name for rule in broken] == ([] if virtual in fits else ["pipeline_schedule"])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages", "batch", "fits"),
+    [
+        ("dualpipe", 4, 8, True),
+        ("dualpipe", 4, 6, False),
+        ("dualpipe", 4, 9, False),
+        ("dualpipe", 3, 12, False),
+        ("dualpipe", 1, 1, True),
+        ("dualpipev", 3, 7, True),
+        ("dualpipev", 4, 7, False),
+    ],
+)
+def test_dualpipe_takes_as_many_stages_and_micro_batches_as_its_authors_allow(
+    schedule: str, stages: int, batch: int, fits: bool
+) -> None:
+    model = dataclasses.replace(small.DENSE, num_layers=12)
+    settings = {"pipeline_schedule": schedule}
+    task = small.task(model, devices=stages, settings=settings, global_batch_size=batch)
+    values = {"pipeline_model_parallel_size": stages, "micro_batch_size": 1}
+    broken = check(WORKLOAD.columns(task, values), WORKLOAD.rules(task), ())[1]
+    assert [rule.name for rule in broken] == ([] if fits else ["pipeline_schedule"])
+    assert all("micro-batches a stage" in rule.says for rule in broken)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_candidate_that_a_setting_excludes_is_illegal_by_that_name(name: str) -> None:
     settings, wrong, right = RULES[name]
