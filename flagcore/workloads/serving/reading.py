@@ -76,6 +76,9 @@ class _Point:
         if name not in self.figures:
             raise KeyError(f"{name} was not measured")
         graded = [each[name] or _of_none(name, each, count) for each, count in zip(repeats, counts, strict=True)]
+        if name.startswith(("tpot_s", "itl_s")) and not all(graded):
+            why = "its tokens were read at one moment: the client came late, or the answers are too short to tell"
+            raise NoMetrics(f"{name} is 0; {why}")
         self.steps_s = tuple(seconds(objective, figure) for figure in graded)
         if not all(math.isfinite(step) and step > 0 for step in self.steps_s):
             raise ValueError(f"{name} is not a positive number")

@@ -57,6 +57,11 @@ def test_the_best_load_point_that_keeps_the_slo_is_told(tmp_path: Path) -> None:
     assert read(tmp_path, task(), *points).figures["output_tokens_per_s"] == 200
 
 
+def test_tokens_that_were_all_read_at_once_are_no_time_per_token(tmp_path: Path) -> None:
+    with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0; its tokens were read at one moment"):
+        read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
+
+
 def test_where_no_load_point_keeps_the_slo_the_nearest_is_told_with_what_it_breaks(tmp_path: Path) -> None:
     found = read(tmp_path, task(ttft_s__p99=1.0), point(8, rate(90, ttft=1.5)), point(64, rate(200, ttft=9.0)))
     assert found.figures["output_tokens_per_s"] == 90
