@@ -14,9 +14,6 @@ from flagcore.physics.schedules.running import Orders, Pass
 Table: TypeAlias = dict[int, Pass]
 """What one device does, by the unit of time."""
 
-HOLDS = {"F": 1, "W": -1}
-"""Parts of a micro-batch's activations that a device holds more after a pass, as the pattern is drawn."""
-
 
 def v_tables(p: int, m: int, *, half: bool) -> list[Table]:
     """Return V-Half or V-Min (arXiv 2405.15362): a pattern in six units of time, again for each micro-batch, W between.
@@ -52,7 +49,7 @@ def squeezed(tables: list[Table], m: int) -> list[Table]:
     """
     tables = [dict(table) for table in tables]
     p, units = len(tables), max(max(table) for table in tables) + 1
-    held = [list(accumulate(HOLDS.get(table[t][0], 0) if t in table else 0 for t in range(units))) for table in tables]
+    held = [list(accumulate(_grown(table[t][0]) if t in table else 0 for t in range(units))) for table in tables]
     most = max(max(each) for each in held)
     when = {one: t for table in tables for t, one in table.items()}
     steady = (when["B", 0, 0], max(when["F", part, m - 1] for part in range(p)))
@@ -62,7 +59,7 @@ def squeezed(tables: list[Table], m: int) -> list[Table]:
         kind, part, batch = one
         first = max(when.get(_input(one, 2 * p), -1), when.get((kind, part, batch - 1), -1)) + 1
         for earlier in range(first, t):
-            grown = HOLDS.get(kind, 0)
+            grown = _grown(kind)
             if earlier in tables[device] or (grown > 0 and max(held[device][earlier:t]) + grown > most):
                 continue
             for unit in range(earlier, t):
@@ -76,6 +73,11 @@ def squeezed(tables: list[Table], m: int) -> list[Table]:
 def orders_of_tables(tables: list[Table]) -> Orders:
     """Return what each device does, in order."""
     return [[(table[t],) for t in sorted(table)] for table in tables]
+
+
+def _grown(kind: str) -> int:
+    """Return how many parts of a micro-batch's activations a device holds more after a pass, as the pattern counts."""
+    return {"F": 1, "W": -1}.get(kind, 0)
 
 
 def _input(one: Pass, parts: int) -> Pass:
