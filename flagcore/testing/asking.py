@@ -1,8 +1,8 @@
 """Asks every hook of a plugin in a process of its own, and tells what each one did beside answering.
 
 `python -m flagcore.testing.asking MODULE PATHS` runs in an empty folder, and prints a line of JSON for each hook before
-it is asked, `{"begins": HOOK}`, and after: `hook`, `seconds`, `printed`, `changed` (of the process), `arguments` (those
-that are not as they were given), `raised`.
+it is asked, `{"begins": HOOK}`, the last one `{"ends": MODULE}`, and after each hook: `hook`, `seconds`, `printed`,
+`changed` (of the process), `arguments` (those that are not as they were given), `raised`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import group_of, task_on
 from flagcore.testing.state import changed, process_state
 
-MOST_CHIPS = 8
-"""Chips of a plugin that are asked for: the first ones."""
-
 
 def main(module: str) -> int:
     """Ask, and return 0."""
@@ -42,6 +39,7 @@ def main(module: str) -> int:
             if hook in plugin.hooks:
                 ours.write(json.dumps({"begins": hook}) + "\n")
                 ours.write(json.dumps(_asked(plugin.ask, hook, arguments)) + "\n")
+    ours.write(json.dumps({"ends": module}) + "\n")
     return 0
 
 
@@ -73,11 +71,11 @@ def _asked(ask: Any, hook: str, arguments: Mapping[str, object]) -> dict[str, ob
 
 
 def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield each hook with the arguments that the core gives it, once for each of the first chips and each engine."""
+    """Yield each hook with the arguments that the core gives it, once for each chip and each engine."""
     yield "flagcore_chips", {}
     yield "flagcore_devices", {}
     yield "flagcore_maturity", {}
-    for chip in loaded.chips()[:MOST_CHIPS]:
+    for chip in loaded.chips():
         yield from _of_chip(chip)
 
 

@@ -87,6 +87,7 @@ MODULE = (
     Fault("asking_it_leaves_the_process_as_it_was", HOOKS, "return maturity(PACKAGE)", "import threading, time\n    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n    return maturity(PACKAGE)", "leaves one running", "put it back"),
     Fault("what_its_hooks_are_given_stays_as_it_was", HOOKS, "    mine = any(_mine(group.chip) for group in task.cluster.groups)\n    return r", "    mine = any(_mine(group.chip) for group in task.cluster.groups)\n    launch.environment['ACME'] = '1'\n    return r", "flagcore_prepare_launch changes what it is given as launch", "new object"),
     Fault("asking_it_writes_no_files", HOOKS, "return maturity(PACKAGE)", "from pathlib import Path\n    Path('acme.log').write_text('asked')\n    return maturity(PACKAGE)", "acme.log", "memory"),
+    Fault("hooks_answer_within_seconds", HOOKS, "HOOKS_API = 1", "HOOKS_API = 1\nimport os\nimport sys\nif sys.argv[0].endswith('asking.py'):\n    os._exit(3)", "its import does not end", "limit of time"),
     Fault("hooks_answer_within_seconds", HOOKS, "return maturity(PACKAGE)", "import time\n    time.sleep(15.2)\n    return maturity(PACKAGE)", "flagcore_maturity took 15 s", "limit of time"),
     Fault("asking_it_leaves_the_process_as_it_was", HOOKS, "return failure_patterns(", "import os\n    os.environ['ACME_X'] = 'a' + os.environ.get('ACME_X', '')\n    return failure_patterns(", "environment", "flagcore_environment"),
 )
