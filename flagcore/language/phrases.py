@@ -64,9 +64,10 @@ class _Template:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """What matches a text that was made of it."""
+        """What matches a text that was made of it; a full stop is not that of a figure."""
         literals = PLACE.split(self.english)
         parts = [f"(?P<p{part}>.*?)" if at % 2 else re.escape(part) for at, part in enumerate(literals)]
+        parts = [f"{part}(?!\\d)" if part.endswith("\\.") else part for part in parts]
         return re.compile("".join(parts), re.DOTALL)
 
     @cached_property

@@ -71,6 +71,11 @@ def test_a_sentence_before_another_needs_no_entry_of_its_own() -> None:
     assert words.text("Drawn are 8 passes. Numbers are micro-batches.") == "画的是 8 次计算。数字是微批次。"
 
 
+def test_the_point_of_a_figure_ends_no_sentence() -> None:
+    words = Phrases({"None kept {0}.{1}": "都不满足 {0}。{1}", "The nearest is {0}.": "最接近的是 {0}。"})
+    assert words.text("None kept p99 <= 0.1 s. The nearest is 3.") == "都不满足 p99 <= 0.1 s。最接近的是 3。"
+
+
 def test_what_is_unknown_stays() -> None:
     for text in ("RuntimeError: NCCL watchdog is not happy with what it saw", "", "  ", "12.5", "stays as it is"):
         assert WORDS.text(text) == text
