@@ -6,7 +6,7 @@ of the engine that its own formulas know, or factors on what is predicted, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -132,15 +132,8 @@ class _WithKnobs:
         """Return what the engine predicts with the settings of each combination of knobs, and their factors."""
         if not task.knobs:
             return self._engine.predict(task, columns, costs)
-        axes = [axis_of(task, knob) for knob in task.knobs]
-        codes = np.stack([columns[axis.knob] for axis in axes])
-        kinds, which = np.unique(codes, axis=1, return_inverse=True)
-        which = which.reshape(-1)
         parts, order = [], []
-        for place in range(kinds.shape[1]):
-            rows = np.flatnonzero(which == place)
-            some = {name: column[rows] for name, column in columns.items()}
-            chosen = _choices(task, [axis.decode(int(code)) for axis, code in zip(axes, kinds[:, place], strict=True)])
+        for chosen, some, rows in _by_choices(task, columns):
             parts.append(_scaled(self._engine.predict(_set(task, chosen), some, costs), chosen))
             order.append(rows)
         if not parts:
@@ -154,17 +147,22 @@ class _WithKnobs:
         whole. None of an engine without a pipeline."""
         if not isinstance(self._engine, Pipelined):
             return None
-        axes = [axis_of(task, knob) for knob in task.knobs]
-        chosen = _choices(task, [axis.decode(int(columns[axis.knob][0])) for axis in axes])
-        return self._engine.passes(_set(task, chosen), columns, costs)
+        return self._engine.passes(_set(task, _of_row(task, columns)), columns, costs)
 
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-        """Return the engine's figures by component; plugins' factors are not split."""
-        return self._engine.components(_bare(task), columns, stages, costs)
+        """Return the engine's figures by component with the settings of each row's knobs; factors are not split."""
+        if not task.knobs:
+            return self._engine.components(task, columns, stages, costs)
+        found: dict[str, dict[str, FloatArray]] = {}
+        for chosen, some, rows in _by_choices(task, columns):
+            for component, figures in self._engine.components(_set(task, chosen), some, stages[rows], costs).items():
+                for name, values in figures.items():
+                    found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
+        return found
 
     def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the engine's figures of one rank; plugins' factors are of the whole."""
-        return self._engine.rank(_bare(task), columns, rank, costs)
+        """Return the engine's figures of one rank with its knobs' settings; plugins' factors are of the whole."""
+        return self._engine.rank(_set(task, _of_row(task, columns)), columns, rank, costs)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Return how to start a candidate, with the flags and variables of its knobs."""
@@ -207,6 +205,22 @@ def _choices(task: Task, values: Sequence[KnobValue]) -> list[PluginChoice]:
     """Return the choices of the knobs of `task` that are on."""
     found = (knob.choice(value) for knob, value in zip(task.knobs, values, strict=True))
     return [choice for choice in found if choice is not None]
+
+
+def _by_choices(task: Task, columns: Columns) -> Iterator[tuple[list[PluginChoice], Columns, IntArray]]:
+    """Yield each combination of the knobs' values: choices that are on, its rows, and which they are."""
+    axes = [axis_of(task, knob) for knob in task.knobs]
+    kinds, which = np.unique(np.stack([columns[axis.knob] for axis in axes]), axis=1, return_inverse=True)
+    for place in range(kinds.shape[1]):
+        rows = np.flatnonzero(which.reshape(-1) == place)
+        values = [axis.decode(int(code)) for axis, code in zip(axes, kinds[:, place], strict=True)]
+        yield _choices(task, values), {name: column[rows] for name, column in columns.items()}, rows
+
+
+def _of_row(task: Task, columns: Columns) -> list[PluginChoice]:
+    """Return the choices of the first row's knobs that are on."""
+    axes = [axis_of(task, knob) for knob in task.knobs]
+    return _choices(task, [axis.decode(int(columns[axis.knob][0])) for axis in axes])
 
 
 def _variables(chosen: Sequence[PluginChoice]) -> dict[str, str]:

@@ -142,6 +142,24 @@ def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> No
         assert passes.schedule == schedule
 
 
+def test_memory_by_component_and_of_a_rank_is_that_of_the_schedule_that_the_knob_sets() -> None:
+    knob = replace(SCHEDULE, choices=(PluginChoice(value="zb-2p", settings={"pipeline_schedule": "zb-2p"}),))
+    task = small.task(space={"acme_schedule": (None, "zb-2p")})
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
+    engine, costs, first = workload_of(task.spec.work), small.costs(task), np.array([0])
+    own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
+    off, on = (engine.columns(task, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
+    both = {name: np.concatenate([on[name], off[name]]) for name in on}
+    held = engine.components(task, both, np.array([0, 0]), costs)["ffn"]["activation_bytes"]
+    alone = [engine.components(task, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
+    assert held.tolist() == alone
+    assert held[0] == 1.5 * held[1]
+    set_so = small.task(settings={"pipeline_schedule": "zb-2p"})
+    bare = workload_of(set_so.spec.work)
+    expected = bare.rank(set_so, bare.columns(set_so, own), 0, small.costs(set_so))
+    assert engine.rank(task, on, 0, costs) == expected != engine.rank(task, off, 0, costs)
+
+
 def test_an_effect_on_memory_moves_what_is_in_use() -> None:
     off, on = predicted(SCHEDULE), predicted(SCHEDULE, acme_schedule="wait")
     assert on.peak_allocated_bytes == pytest.approx(0.9 * off.peak_allocated_bytes)
