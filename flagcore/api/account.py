@@ -101,7 +101,7 @@ def account(found: Known, name: str) -> Account:
         to_change.pop("allowed", None)
     task = found.task
     return Account(
-        name="the candidate" if named else _told_name(found, name.strip()),
+        name="the candidate" if named else _told_name(found, name.strip().casefold()),
         where=str(found.where),
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -124,7 +124,7 @@ def account(found: Known, name: str) -> Account:
 
 def named_columns(found: Known, name: str) -> tuple[Columns, frozenset[str]]:
     """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
-    known_as = _by_name(found, name.strip())
+    known_as = _by_name(found, name.strip().casefold())
     if known_as is None:
         return typed_columns(name, found.task, found.workload)
     values = known_as.as_dict()

@@ -11,7 +11,8 @@ from flagcore.api.extras import knob_record, plugin_notes
 from flagcore.api.given import SpecLike
 from flagcore.api.posing import known
 from flagcore.api.reasons import legality
-from flagcore.domain.plan import Counts, lost_repeats
+from flagcore.api.runs import Run
+from flagcore.domain.plan import Counts, count, lost_repeats
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import must_fit
 from flagcore.report.notebook import as_html
@@ -54,12 +55,10 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     counts, because, lost = before_trials(problem), None, dict[int, str]()
     if found.run is not None:
         lost = lost_repeats(found.run.repeats)
-        try:
-            counts, because = Counts(**found.run.data["counts"]), str(found.run.data["stopped_because"])
-        except (KeyError, TypeError) as error:
-            raise RunError(
-                f"{found.where / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
-            ) from None
+        counts, because = (
+            _kept(found.run) or count(problem.space, found.pruned, found.lessons),
+            found.run.stopped_because,
+        )
     pruning = (*workload.pruning_rules(task), *problem.platform.pruning_rules)
     says = {rule.name: rule.says for rule in legality(problem, workload)} | {rule.name: rule.says for rule in pruning}
     nothing_fits = None
@@ -76,3 +75,17 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         notes=plugin_notes(problem.platform),
         lost_repeats=lost,
     )
+
+
+def _kept(run: Run) -> Counts | None:
+    """Return the counts that a run kept when it ended, None for one that has not ended. Raises RunError."""
+    if not run.data:
+        return None
+    try:
+        counts = Counts(**run.data["counts"])
+        if not counts.balanced:
+            raise ValueError("its counts do not add up")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        told = f"{run.folder / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
+        raise RunError(told) from None
+    return counts

@@ -19,7 +19,7 @@ from flagcore.domain.knowledge import Lessons, Pruned
 from flagcore.domain.prediction import of_row
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import Spec, Task
-from flagcore.errors import UsageError
+from flagcore.errors import RunError, UsageError
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem, pose
 from flagcore.stages.learn import learn
@@ -92,6 +92,7 @@ def known(where: SpecLike, chip: str | None, without: Collection[str]) -> Known:
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = pose(spec, loaded, workload)
+        _understand(run, problem)
         past = _past(problem, workload, loaded, said["run"])
         found = _known(place, problem, workload, run.knows, past)
     tell_of_problem(problem, workload)
@@ -111,6 +112,19 @@ def _as_it_ran(spec: Spec, said: Mapping[str, Any]) -> Spec:
         return spec
     chip, devices = str(hardware["chip"]), int(hardware["devices_per_node"])
     return replace(spec, cluster=replace(spec.cluster, chip=chip, devices_per_node=devices))
+
+
+def _understand(run: Run, problem: Problem) -> None:
+    """Raise RunError for a trial with a value that its knob does not have here: the run is of another version."""
+    for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
+        values = trial.candidate.as_dict()
+        for axis in problem.space.axes:
+            value = values.get(axis.knob, axis.neutral)
+            try:
+                axis.encode(value)
+            except ValueError:
+                told = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
+                raise RunError(f"{run.folder} cannot be told: {told}") from None
 
 
 def _known(where: Path, problem: Problem, workload: Workload, lessons: Lessons, past: Past) -> Known:

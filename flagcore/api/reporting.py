@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from flagcore.api.posing import Known, known, run_home
-from flagcore.api.runs import SPEC, load_run
+from flagcore.api.runs import SPEC, as_kept, told_trials
 from flagcore.api.telling import tell
 from flagcore.contracts import Workload
 from flagcore.domain.plan import Plan, summarise
@@ -43,12 +43,10 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     machine predicts something else. A run that was killed, or that goes on, is told by its journal. `without` names
     plugins to leave out of that. Raises RunError if the folder has no run that can be read.
     """
-    data = _data(Path(run_dir), without)
     try:
-        made = page(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{data.folder} holds a result that cannot be told ({error!r})") from error
-    return FORMS[form](made)
+        return FORMS[form](page(_data(Path(run_dir), without)))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RunError(f"{run_dir} holds a result that cannot be told ({error!r})") from error
 
 
 def keep_report(run_dir: Path, ending: Ending, workload: Workload, data: Mapping[str, Any]) -> bool:
@@ -85,12 +83,12 @@ def _tell_of_none(run_dir: Path, error: Exception) -> None:
 
 def _data(folder: Path, without: Collection[str]) -> RunData:
     """Return what the page of the run in a folder is made of."""
-    run = load_run(folder)
+    run = as_kept(folder)
     home, found, notes = run_home(run), run.data, list[str]()
     held = json_file(home / INSIGHT)
     usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
     ended = len(run.trials) + len(run.repeats) + len(run.probes)
-    more = ended - _told(found) if run.fidelity != ESTIMATE else 0
+    more = ended - told_trials(found) if run.fidelity != ESTIMATE else 0
     if not found or not usable or more > 0:
         understood, why = _understood(folder, without)
         if not found and understood is None:
@@ -115,11 +113,6 @@ def _secrets(folder: Path) -> tuple[str, ...]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         spec = None
     return tuple(dict.fromkeys((*secrets_of(os.environ), *secrets_within(spec))))
-
-
-def _told(found: Mapping[str, Any]) -> int:
-    """Return how many trials a result tells."""
-    return sum(len(found.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 
 def _understood(folder: Path, without: Collection[str]) -> tuple[Known | None, str]:

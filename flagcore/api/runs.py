@@ -82,9 +82,16 @@ STEPS = {"state": "state", "step s": "measured", "~step s": "predicted", "~belie
 def load_run(folder: Path | str) -> Run:
     """Read a run's folder. Nothing is written, no plugin is asked, and it may still be tuned meanwhile.
 
-    Raises RunError for a folder that holds no run, or one that cannot be read.
+    Raises RunError for a folder that holds no run, or one that cannot be read, or whose journal was cut or is gone.
     """
-    path = Path(folder)
+    run = as_kept(Path(folder))
+    for each in run.engines.values() or (run,):
+        _whole(each)
+    return run
+
+
+def as_kept(path: Path) -> Run:
+    """Read a run's folder as `load_run` does, also with fewer trials in its journal than its result tells."""
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _of_several(path, data)
@@ -123,15 +130,38 @@ def _result(path: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{file} cannot be read ({error}); `flag tune` writes it") from None
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{file} cannot be read ({why}); `flag tune` writes it") from None
 
 
 def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
     """Return the run of several engines: that of the winner, and all of them by name."""
-    runs = {name: load_run(path / name) for name, each in data["engines"].items() if "error" not in each}
-    won = runs[data["engine"]]
-    figures = {name: getattr(won, name) for name in Run.__slots__ if name not in ("folder", "data", "engines")}
+    try:
+        names = [name for name, each in data["engines"].items() if "error" not in each]
+        won = str(data["engine"])
+        if won not in names:
+            raise ValueError(f"engine = {won} is none of those that ran")
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
+    runs = {name: as_kept(path / name) for name in names}
+    figures = {name: getattr(runs[won], name) for name in Run.__slots__ if name not in ("folder", "data", "engines")}
     return Run(folder=path, data=data, engines=runs, **figures)
+
+
+def told_trials(data: Mapping[str, Any]) -> int:
+    """Return how many trials a result tells. Raises TypeError for what is no result."""
+    return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
+
+
+def _whole(run: Run) -> None:
+    """Raise RunError if the result of a run tells trials that its journal has lost: what is left says too little."""
+    try:
+        told = told_trials(run.data)
+    except TypeError as error:
+        raise RunError(f"{run.folder / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
+    if (kept := len(run.trials) + len(run.repeats) + len(run.probes)) < told:
+        lost = f"the journal has {kept} of the {told} trials that result.json tells, so it was cut or is another one"
+        raise RunError(f"{run.folder}: {lost}; put it back, or read result.json and its page by themselves")
 
 
 def _foretold(path: Path, data: Mapping[str, Any]) -> Run:

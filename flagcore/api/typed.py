@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from unicodedata import normalize
 
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate, KnobValue
@@ -16,6 +17,8 @@ from flagcore.report.text import RECOMPUTE, SHORT, USUALLY_ON
 
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
 QUOTE = '"'
+MOST = 80
+"""Letters of what was typed that a message repeats."""
 NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 
@@ -30,7 +33,7 @@ def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, 
     given = _given(text, axes)
     for axis in axes:
         value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
-        if isinstance(value, int) and value < 1 and value not in listed:
+        if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
             raise UsageError(f"{axis.knob} = {value} is no size; {_values(axis)}")
     fixed = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
@@ -64,31 +67,33 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
         axis = by_name.get(name)
         if axis is None:
             raise UsageError(_unknown(part, name, by_name, axes))
-        if off or (value is None and axis.is_flag):
-            values: dict[str, KnobValue] = {axis.knob: not off}
+        if value is None and not off and not axis.is_flag:
+            raise UsageError(f"{part}: give {axis.knob} a value; {_values(axis)}")
+        if off or value is None:
+            values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
         elif axis.knob == "use_recompute" and value is not None and value.casefold() not in (*YES, *NO):
             if len(value.split()) > len(RECOMPUTE):
                 raise UsageError(f"{part}: give {', '.join(RECOMPUTE)}, in this order, and no more")
             how = zip(RECOMPUTE, value.split(), strict=False)
             values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in how}
         else:
-            values = {axis.knob: _value(value or "", axis)}
+            values = {axis.knob: _value(value, axis)}
         if twice := given.keys() & values:
             raise UsageError(f"{part}: {', '.join(twice)} is given twice")
         given |= values
     if not given:
-        raise UsageError(f"{text!r} names no knob; {_knobs(axes)}")
+        raise UsageError(f"{text[:MOST]!r} names no knob; {_knobs(axes)}")
     return given
 
 
 def _from_json(text: str) -> str:
-    """Return what a JSON object of knobs says as `knob=value`, any other text as it is. Raises UsageError."""
+    """Return what a JSON object of knobs says as `knob=value`, any other text with plain signs. Raises UsageError."""
     if not text.strip().startswith("{"):
-        return text
+        return re.sub(r"\s*=\s*", "=", normalize("NFKC", text))
     try:
         knobs = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{text!r} is no JSON object of knobs ({error}); quote it for the shell") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{text[:MOST]!r} is no JSON object of knobs ({error}); quote it for the shell") from None
     return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
 
 
@@ -141,9 +146,9 @@ def _value(text: str, axis: Axis) -> KnobValue:
 
 
 def _unknown(part: str, name: str, by_name: Mapping[str, Axis], axes: Sequence[Axis]) -> str:
-    near = get_close_matches(name, by_name, n=1, cutoff=0.7)
+    near = get_close_matches(name[:MOST], by_name, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{part!r} is no knob with a value, trial, best or baseline; {hint}{_knobs(axes)}"
+    return f"{part[:MOST]!r} is no knob with a value, trial, best or baseline; {hint}{_knobs(axes)}"
 
 
 def _knobs(axes: Sequence[Axis]) -> str:

@@ -29,7 +29,7 @@ def compared_text(both: Mapping[str, Any]) -> str:
     if both["tasks"]:
         lines.append("Their tasks differ, too: " + "; ".join(both["tasks"]))
     rows = list(_rows(both))
-    parts = ["\n".join(lines), table(["", "A", "B", "B - A", "%"], rows)]
+    parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both["gap"] is not None:
         parts.append(
             f"B takes {abs(both['gap']):.1%} {'more' if both['gap'] > 0 else 'less'} time, {VERDICTS[both['sure']]}."

@@ -21,7 +21,7 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.objective import is_rate, told
 from flagcore.domain.trial import RUN, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
-from flagcore.files import read_regular
+from flagcore.files import open_regular, read_regular
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
@@ -159,6 +159,8 @@ def kept_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ..
     if url is None and not file.exists():
         return ()
     try:
+        if url is None:
+            open_regular(file).close()
         journal = JournalFileBackend(str(file), lock_obj=JournalFileOpenLock(str(file))) if url is None else None
         storage = optuna.storages.get_storage(url or JournalStorage(journal))
         study = optuna.load_study(study_name=run, storage=storage)
@@ -199,7 +201,12 @@ def _result(trial: Trial) -> dict[str, Any]:
 
 def _thaw(frozen: FrozenTrial) -> Trial:
     attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
-    measured = result.get("measurement")
+    for knob, value in attributes["candidate"].items():
+        if not isinstance(value, (int, str, type(None))):
+            raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is no value of a knob")
+    measured, state = result.get("measurement"), TrialState(result.get("state", "running"))
+    if state is TrialState.MEASURED and not measured:
+        raise ValueError(f"trial {frozen.number} was measured, but has no figures")
     if measured:
         measured = Measurement(**measured | {k: tuple(measured.get(k, ())) for k in LISTS})
         if not all(math.isfinite(figure) for figure in (measured.step_time_s, measured.tokens_per_second_per_device)):
@@ -208,7 +215,7 @@ def _thaw(frozen: FrozenTrial) -> Trial:
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
         role=Role(attributes["role"]),
-        state=TrialState(result.get("state", "running")),
+        state=state,
         predicted=dict(attributes["predicted"]),
         measurement=measured,
         reason=result.get("reason"),
@@ -220,4 +227,5 @@ def _thaw(frozen: FrozenTrial) -> Trial:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    told = getattr(error, "strerror", None) or str(error)
+    return " ".join(told.split())[:200] or type(error).__name__

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,16 @@ def test_folder_without_a_run_and_one_that_cannot_be_read_are_refused(tmp_path: 
         (tmp_path / "result.json").write_text(wrong)
         with pytest.raises(RunError, match=r"result\.json cannot be read"):
             flagcore.load_run(tmp_path)
+    for engine in ("[]", '"x"', "null"):
+        (tmp_path / "result.json").write_text(f'{{"schema_version": 1, "engines": {{"a": {{}}}}, "engine": {engine}}}')
+        with pytest.raises(RunError, match=r"result\.json cannot be read"):
+            flagcore.load_run(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_journal_that_is_no_file_is_refused_at_once(project: Project, make: Callable[[Path], None]) -> None:
+    flagcore.tune(project.spec(control={"max_trials": 1}), run_dir=project.run_dir)
+    (project.run_dir / "journal.log").unlink()
+    make(project.run_dir / "journal.log")
+    with pytest.raises(RunError, match=r"journal\.log cannot be read \(it is not a regular file\)"):
+        flagcore.load_run(project.run_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,8 @@ def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, 
         "tp=1,TP=2": "given twice",
         "0": "those that are left are 1 to 7",
         "recompute full uniform 1 2": "and no more",
+        "tp": "give tensor_model_parallel_size a value; the space has 1, 2",
+        "x" * 999: "x" * 40 + "' is no knob",
         '{"tp": 2': "is no JSON object of knobs",
         " , ": "names no knob; knobs: data_parallel_size (DP)",
     }.items():
@@ -127,11 +130,27 @@ def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, 
         assert said in ran.err, ran.err
         assert ran.err.startswith("flag: ")
         assert ran.err.count("\n") == 1
+        assert len(ran.err) < 700
 
 
 def test_a_candidate_may_be_json(told: Callable[..., Any], project: Project) -> None:
     typed = told(project.spec(), '{"tensor_model_parallel_size": 2, "MBS": 2, "sequence_parallel": false}')
     assert typed["candidate"] == told(project.spec(), "tp=2, mbs=2, no sp")["candidate"]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["TP2 MBS2", "tp = 2, mbs = 2", "tp = 2 mbs = 2", "tp=2，mbs=2", "ＴＰ２ ＭＢＳ２", "TP 2, MBS 2, no method"],
+)
+def test_a_candidate_is_understood_however_it_is_spaced_or_typed(
+    told: Callable[..., Any], project: Project, typed: str
+) -> None:
+    assert told(project.spec(), typed)["candidate"] == told(project.spec(), "tp=2,mbs=2")["candidate"]
+
+
+def test_best_baseline_and_trial_may_be_in_capitals(told: Callable[..., Any], project: Project) -> None:
+    assert told(project.spec(), "BEST") == told(project.spec(), "best")
+    assert told(project.spec(), "Baseline")["name"] == "baseline"
 
 
 def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag: Flag, project: Project) -> None:
@@ -182,7 +201,33 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
     Path(project.run_dir, "result.json").unlink()
     assert told(project.run_dir, "1")["state"] == "ran"
     assert "the run has not ended" in told(project.run_dir, "tp=2, mbs=1")["because"][0]
-    assert "result.json" in flag("explain", str(project.run_dir)).err
+    books = flag("explain", str(project.run_dir))
+    assert books.code == 0
+    assert re.search(r"^  failed +-2$", books.out, re.MULTILINE)
+    assert "The run ended" not in books.out
+
+
+def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, project: Project) -> None:
+    assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
+    told_trials = project.result()["trials"] + project.result()["repeats"]
+    (project.run_dir / "journal.log").unlink()
+    for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
+        ran = flag(ask[0], str(project.run_dir), *ask[1:])
+        assert ran.code == 2
+        assert f"the journal has 0 of the {len(told_trials)} trials that result.json tells" in ran.err
+    assert flag("report", str(project.run_dir), "--format", "markdown").code == 0
+
+
+def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: Project) -> None:
+    assert flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q").code == 0
+    journal = project.run_dir / "journal.log"
+    kept = journal.read_text()
+    for value, said in {'"sometimes"': "a value that this version does not know", "NaN": "no value of a knob"}.items():
+        journal.write_text(kept.replace('"recompute_method":null', f'"recompute_method":{value}'))
+        ran = flag("explain", str(project.run_dir), "tp=2")
+        assert ran.code == 2
+        assert said in ran.err
+        assert ran.err.count("\n") == 1
 
 
 def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, project: Project) -> None:

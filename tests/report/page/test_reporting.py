@@ -98,6 +98,26 @@ def test_a_resumed_run_is_told_like_one_that_was_never_interrupted(runs: Runs) -
     assert len(page.rows("trials", "All trials")) > len(runs("interrupted").page.rows("trials", "All trials"))
 
 
+@pytest.mark.parametrize(("name", "value"), [("trials", 1.5), ("counts", {}), ("objective", None)])
+def test_a_result_that_nobody_wrote_is_refused_in_a_line(
+    copied: Callable[[str], Path], name: str, value: object
+) -> None:
+    folder = copied("dense")
+    data = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps({**data, name: value}))
+    with pytest.raises(RunError, match="holds a result that cannot be told"):
+        api.report(folder)
+
+
+def test_a_chart_of_what_is_no_number_is_refused_in_a_line(copied: Callable[[str], Path]) -> None:
+    folder = copied("dense")
+    data = json.loads((folder / "result.json").read_text())
+    data["trials"][2]["duration_s"] = float("nan")
+    (folder / "result.json").write_text(json.dumps(data))
+    with pytest.raises(RunError, match="holds a result that cannot be told"):
+        api.report(folder)
+
+
 def test_a_run_without_any_trial_is_told(copied: Callable[[str], Path]) -> None:
     folder = copied("killed")
     (folder / "journal.log").unlink()
