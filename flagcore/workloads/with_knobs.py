@@ -6,7 +6,7 @@ of the engine that its own formulas know, or factors on what is predicted, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -69,6 +69,11 @@ def rules_of(task: Task, knob: PluginKnob, known: Sequence[Axis]) -> tuple[Rule,
     return tuple(rules)
 
 
+def _broken_where(knob: str, code: int, rule: Rule, columns: Columns) -> BoolArray:
+    broken: BoolArray = (columns[knob] == code) & rule.broken(columns)
+    return broken
+
+
 def _lacks(knob: str, off: int, need: Need, wanted: Axis | None, columns: Columns) -> BoolArray:
     on: BoolArray = columns[knob] != off
     if wanted is None:
@@ -97,12 +102,22 @@ class _WithKnobs:
         return (*self._engine.axes(_bare(task)), *(axis_of(task, knob) for knob in task.knobs))
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
-        """Return the engine's rules, then what the plugins' knobs need."""
+        """Return the engine's rules, then what the plugins' knobs need, and what their settings do."""
         known = self._engine.axes(_bare(task)) if task.knobs else ()
-        return (
-            *self._engine.rules(_bare(task)),
-            *(rule for knob in task.knobs for rule in rules_of(task, knob, known)),
-        )
+        own = self._engine.rules(_bare(task))
+        needed = [rule for knob in task.knobs for rule in rules_of(task, knob, known)]
+        return (*own, *needed, *self._rules_of_settings(task, {(rule.name, rule.says) for rule in own}))
+
+    def _rules_of_settings(self, task: Task, own: Container[tuple[str, str]]) -> Iterator[Rule]:
+        """Yield the rules that the engine has only with the settings of a choice; they hold where it is chosen."""
+        for knob in task.knobs:
+            axis = axis_of(task, knob)
+            for choice in (each for each in knob.choices if each.settings):
+                for rule in self._engine.rules(_set(task, [choice])):
+                    if (rule.name, rule.says) not in own:
+                        broken = partial(_broken_where, knob.name, axis.encode(choice.value), rule)
+                        knobs, says = (knob.name, *rule.knobs), f"{knob.name} = {choice.value}: {rule.says}"
+                        yield Rule(name=f"{knob.name}_{rule.name}", knobs=knobs, says=says, broken=broken)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return what is the same to the engine."""

@@ -142,6 +142,21 @@ def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> No
         assert passes.schedule == schedule
 
 
+def test_what_the_setting_of_a_choice_forbids_is_illegal_where_it_is_chosen_and_nowhere_else() -> None:
+    settings = {"pipeline_schedule": "dualpipev"}
+    knob = replace(SCHEDULE, choices=(PluginChoice(value="dualpipev", settings=settings),))
+    task = small.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8)
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
+    engine = workload_of(task.spec.work)
+    (rule,) = [each for each in engine.rules(task) if each.name == "acme_schedule_pipeline_schedule"]
+    own = {"data_parallel_size": 1, "pipeline_model_parallel_size": 4}
+    cases = {(None, 8): False, ("dualpipev", 1): False, ("dualpipev", 2): True}
+    for (value, size), broken in cases.items():
+        columns = engine.columns(task, {**own, "micro_batch_size": size, "acme_schedule": value})
+        assert rule.broken(columns).tolist() == [broken]
+    assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.says
+
+
 def test_memory_by_component_and_of_a_rank_is_that_of_the_schedule_that_the_knob_sets() -> None:
     knob = replace(SCHEDULE, choices=(PluginChoice(value="zb-2p", settings={"pipeline_schedule": "zb-2p"}),))
     task = small.task(space={"acme_schedule": (None, "zb-2p")})
