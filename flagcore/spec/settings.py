@@ -24,7 +24,9 @@ _SPELT = {
 def _names(value: object) -> object:
     """Split a text at commas and spaces, and spell modules as the engine does."""
     names = value.replace(",", " ").split() if isinstance(value, str) else value
-    return [_SPELT.get(name, name) for name in names] if isinstance(names, list) else names
+    if not isinstance(names, list):
+        return names
+    return [_SPELT.get(name, name) if isinstance(name, str) else name for name in names]
 
 
 def _some(kind: Any) -> Any:

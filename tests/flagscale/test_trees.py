@@ -19,7 +19,7 @@ from flagcore.errors import SpecError
 from flagcore.spec import parse_spec
 from flagcore.spec.flagscale import Imported, read_tree, translate
 from flagcore.spec.flagscale.compose import compose
-from flagcore.spec.flagscale.engines import KNOBS
+from flagcore.spec.flagscale.engines import KNOBS, OURS
 from flagcore.workloads.megatron import launching
 from flagcore.workloads.serving.engines import llama_knobs, sglang_knobs, vllm_knobs
 from tests.flagscale.accounting import TREES, unaccounted
@@ -103,6 +103,43 @@ def test_a_tree_of_experts_over_nodes_keeps_all_settings_for_the_prediction() ->
     assert spec.train.settings["attention_dropout"] == 0.1
 
 
+def test_what_cannot_run_on_one_node_takes_with_it_what_needs_it() -> None:
+    found = tree("train_newest")
+    spec = parse_spec(found.data, file="x", base=Path())
+    launching.ready(spec, {})
+    assert (spec.train.precision, spec.train.settings["recompute_modules"]) == ("bf16", "layernorm")
+    on_two = parse_spec(tree("train_newest", "experiment.runner.nnodes=2").data, file="x", base=Path())
+    assert on_two.train.precision == "fp8"
+    assert on_two.train.settings["recompute_modules"] == "layernorm,moe_act"
+
+
+def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
+    found = tree("train_groups")
+    spec = parse_spec(found.data, file="x", base=Path())
+    assert (spec.cluster.nodes, spec.model.num_layers, spec.train.global_batch_size) == (2, 16, 64)
+    assert spec.space["tensor_model_parallel_size"] == (1, 2)
+    assert spec.control.max_time_per_task == 300
+    told = notes(found)
+    assert "HydraConfig was not set" in told["experiment.exp_dir"]
+    assert "more than two stages" in told["experiment.auto_tuner.space.num_layers_per_virtual_pipeline_stage"]
+
+
+def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(folder: Path) -> None:
+    arguments = tree("serve_pairs").data["serve"]["engine_args"]
+    assert not {"node_rank", "dist_init_addr", "host"} & arguments.keys()
+    assert arguments["attention_backend"] == "triton"
+    assert tree("serve_cloud").data["serve"]["engine_args"]["tokenizer"] == str(folder / "model")
+    long = tree("serve_cloud", "+serve.0.engine_args.chat_template=" + "x" * 300)
+    assert len(long.data["serve"]["engine_args"]["chat_template"]) == 300
+
+
+def test_the_width_that_is_reckoned_is_told() -> None:
+    more = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
+    found = tree("train_dense", *more)
+    assert found.data["model"]["ffn_hidden_size"] == 16384
+    assert {"train.model.multiple_of", "train.model.hidden_dim_multiplier"} <= notes(found).keys()
+
+
 def test_a_hostfile_that_is_not_there_leaves_the_numbers() -> None:
     Path("hosts.txt").unlink()
     found = tree("train_moe")
@@ -172,6 +209,13 @@ def test_a_llama_cpp_tree_finds_its_weights_and_shares_one_context(folder: Path)
     assert found.data["auto_tuner"]["objective"] == "tpot_s"
     wanted = {"ctx_size": 1000, "parallel": 2, "kv_cache_type": "q8_0", "threads": 1}
     assert found.data["serve"]["engine_args"] == wanted
+
+
+def test_a_list_of_switches_that_is_none_is_told() -> None:
+    whole, _ = compose(Path("serve_first"), "tune", (), file="x")
+    whole["serve"]["model_args"]["vllm_model"]["action-args"] = True
+    found = translate(whole, file="x")
+    assert "no list" in notes(found)["serve.model_args.vllm_model.action-args"]
 
 
 def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they_have_none() -> None:
@@ -256,6 +300,11 @@ def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, value in items:
         yield (*at, key)
         yield from _paths(value, (*at, key))
+
+
+def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() -> None:
+    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in (*module.OURS,)}
+    assert {name.replace("-", "_") for name in refused} - OURS.keys() == {"model", "model_path", "model_tag"}
 
 
 def test_knobs_are_those_of_the_engines() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from flagcore.spec.flagscale.engines import AS_KNOBS, COMMON, ENGINES, KNOBS, OURS, spelt
@@ -13,6 +15,16 @@ _AT = "serve.engine_args"
 _TIMES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+PATHS = (
+    "tokenizer",
+    "tokenizer_path",
+    "chat_template",
+    "hf_config_path",
+    "generation_config",
+    "download_dir",
+    "mmproj",
+)
+"""Arguments that may be paths, which start at the working directory; a trial's server runs in another one."""
 ARGUMENTS = ("engine_args", "engine_args_specific")
 """Where a model has arguments: those in vLLM's words, and those of each engine."""
 Given = dict[str, tuple[str, Any]]
@@ -89,6 +101,8 @@ def _add(
     if called == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
         source.note(at, f"{value} is q8_0 there, of keys and values", f"{_AT}.{called}")
         value = "q8_0"
+    if isinstance(value, str) and (name in PATHS or value.startswith("./")) and os.path.exists(value):
+        value = str(Path(value).resolve())
     if called in made and made[called][1] != value:
         source.note(made[called][0], f"dropped for {engine} ({made[called][1]}): {at} counts", f"{_AT}.{called}")
     made[called] = at, _length(value) if name in ("max_model_len", "context_length", "ctx_size") else value

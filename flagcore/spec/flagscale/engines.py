@@ -122,5 +122,14 @@ OURS = {
     "swap_space": "vLLM has it no more since 0.18; kv_offloading_size is the nearest that there is",
     "log_file": "the log is kept in the trial's folder",
     "log_disable": "values are read back from the log",
+    "uds": "the load client talks to a port",
+    "ssl_keyfile": "the load client talks plain HTTP to this machine",
+    "ssl_certfile": "the load client talks plain HTTP to this machine",
+    "headless": "an instance is one server on one machine",
+    "nnodes": "an instance is one server on one machine",
+    "node_rank": "an instance is one server on one machine",
+    "dist_init_addr": "an instance is one server on one machine",
+    "props": "nobody but flagcore asks the server of a trial",
+    "slots": "it is always on",
 }
 """Flags that flagcore gives itself or nobody can, and why."""

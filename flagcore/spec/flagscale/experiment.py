@@ -44,6 +44,7 @@ RUNNERS: tuple[str, ...] = (
     "log_dir",
     "per_node_task",
     "no_shared_fs",
+    "device_type",
     "docker",
     "enable_monitoring",
     "host",
@@ -84,9 +85,10 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
     if not given:
         source.note(key, f"is not there: {default}, as for FlagScale", "cluster")
     name, visible = _visible(source)
-    if 0 < visible <= devices:
+    if 0 < visible < devices:
         text = f"{visible} of {devices} are visible by experiment.envs.{name}, and FlagScale uses no more"
         source.note(key, text, "cluster")
+    if 0 < visible <= devices:
         devices, given = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
     found: dict[str, Any] = {"chip": "auto"}

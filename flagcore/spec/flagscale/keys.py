@@ -28,7 +28,7 @@ _RENAMED = {
     "gated_linear_unit": ("swiglu",),
     "attention": ("attention_backend", "use_flash_attn"),
     "implementation": ("transformer_impl",),
-    "precision": ("fp8",),
+    "precision": ("fp8", "fp8_format"),
     "num_layers_in_first_pipeline_stage": ("decoder_first_pipeline_num_layers",),
     "num_layers_in_last_pipeline_stage": ("decoder_last_pipeline_num_layers",),
 }

@@ -69,7 +69,10 @@ def model_list(source: Source) -> list[Any]:
     for place, (name, flags) in enumerate(models.items()):
         args = {key.replace("-", "_"): value for key, value in flags.items()} if isinstance(flags, dict) else {}
         switches = args.pop("action_args", None) or []
-        args |= {str(each).replace("-", "_"): True for each in switches if isinstance(switches, list)}
+        if not isinstance(switches, list):
+            source.note(f"serve.model_args.{name}.action-args", f"dropped ({switches}): it is no list", "serve")
+            switches = []
+        args |= {str(each).replace("-", "_"): True for each in switches}
         if (tag := args.pop("model_tag", None)) is not None:
             args = {"model": tag, **args}
         source.note(f"serve.model_args.{name}", f"taken as serve[{place}].engine_args, as newer trees have it", "serve")

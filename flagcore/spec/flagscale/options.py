@@ -91,6 +91,10 @@ NO_INFLUENCE = {
     "no_save_optim",
     "no_save_rng",
     "deterministic_mode",
+    "manual_gc",
+    "moe_router_dtype",
+    "moe_router_padding_for_fp8",
+    "moe_permute_fusion",
 }
 
 
@@ -100,7 +104,8 @@ def options(flat: Flat, *, nodes: int) -> dict[str, Any]:
     On one node flagcore's own trial program trains, with layers of megatron-core and without overlap. Trials on more
     nodes it cannot start: what is left is a prediction, which knows them all.
     """
-    precision = _precision(flat)
+    runs = nodes == 1
+    precision = _precision(flat, runs)
     given = flat.take("transformer_impl")
     implementation = given or "transformer_engine"
     fused, backend = flat.take("use_flash_attn", flat.take("use_flash_attention")), flat.take("attention_backend")
@@ -115,7 +120,6 @@ def options(flat: Flat, *, nodes: int) -> dict[str, Any]:
     for key, value in (("attention_backend", backend), ("use_flash_attn", fused)):
         if value is not None and "attention" not in found:
             flat.note(key, f"dropped ({value}): attention is fused where the devices can", "train")
-    runs = nodes == 1
     if not runs and implementation in ("local", "transformer_engine"):
         found["implementation"] = implementation
         text = "trials on several nodes need a train.command; `flag estimate` predicts as Megatron-LM would run it"
@@ -130,12 +134,21 @@ def options(flat: Flat, *, nodes: int) -> dict[str, Any]:
     return found
 
 
-def _precision(flat: Flat) -> str:
+def _precision(flat: Flat, runs: bool) -> str:
     wide = "bf16" if flat.take("bf16") else "fp16" if flat.take("fp16") else "fp32"
+    key = "fp8" if flat.has("fp8") else "fp8_format"
     narrow, recipe = flat.take("fp8", flat.take("fp8_format")), flat.take("fp8_recipe")
-    if not narrow:
+    at = "train.precision"
+    if narrow and runs:
+        text = f"dropped ({narrow}): trials by flagcore's own program have {wide}; with a train.command give fp8 here"
+        flat.note(key, text, at)
+    if recipe is not None and (runs or not narrow):
+        flat.note("fp8_recipe", f"dropped ({recipe}): fp8 is off", at)
+    if runs or not narrow:
         return wide
-    flat.note("fp8", "trials by flagcore's own program have bf16, fp16 or fp32; fp8 is predicted", "train.precision")
+    if recipe not in (None, "mxfp8"):
+        flat.note("fp8_recipe", f"dropped ({recipe}): all recipes but mxfp8 are predicted alike", at)
+    flat.note("fp16" if wide == "fp16" else "bf16", f"{wide} is what fp8 leaves as it is", at)
     return "mxfp8" if recipe == "mxfp8" else "fp8"
 
 
@@ -168,9 +181,23 @@ def _settings(flat: Flat, runs: bool, precision: str) -> dict[str, Any]:
                     f"{value} holds for all candidates, so only pipelines that it suits are tried, and no run without"
                 )
                 flat.note(name, text, f"train.settings.{key}")
-    if not runs:
+    if runs:
+        _without_grouped(flat, found)
+    else:
         found |= {name: 0.1 for name in _DROPOUTS if name not in found}  # Megatron's own
     return found
+
+
+def _without_grouped(flat: Flat, found: dict[str, Any]) -> None:
+    """Take out of what is recomputed the activation of experts, which only a grouped product has, if that is gone."""
+    names = found.get("recompute_modules")
+    names = names.replace(",", " ").split() if isinstance(names, str) else names
+    if not isinstance(names, list) or "moe_act" not in names or found.get("moe_grouped_gemm"):
+        return
+    flat.note("recompute_modules", "moe_act is dropped: it needs moe_grouped_gemm", "train.settings.recompute_modules")
+    found["recompute_modules"] = [each for each in names if each != "moe_act"]
+    if not found["recompute_modules"]:
+        del found["recompute_modules"]
 
 
 def _valid(key: str, value: object) -> bool:

@@ -120,7 +120,11 @@ def _model(source: Source, item: dict[str, Any], engines: list[str]) -> tuple[st
     specific = item.get("engine_args_specific")
     places = [args, *(specific.values() if isinstance(specific, dict) else ())]
     found = [
-        each.pop(key) for each in places if isinstance(each, dict) for key in ("model", "model_path") if key in each
+        each.pop(key)
+        for each in places
+        if isinstance(each, dict)
+        for key in list(each)
+        if key.replace("-", "_") in ("model", "model_path", "model_tag")
     ]
     if not found and (module := item.get("module")):
         problem, fix = "is a program of its own, and an engine's server is tuned", "give engine and engine_args instead"
@@ -236,9 +240,10 @@ def _objective(source: Source) -> str:
         fix = f"use {', '.join(list(_OBJECTIVES)[:6])}"
         raise spec_error(key, "is no metric of FlagScale's", value=metric, fix=fix, file=source.file)
     found = _OBJECTIVES[metric]
-    slip = ": topt is its slip for TPOT" if metric == "topt" else ", prompts and answers" if "token_t" in metric else ""
-    source.note(key, f"{metric} is called {found}{slip}; one of a latency is its mean", at)
     best = "descend" if found.endswith("per_s") else "ascend"
+    slip = ": topt is its slip for TPOT" if metric == "topt" else ", prompts and answers" if "token_t" in metric else ""
+    mean = "" if best == "descend" else "; of all requests its mean counts"
+    source.note(key, f"{metric} is called {found}{slip}{mean}", at)
     if order is None and best == "descend":
         source.note(f"{_PERFORMANCE}.order", "is not there: FlagScale would take the least, flagcore the most", at)
     if order is not None:

@@ -23,6 +23,8 @@ OTHER_LAYERS = (
     "mamba_",
     "rwkv",
     "window_",
+    "use_mimo",
+    "mimo_",
     "vision_",
     "patch_dim",
     "patch_size",
@@ -107,7 +109,11 @@ def _width(flat: Flat, hidden: int, gated: bool) -> Any:
         if factor is not None:
             flat.note("hidden_dim_multiplier", f"dropped ({factor}): it needs multiple_of", "model.ffn_hidden_size")
         return int(4 * hidden * 2 / 3 / 64) * 64
-    return math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
+    width = math.ceil(int(int(4 * hidden * 2 / 3) * (factor or 1)) / multiple) * multiple
+    for key, value in (("multiple_of", multiple), ("hidden_dim_multiplier", factor)):
+        if value is not None:
+            flat.note(key, f"with {value} ffn_hidden_size is {width}", "model.ffn_hidden_size")
+    return width
 
 
 def _experts(flat: Flat, layers: int) -> dict[str, Any]:
