@@ -73,7 +73,7 @@ class _Template:
     @cached_property
     def open(self) -> str:
         """The place at the end that a colon or the like leads to, which may hold any text."""
-        found = re.search(r"(?:[:;] | \()\{(\d+)\}\)?$", self.english)
+        found = re.search(r"(?:[:;] | \()\{(\d+)\}\)?\.?$", self.english)
         return "" if found is None else f"p{found[1]}"
 
     @cached_property

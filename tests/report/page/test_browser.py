@@ -183,6 +183,14 @@ def test_a_table_is_sorted_with_the_keyboard_and_that_is_said(opened: Open) -> N
     assert "descending" in page.locator("[role=status]").inner_text()
 
 
+@pytest.mark.parametrize("width", [360, 1400])
+def test_a_long_head_of_a_row_does_not_reach_into_the_next_column(opened: Open, width: int) -> None:
+    head = opened("dense", width).page.locator("#trials tbody th").first
+    head.locator("span").evaluate("each => { each.textContent = 'granularity not set, '.repeat(6); }")
+    assert head.evaluate("each => each.scrollWidth <= each.clientWidth + 1")
+    assert head.bounding_box()["width"] <= 500
+
+
 def test_a_sorted_table_is_told_in_the_pages_language(opened: Open) -> None:
     page = opened("dense", language="zh").page
     page.locator("#trials th button").first.press("Enter")
