@@ -284,7 +284,7 @@ def test_an_odd_value_anywhere_ends_in_a_spec_or_in_a_spec_error(name: str) -> N
     whole, _ = compose(Path(name), "tune", (), file="x")
     same = translate(whole, file="x").data
     for path in _paths(whole):
-        for odd in ("x", [1], 0):
+        for odd in ("x", [1], 0, None, {"a": [True]}):
             changed = copy.deepcopy(whole)
             section: Any = changed
             for part in path[:-1]:
@@ -350,6 +350,9 @@ def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
     done = flag("tune", *given, "--run-dir", "run", *control, "action=auto_tune", cwd=folder)
     assert done.returncode == 0, done.stderr
     result: Any = json.loads((folder / "run" / "result.json").read_text())
-    threads = {each["candidate"]["threads"] for each in result["trials"] if each["state"] == "measured"}
-    assert set() < threads <= {1, 2}  # the search ends before both are tried where one surely does not pay
+    measured = {each["candidate"]["threads"]: each for each in result["trials"] if each["state"] == "measured"}
+    assert measured[1]["role"] == "baseline"  # the tree's own arguments
+    counts = result["counts"]
+    assert (counts["candidates"], counts["failed"]) == (2, 0)
+    assert measured.keys() | ({2} if counts["untried"] else set()) == {1, 2}, result["stopped_because"]
     assert "llama_cpp is called llamacpp" in done.stderr

@@ -50,7 +50,9 @@ class Source:
         *above, last = path.split(".")
         section: Any = self.left
         for part in above:
-            section = section.setdefault(part, {})
+            if section.get(part) is None:
+                section[part] = {}
+            section = section[part]
         before = section.get(last)
         if isinstance(before, dict) and isinstance(value, dict):
             section[last] = {**value, **before}

@@ -131,6 +131,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return knobs without effect, and values that llama.cpp has by itself."""
     place = Place.of(task)
+    whole = [SPLIT_MODES.index(name) + 1 for name in ("none", "layer", "row")]
     f16, auto = KV_TYPES.index("f16") + 1, BY_NAME[FLASH].words.index("auto") + 1
 
     def batches(c: Columns) -> Columns:
@@ -159,6 +160,11 @@ def merges(task: Task) -> tuple[Merge, ...]:
             name="attention_by_default",
             knobs=(FLASH,),
             canonical=lambda c: {FLASH: np.where(c[FLASH] == auto, 0, c[FLASH])},
+        ),
+        Merge(
+            name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
+            knobs=(SPLIT,),
+            canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], whole), 0, c[SPLIT])},
         ),
         Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
         Merge(

@@ -125,6 +125,10 @@ def test_values_that_llama_cpp_has_by_itself_are_merged_with_not_set() -> None:
     assert merged(ENGINE, task, batch_size=256, ubatch_size=256) == merged(ENGINE, task, batch_size=256)
     assert merged(ENGINE, task, threads=1, threads_batch=1) == merged(ENGINE, task, threads=1)
     assert merged(ENGINE, task, ubatch_size=256) != own
+    assert merged(ENGINE, task, split_mode="none") == own
+    for wide, mode in (("tensor", "row"), ("pipeline", "layer")):
+        split = {f"{wide}_model_parallel_size": 2}
+        assert merged(ENGINE, task, split_mode=mode, **split) == merged(ENGINE, task, **split)
 
 
 def test_a_space_of_yaml_words_is_understood() -> None:
