@@ -27,6 +27,10 @@ from flagcore.store.directory import writable
 JOURNAL = "journal.log"
 LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow")
 """Fields of a measurement that hold several values in order."""
+MAY_LACK = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "modelled_s", "low_s", "high_s")
+FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *MAY_LACK)
+"""Fields with a single figure."""
+LARGEST = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 
 
@@ -202,15 +206,17 @@ def _result(trial: Trial) -> dict[str, Any]:
 def _thaw(frozen: FrozenTrial) -> Trial:
     attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
     for knob, value in attributes["candidate"].items():
-        if not isinstance(value, (int, str, type(None))):
+        if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > LARGEST):
             raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is no value of a knob")
     measured, state = result.get("measurement"), TrialState(result.get("state", "running"))
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
     if measured:
         measured = Measurement(**measured | {k: tuple(measured.get(k, ())) for k in LISTS})
-        if not all(math.isfinite(figure) for figure in (measured.step_time_s, measured.tokens_per_second_per_device)):
-            raise ValueError(f"trial {frozen.number} has a figure that is not finite")
+        for name in FIGURES:
+            figure = getattr(measured, name)
+            if not (name in MAY_LACK and figure is None) and not _finite(figure):
+                raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is no finite figure")
     return Trial(
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
@@ -224,6 +230,10 @@ def _thaw(frozen: FrozenTrial) -> Trial:
         fidelity=str(attributes.get("fidelity", RUN)),
         source=result.get("source"),
     )
+
+
+def _finite(figure: object) -> bool:
+    return isinstance(figure, (int, float)) and math.isfinite(figure)
 
 
 def _line(error: Exception) -> str:

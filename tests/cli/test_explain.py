@@ -222,8 +222,15 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
     assert flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q").code == 0
     journal = project.run_dir / "journal.log"
     kept = journal.read_text()
-    for value, said in {'"sometimes"': "a value that this version does not know", "NaN": "no value of a knob"}.items():
-        journal.write_text(kept.replace('"recompute_method":null', f'"recompute_method":{value}'))
+    for name, old, new, said in (
+        ("recompute_method", "null", '"sometimes"', "a value that this version does not know"),
+        ("recompute_method", "null", "NaN", "no value of a knob"),
+        ("expert_model_parallel_size", "1", "1" * 30, "no value of a knob"),
+        ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is no finite figure"),
+        ("measurement", '{"step', 'null, "x": {"step', "was measured, but has no figures"),
+    ):
+        assert f'"{name}":{old}' in kept
+        journal.write_text(kept.replace(f'"{name}":{old}', f'"{name}":{new}'))
         ran = flag("explain", str(project.run_dir), "tp=2")
         assert ran.code == 2
         assert said in ran.err

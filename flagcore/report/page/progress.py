@@ -63,7 +63,7 @@ def progress(run: RunData) -> Section | None:
         low = min(y for mine in ran.values() for _, y, _ in mine)
         names = [name for _, name in failed]
         traces.append(points("not measured", 4, [x for x, _ in failed], [low] * len(failed), text=names))
-    says = f"{len(rows)} trials, repeats included, took {spent:,.0f} s; {_went(run, steps[0][1], steps[-1][1])}."
+    says = f"{len(rows):,} trials, repeats included, took {spent:,.0f} s; {_went(run, steps[0][1], steps[-1][1])}."
     if "a repeat" in ran:
         says += " The answer goes by the median of all runs of a candidate instead."
     chart = Chart(
