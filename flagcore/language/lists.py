@@ -43,11 +43,15 @@ def joined(told: list[str], word: str) -> str:
     return tidy("、".join(told[:-1]) + word + told[-1])
 
 
+def span(text: str) -> str | None:
+    """Return "1 to 4" with Chinese between the ends; None for anything else."""
+    found = _RANGE.fullmatch(text)
+    return found and f"{found[1]} 到 {found[2]}{found[3]}"
+
+
 def values(text: str) -> str | None:
     """Return "a, b, c" or "1 to 4" with Chinese between the values; None for anything else."""
-    if found := _RANGE.fullmatch(text):
-        return f"{found[1]} 到 {found[2]}{found[3]}"
-    return text.replace(", ", "、") if _ALL.fullmatch(text) else None
+    return span(text) or (text.replace(", ", "、") if _ALL.fullmatch(text) else None)
 
 
 def tidy(text: str) -> str:

@@ -169,6 +169,8 @@ class Phrases:
         words = set(WORD.findall(text))
         if not words:
             return None
+        if ends := lists.span(text):
+            return _Found(2, ends)
         found = max(filter(None, (self._listed(text), self._by_template(text, words))), key=_rank, default=None)
         key = KEY.match(text)
         end = key.end() if key else 0

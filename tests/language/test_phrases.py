@@ -48,6 +48,7 @@ def test_a_problem_of_a_key_is_told_behind_the_key_and_its_value() -> None:
 def test_a_list_is_told_item_by_item_with_chinese_between() -> None:
     assert WORDS.text("use 'a, b', c or baseline") == "请用 'a, b'、c 或基线"
     assert WORDS.text("use x and y (or z)") == "请用 x 和 y（or z）"
+    assert WORDS.text("0.39 to 0.5 s") == "0.39 到 0.5 s"
     assert WORDS.text("Predicted 1 to 4 GiB of a, b, c") == "在 a、b、c 中预测 1 到 4 GiB"
 
 

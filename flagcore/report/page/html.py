@@ -17,7 +17,7 @@ from flagcore.errors import UsageError
 from flagcore.language import said, spoken
 from flagcore.report.page.blocks import Block, Chart, Page
 from flagcore.report.page.charts import drawn
-from flagcore.report.page.spoken import in_words
+from flagcore.report.page.spoken import colon, in_words
 
 TEMPLATES = files("flagcore.report.page") / "templates"
 TAGS = {"en": "en", "zh": "zh-CN"}
@@ -63,6 +63,7 @@ def as_html(page: Page) -> str:
     return template.render(
         page=page,
         language=TAGS[spoken()],
+        colon=colon(),
         words={name: said(text) for name, text in WORDS.items()},
         version=__version__,
         policy=_policy([library, script] if charts else [script]),

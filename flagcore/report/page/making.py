@@ -37,9 +37,9 @@ def page(run: RunData) -> Page:
         chips(run),
     )
     work = "Serving" if run.serves else "Training"
-    name = run.folder.resolve().name
+    where = f"{work} on {run.result['devices']} x {run.result['chip']}"
     return Page(
-        title=f"{work} on {run.result['devices']} x {run.result['chip']}: {name}",
+        title=f"{where}: {run.folder.resolve().name}",
         subtitle=f"{len(run.trials)} candidates, {TRIED[run.fidelity]}; objective {run.unit}",
         sections=tuple(section for section in made if section is not None),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from flagcore.language import said
 from flagcore.report.page.blocks import Block, Cell, Chart, Code, Facts, Folded, Page, Table, Text
-from flagcore.report.page.spoken import in_words
+from flagcore.report.page.spoken import colon, in_words
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
 
@@ -26,11 +26,11 @@ def _block(block: Block) -> Iterator[str]:
     if isinstance(block, Text):
         yield f"**{said('Note:')}** {_text(block.text)}" if block.warns else _text(block.text)
     elif isinstance(block, Facts):
-        yield "\n".join(f"- {_text(name)}: **{_text(cell.text)}**" for name, cell in block.items)
+        yield "\n".join(f"- {_text(name)}{colon()}**{_text(cell.text)}**" for name, cell in block.items)
     elif isinstance(block, Code):
-        yield from (f"{_text(block.caption)}:", _fenced(block.text))
+        yield from (_text(block.caption) + colon().rstrip(), _fenced(block.text))
     elif isinstance(block, Table):
-        yield from (_text(block.caption) + ":", _table(block))
+        yield from (_text(block.caption) + colon().rstrip(), _table(block))
     elif isinstance(block, Chart):
         yield from (f"### {_text(block.title)}", _text(block.says), *_block(block.table))
     elif isinstance(block, Folded):

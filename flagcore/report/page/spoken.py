@@ -17,6 +17,11 @@ def told(text: str) -> str:
     return UNIT.sub(r"（\1）", said(text)) if foreign() else text
 
 
+def colon() -> str:
+    """Return what stands between a name and what is told of it."""
+    return "：" if foreign() else ": "
+
+
 def in_words(page: Page) -> Page:
     """Return a page in that language. Texts of charts are told where they are drawn, see `charts.drawn`."""
     if not foreign():
@@ -25,7 +30,9 @@ def in_words(page: Page) -> Page:
         replace(section, title=told(section.title), blocks=tuple(map(_block, section.blocks)))
         for section in page.sections
     )
-    return replace(page, title=told(page.title), subtitle=told(page.subtitle), sections=sections)
+    what, between, name = page.title.partition(": ")
+    title = told(what) + (colon() + name if between else "")
+    return replace(page, title=title, subtitle=told(page.subtitle), sections=sections)
 
 
 def _block(block: Block) -> Block:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from flagcore import api
+from flagcore.language import choose
 from tests.report.page.conftest import KINDS, Runs
 from tests.report.page.reading import Element, read
 
@@ -67,12 +70,22 @@ def _marks(page: Element) -> list[str]:
     return [each.tag for each in page.every()]
 
 
+def test_a_runs_name_stays(runs: Runs, tmp_path: Path) -> None:
+    folder = shutil.copytree(runs("dense").folder, tmp_path / "baseline")
+    choose("zh")
+    try:
+        assert api.report(folder, "markdown").startswith("# 2 x cpu 上的训练：baseline\n")
+    finally:
+        choose("")
+
+
 @pytest.mark.parametrize("kind", ["dense", "serving"])
 def test_markdown_is_told_too(runs: Runs, kind: str) -> None:
     told, english = runs.chinese(kind, "markdown"), runs(kind).markdown
     heads = [line for line in told.splitlines() if line.startswith(("#", "|", "- "))]
     assert len(heads) == sum(line.startswith(("#", "|", "- ")) for line in english.splitlines())
     assert "## 结论" in told
+    assert "- 最优配置：**" in told
     assert re.findall(r"```.*?```", told, re.DOTALL) == re.findall(r"```.*?```", english, re.DOTALL)
 
 
