@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore import api
+from flagcore import api, language
 from flagcore.language import choose
 from tests.report.page.conftest import KINDS, Runs
 from tests.report.page.reading import Element, read
@@ -87,6 +87,17 @@ def test_markdown_is_told_too(runs: Runs, kind: str) -> None:
     assert "## 结论" in told
     assert "- 最优配置：**" in told
     assert re.findall(r"```.*?```", told, re.DOTALL) == re.findall(r"```.*?```", english, re.DOTALL)
+
+
+@pytest.mark.parametrize(("asked", "lang"), [("zh_CN.UTF-8", "zh-CN"), ("en", "en"), ("", "en"), ("xx", "en")])
+def test_from_python_the_environment_says_the_language(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, asked: str, lang: str
+) -> None:
+    folder = runs("dense").folder
+    monkeypatch.setattr(language, "_name", "")
+    monkeypatch.setattr(language, "_phrases", None)
+    monkeypatch.setenv("FLAGCORE_LANG", asked)
+    assert f'<html lang="{lang}">' in api.report(folder)
 
 
 def test_the_english_page_is_english_again(runs: Runs) -> None:
