@@ -13,6 +13,7 @@ from flagcore.api.typed import as_candidate
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knowledge import DOES_NOT_FIT
+from flagcore.domain.noise import rivals
 from flagcore.domain.space import Columns, Rule
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.problem import Problem, fastest
@@ -124,13 +125,22 @@ def _ended(found: Known, trial: Trial) -> str:
 
 
 def _altogether(found: Known, candidate: Candidate) -> list[str]:
-    """Return what several runs of a candidate say together, nothing of a single one."""
+    """Return what several runs of a candidate say together, and whether it may still be as fast as the best.
+
+    As in the answer, the latter is told only where the best ran more than once.
+    """
     runs, best = found.lessons.runs_of(candidate), found.lessons.best
+    near = best is not None and len(found.lessons.runs_of(best.candidate)) > 1 and candidate in _rivals(found)
+    open_yet = ["the runs do not tell it apart from the best: it may be as fast"] if near else []
     if len(runs) < 2:
-        return []
+        return open_yet
     step = 1.0 / found.lessons.speed_of(candidate)
     line = f"the median of its {len(runs)} runs: {seconds_text(found.task.spec.objective, step)}"
-    return [f"{line}; it is the best" if best is not None and best.candidate == candidate else line]
+    return [f"{line}; it is the best" if best is not None and best.candidate == candidate else line, *open_yet]
+
+
+def _rivals(found: Known) -> set[Candidate]:
+    return {trial.candidate for trial in rivals(found.lessons)}
 
 
 def _taught(found: Known, row: int) -> list[Mapping[str, Any]]:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from unicodedata import normalize
 
 from flagcore.contracts import Workload
@@ -14,6 +15,7 @@ from flagcore.domain.space import Axis, Columns, IntArray
 from flagcore.domain.spec import Task
 from flagcore.errors import SpecError, UsageError
 from flagcore.report.text import RECOMPUTE, SHORT, USUALLY_ON
+from flagcore.stages.build import canonical
 
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
 QUOTE = '"'
@@ -24,10 +26,11 @@ NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
     """Return the columns of the one candidate that `text` says, and the knobs that it names: knob=value or knob value,
-    with commas between.
+    with commas or blanks between.
 
-    A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, else
-    what the engine does without it; a data-parallel size is what the devices leave. Raises UsageError.
+    A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, if that
+    does anything beside the named ones, else what the engine does without it; a data-parallel size is what the devices
+    leave. Raises UsageError.
     """
     axes = workload.axes(task)
     given = _given(text, axes)
@@ -47,7 +50,8 @@ def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, 
         if axis.is_flag and axis.knob not in given and (axis.knob not in fixed or plain[axis.knob][0])
     ]
     columns = {axis.knob: (plain if axis.knob in implied else whole)[axis.knob] for axis in axes}
-    return columns, frozenset(given)
+    taken = canonical(columns, workload.merges(task))
+    return {knob: (columns if knob in given else taken)[knob] for knob in columns}, frozenset(given)
 
 
 def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
@@ -98,24 +102,50 @@ def _from_json(text: str) -> str:
 
 
 def _parts(text: str, by_name: Mapping[str, Axis]) -> list[str]:
-    """Return what stands between commas, or between blanks where several have an equals sign or are knobs' names."""
-    parts = [each.strip() for each in text.split(",")]
-    return [each for part in parts for each in (part.split() if part.count("=") > 1 else _apart(part, by_name))]
+    """Return what stands between commas, or between blanks where knobs' names or words with an equals sign begin."""
+    return [each for part in text.split(",") for each in _apart(part.strip(), by_name)]
 
 
 def _apart(part: str, by_name: Mapping[str, Axis]) -> list[str]:
-    """Return `TP2 MBS 4 dist-opt` as its knobs, anything else in one piece."""
-    if "=" in part:
-        return [part]
+    """Return `TP2 MBS=4 full recompute` as its knobs, what begins with no knob in one piece."""
     words: list[str] = []
     for word in part.split():
         joined = re.fullmatch(r"(\D+)(\d+)", word)
         words += joined.groups() if joined and joined[1].casefold() in by_name else [word]
-    starts = [at for at, word in enumerate(words) if word.casefold() in by_name]
+    words = _recompute_first(words, by_name)
+    starts = _starts(words, by_name)
     if not starts or (starts[0] != 0 and words[0].casefold() != "no"):
         return [part]
     firsts = [at - 1 if at and words[at - 1].casefold() == "no" else at for at in starts]
     return [" ".join(words[begin:end]) for begin, end in zip(firsts, [*firsts[1:], len(words)], strict=True)]
+
+
+def _starts(words: Sequence[str], by_name: Mapping[str, Axis]) -> list[int]:
+    """Return the places where a knob begins; the names of tables may have blanks in them."""
+    longest = max(len(name.split()) for name in by_name)
+    starts, at = [], 0
+    while at < len(words):
+        named = (each for each in range(longest, 0, -1) if _name(words[at : at + each]) in by_name)
+        long = next(named, 0)
+        starts += [at] if long or "=" in words[at] else []
+        at += max(long, 1)
+    return starts
+
+
+def _name(words: Sequence[str]) -> str:
+    """Return words without what the last one says after an equals sign."""
+    return " ".join([*words[:-1], words[-1].partition("=")[0]]).casefold()
+
+
+def _recompute_first(words: Sequence[str], by_name: Mapping[str, Axis]) -> list[str]:
+    """Return `full recompute` as tables call it: recompute full."""
+    how = by_name.get(RECOMPUTE[0])
+    kinds = {word for word in how.words if word} if how else set()
+    turned = list(words)
+    for at, (first, second) in enumerate(pairwise(words)):
+        if first.casefold() in kinds and second.casefold() == SHORT["use_recompute"]:
+            turned[at : at + 2] = [second, first]
+    return turned
 
 
 def _split(part: str, by_name: Mapping[str, Axis]) -> tuple[str, str | None]:

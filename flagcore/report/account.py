@@ -81,7 +81,7 @@ def _believed(account: Mapping[str, Any]) -> Iterator[str]:
     if believed is None:
         return
     seconds = believed["step_time_s"]["value"]
-    off = f", {seconds / step - 1.0:+.1%} in time" if step else ""
+    off = f", {seconds / step - 1.0:+.1%} in time against the prediction" if step else ""
     fits = f"; it fits with a chance of {believed['chance_to_fit']:.0%}"
     yield f"Believed after trials: {seconds_text(account['objective'], seconds)}{off}{fits}"
 

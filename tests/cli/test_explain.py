@@ -80,6 +80,38 @@ def test_knobs_may_stand_apart_without_commas(flag: Flag, project: Project) -> N
     assert flag("explain", spec, "candidate").code == 2
 
 
+def test_a_layout_may_be_typed_before_or_after_equals_signs_and_blanks(
+    told: Callable[..., Any], project: Project
+) -> None:
+    space = {"num_layers_per_virtual_pipeline_stage": [None, 1]}
+    spec = project.spec(model={"num_layers": 4}, auto_tuner={"space": space})
+    asked = told(spec, "tp=2, mbs=4, recompute full uniform 1")["candidate"]
+    for typed in (
+        "tp=2 mbs=4 recompute full uniform 1",
+        "TP2 MBS4 recompute=full uniform 1",
+        "full recompute uniform 1",
+    ):
+        assert told(spec, typed if "tp" in typed.lower() else f"TP2 MBS4 {typed}")["candidate"] == asked
+    stages = told(spec, "pp=2, layers/virtual stage=1, mbs=2")["candidate"]
+    for typed in ("pp=2 layers/virtual stage=1 mbs=2", "PP2 layers/virtual stage 1 MBS2"):
+        assert told(spec, typed)["candidate"] == stages
+    assert stages["num_layers_per_virtual_pipeline_stage"] == 1
+
+
+def test_the_only_value_of_a_knob_is_not_given_to_a_candidate_where_it_does_nothing(
+    told: Callable[..., Any], project: Project
+) -> None:
+    space = {"recompute_granularity": ["selective", "full"], "recompute_method": "uniform", "recompute_num_layers": 1}
+    spec = project.spec(train={"attention": "flash"}, auto_tuner={"space": {**space, "use_recompute": [True, False]}})
+    selective = told(spec, "tp=2, mbs=4, recompute selective")
+    assert selective["state"] == "removed"
+    assert selective["because"][0].startswith("selective_recompute_with_flash_attention")
+    illegal = told(spec, "tp=2, mbs=3")
+    assert illegal["state"] == "illegal"
+    assert illegal["changes"]["allowed"]["differs"].keys() == {"micro_batch_size"}
+    assert told(spec, "tp=2, mbs=4, recompute full")["candidate"]["recompute_method"] == "uniform"
+
+
 def test_memory_that_a_candidate_lacks_is_told_by_parts_that_add_up(told: Callable[..., Any], project: Project) -> None:
     account = told(project.spec(cluster={"memory_per_device": "400MiB"}), "dp=2, mbs=4")
     assert account["state"] == "removed"
@@ -298,6 +330,22 @@ def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(pr
     assert _why(where, several[:2]).endswith(f"+200.0% in time against the best (trial 1: 1 s a step); {ended}")
     middle = "trial 1: 0.6667 s a step, the median of its 2 runs"
     assert _why(where, several).endswith(f"+350.0% in time against the best ({middle}); {ended}")
+
+
+def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
+    where = known(project.spec(), None, ())
+    best, near, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 3, 5]])
+    several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
+    after = replace(where, lessons=learn(several))
+
+    def told(trial: Trial) -> list[str]:
+        row = where.problem.space.find(trial.candidate)
+        return state_of(after, trial.candidate, row, [trial], [], None)[1]
+
+    assert told(several[1])[-1] == "the runs do not tell it apart from the best: it may be as fast"
+    assert not any("tell it apart" in line for trial in (several[0], several[2]) for line in told(trial))
+    once = replace(where, lessons=learn(several[:3]))
+    assert len(state_of(once, near, where.problem.space.find(near), several[1:2], [], None)[1]) == 1
 
 
 def _why(where: Known, trials: list[Trial]) -> str:

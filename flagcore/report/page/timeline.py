@@ -137,8 +137,9 @@ def _idles(passes: Passes, counted: int, idle: float) -> list[str]:
     virtual = f", {passes.virtual} virtual stages a device" if passes.virtual > 1 else ""
     count = len(passes.forward_s)
     rows = f"{count} devices" if _called(passes) == "device" else f"{count} stages{virtual}"
+    schedule = "1f1b" if passes.schedule == "interleaved" and passes.virtual < 2 else passes.schedule
     return [
-        f"{rows}, schedule {passes.schedule}.",
+        f"{rows}, schedule {schedule}.",
         f"Over {_of(passes, counted)} one of them idles for up to {idle:.1%} of the time.",
     ]
 

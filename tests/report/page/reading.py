@@ -89,6 +89,8 @@ class _Parser(HTMLParser):
         self.open = [Element("", {})]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "wbr":  # where a long word may be broken: no content
+            return
         element = Element(tag, {name: value or "" for name, value in attrs})
         self.open[-1].inside.append(element)
         if tag not in VOID:

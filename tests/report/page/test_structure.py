@@ -81,6 +81,16 @@ def test_every_table_has_a_caption_and_headings_for_columns_and_rows(runs: Runs,
 
 
 @every_kind
+def test_sentences_in_tables_have_room_and_long_headings_may_break(runs: Runs, kind: str) -> None:
+    page = runs(kind).page
+    cells = [each for table in page.root.every("table") for each in table.every("td")]
+    sentences = [each for each in cells if len(each.text) > 40 and each.attributes.get("class") != "figure"]
+    assert all(each.attributes.get("class") == "prose" for each in sentences)
+    if kind == "failed":
+        assert sentences
+
+
+@every_kind
 def test_charts_are_what_the_plotting_library_knows(runs: Runs, kind: str) -> None:
     for chart in runs(kind).page.charts:
         plotly.graph_objects.Figure(data=chart["traces"], layout=chart["layout"])

@@ -173,7 +173,7 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     busy = [sum(each.end_s - each.start_s for each in alone if each.device == r) for r in range(4)]
     place = chart.table.headings.index("~busy, s")
     assert [each[place].value for each in chart.table.rows] == pytest.approx(busy)
-    assert f"schedule {schedule}" in chart.says
+    assert f"schedule {'1f1b' if schedule == 'interleaved' else schedule}." in chart.says, "one virtual stage is 1F1B"
     assert ("longest span" in chart.says) is SCHEDULES[schedule].post_validation
 
 
