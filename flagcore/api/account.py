@@ -20,6 +20,7 @@ from flagcore.problem import fastest
 from flagcore.report.account import account_text
 from flagcore.report.notebook import as_html
 from flagcore.report.result import trial as trial_record
+from flagcore.report.served import limits_text
 from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
 from flagcore.strategies.learned import believed
@@ -163,7 +164,10 @@ def _told_name(found: Known, name: str) -> str:
 
 
 def _no_best(found: Known) -> str:
-    return "nothing was measured" if found.run else "no candidate is left"
+    if found.run is None:
+        return "no candidate is left"
+    limits = found.task.spec.limits
+    return f"no trial kept {limits_text(limits)}" if limits and found.lessons.fastest else "nothing was measured"
 
 
 def _believed(found: Known, row: int | None) -> Mapping[str, Any] | None:

@@ -48,8 +48,11 @@ def allowed_rows(known: Known) -> IntArray:
     keeps = predictions.keeps(known.task.spec.limits)
     failed = [t for t in known.lessons.trials if t.state.failed and t.state is not TrialState.INTERRUPTED]
     gone = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
-    ran = [row for trial, row in _measured(known) if trial.measurement and not trial.measurement.broken]
-    found = np.array(ran, dtype=np.int64)
+    ran = {True: list[int](), False: list[int]()}
+    for trial, row in _measured(known):
+        ran[known.lessons.keeps_limits(trial.candidate)].append(row)
+    gone += ran[False]
+    found = np.array(ran[True], dtype=np.int64)
     rows = known.pruned.open_rows
     left: IntArray = np.setdiff1d(rows[keeps[rows]], np.array(gone, dtype=np.int64))
     return np.union1d(left, found)

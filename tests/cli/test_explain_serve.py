@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from flagcore.api.account import account
+from flagcore.api.nearby import allowed_rows
+from flagcore.api.posing import known
+from flagcore.errors import UsageError
+from flagcore.stages.learn import learn
 from tests.cli.conftest import Ran
+from tests.serving import trial
 
 Flag = Callable[..., Ran]
 SHAPE = {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "vocab_size": 1000}
@@ -61,3 +69,16 @@ def test_value_that_a_plugin_refuses_is_told_with_its_reason(flag: Flag, spec: C
     account = json.loads(flag("explain", file, "kv_cache_type=fp8", "--json").out)
     assert account["state"] == "illegal"
     assert "vLLM-metax takes no FP8 here" in account["because"][0]
+
+
+def test_where_no_trial_kept_the_limits_none_is_the_best_nor_worth_changing_to(spec: Callable[..., str]) -> None:
+    where = known(spec(serve={**SPEC["serve"], "slo": {"ttft_s": {"p99": 5.0}}}), None, ())
+    space = where.problem.space
+    late = [replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))]
+    run: Any = SimpleNamespace(best=None, trials=late, repeats=(), probes=(), imported=())
+    after = replace(where, lessons=learn(late), run=run)
+    with pytest.raises(UsageError, match="has no best: no trial kept p99 TTFT <= 5 s"):
+        account(after, "best")
+    assert not allowed_rows(after).size
+    kept = [*late[:-1], replace(trial(len(late) - 1, 1.0), candidate=late[-1].candidate)]
+    assert allowed_rows(replace(after, lessons=learn(kept))).tolist() == [len(late) - 1]
