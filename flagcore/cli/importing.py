@@ -28,8 +28,7 @@ def flagscale_command(directory: Path, overrides: tuple[str, ...], config_name: 
     from flagcore import api
 
     found = api.read_tree(directory, config_name, overrides)
-    for note in found.notes:
-        options.say(f"FlagScale's {note}")
+    options.tell_notes(found.notes)
     if output is None:
         click.echo(found.as_yaml(), nl=False)
         return

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flagcore.language import said
+from flagcore.language import foreign, keep, said
 from flagcore.language.width import columns, wrapped
+
+if TYPE_CHECKING:
+    from flagcore.spec.flagscale.source import Note
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,12 +126,19 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
     from flagcore.errors import SpecError
 
     found = api.read_tree(Path(path), name, overrides)
-    for note in found.notes:
-        say(f"FlagScale's {note}")
+    tell_notes(found.notes)
     try:
         return command(source=(found.file, found.data), **others)
     except SpecError as error:
         raise found.in_its_words(error) from None
+
+
+def tell_notes(notes: Iterable[Note]) -> None:
+    """Tell what became of a tree's keys; a key is never put into another language."""
+    for note in notes:
+        key = said("FlagScale's {0}").replace("{0}", note.key)
+        (line,) = keep([f"{key}：{said(note.text)}" if foreign() else f"{key}: {note.text}"])
+        say(line)
 
 
 def in_one(records: list[dict[str, Any]], form: str, key: str, between: str = ", ") -> list[dict[str, Any]]:

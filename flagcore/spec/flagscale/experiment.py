@@ -85,10 +85,9 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
     if not given:
         source.note(key, f"is not there: {default}, as for FlagScale", "cluster")
     name, visible = _visible(source)
-    if 0 < visible < devices:
+    if 0 < visible <= devices:
         text = f"{visible} of {devices} are visible by experiment.envs.{name}, and FlagScale uses no more"
         source.note(key, text, "cluster")
-    if 0 < visible <= devices:
         devices, given = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
     found: dict[str, Any] = {"chip": "auto"}

@@ -36,7 +36,7 @@ def straightened(source: Source) -> None:
         fix = "write its keys below it"
         raise spec_error(_EXPERIMENT, "must be a mapping", value=experiment, fix=fix, file=source.file)
     if experiment is None:
-        near = get_close_matches(_EXPERIMENT, source.left, n=1)
+        near = get_close_matches(_EXPERIMENT, source.left.keys() - {_EXPERIMENT}, n=1)
         fix = f"did you mean it by {near[0]}?" if near else "give the tree's top file, which has it, as --config-name"
         raise spec_error(_EXPERIMENT, "is missing", fix=fix, file=source.file)
     for key in ("task", "runner", "auto_tuner"):
