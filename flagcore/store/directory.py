@@ -56,7 +56,9 @@ class RunDirectory:
             found = json.loads(read_regular(file))
             fixed = dict(found["fixed"])
             dict(fixed.get("baseline") or {})
-            return {"run": str(found["run"]), "task": plain_without_secrets(dict(found["task"])), "fixed": fixed}
+            task = dict(found["task"])
+            int(dict(task.get("hardware") or {}).get("devices_per_node", 1))
+            return {"run": str(found["run"]), "task": plain_without_secrets(task), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

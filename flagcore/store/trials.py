@@ -27,6 +27,8 @@ from flagcore.store.directory import writable
 JOURNAL = "journal.log"
 LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow")
 """Fields of a measurement that hold several values in order."""
+MAPPINGS = ("effective", "versions", "telemetry", "figures")
+"""Fields of a measurement with values by name."""
 MAY_LACK = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "modelled_s", "low_s", "high_s")
 FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *MAY_LACK)
 """Fields with a single figure."""
@@ -212,7 +214,8 @@ def _thaw(frozen: FrozenTrial) -> Trial:
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
     if measured:
-        measured = Measurement(**measured | {k: tuple(measured.get(k, ())) for k in LISTS})
+        several = {name: tuple(measured.get(name, ())) for name in LISTS}
+        measured = Measurement(**measured | several | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
         for name in FIGURES:
             figure = getattr(measured, name)
             if not (name in MAY_LACK and figure is None) and not _finite(figure):

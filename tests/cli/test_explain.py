@@ -259,6 +259,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
         ("recompute_method", "null", "NaN", "no value of a knob"),
         ("expert_model_parallel_size", "1", "1" * 30, "no value of a knob"),
         ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is no finite figure"),
+        ("telemetry", "{", '3, "x": {', "cannot be read ('int' object is not iterable)"),
         ("measurement", '{"step', 'null, "x": {"step', "was measured, but has no figures"),
     ):
         assert f'"{name}":{old}' in kept
