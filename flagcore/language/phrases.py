@@ -23,7 +23,7 @@ WIDE_BETWEEN = {"; ": "；", ": ": "：", ", ": "，", ". ": "。", " (": "（",
 """The same beside a Chinese text."""
 CHINESE = re.compile("[\u4e00-\u9fff]")
 LEADING = re.compile(r"(?:\s|[-*•] |flag: )*")
-KEY = re.compile(r"[^\s;:,]+ (?P<value>= )?")
+KEY = re.compile(r"(?:[^\s;:,]|,(?=\d))+ (?P<value>= )?")
 """What stands before what is told of it: a name, or a key and its value, which may hold blanks."""
 PREDICTED = re.compile(r"~(?=[A-Za-z])")
 """What marks the name of a predicted figure."""
@@ -33,7 +33,7 @@ LEAST, WEAK = 3, 14
 """A template of fewer letters than the first is none; one of fewer than the second takes no prose into a place."""
 PROSE = re.compile(r"[;:.] |, (?=[a-z~])|(?:^|\s)[a-z]{2,}\s+[a-z]{2,}(?:\s|$)")
 """Words of a sentence, and what stands between its parts."""
-CLAUSES = re.compile(r"[;:,.] ")
+CLAUSES = re.compile(r"[;:,.] | \(")
 
 
 @dataclass(frozen=True, slots=True)

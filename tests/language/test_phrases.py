@@ -77,6 +77,15 @@ def test_the_point_of_a_figure_ends_no_sentence() -> None:
     assert words.text("None kept p99 <= 0.1 s. The nearest is 3.") == "都不满足 p99 <= 0.1 s。最接近的是 3。"
 
 
+def test_a_bracket_behind_a_name_is_not_the_names() -> None:
+    words = Phrases({"nobody knows {0}": "没有人知道{0}", "links of {0}": "{0} 的互连", "give {0}": "请给出 {0}"})
+    assert words.text("nobody knows links of A (give nic)") == "没有人知道 A 的互连（请给出 nic）"
+
+
+def test_what_stands_behind_a_figure_is_told() -> None:
+    assert WORDS.text("~4,120 baseline") == "~4,120 基线"
+
+
 def test_what_is_unknown_stays() -> None:
     for text in ("RuntimeError: NCCL watchdog is not happy with what it saw", "", "  ", "12.5", "stays as it is"):
         assert WORDS.text(text) == text
