@@ -102,7 +102,8 @@ def _changes(account: Mapping[str, Any]) -> Iterator[str]:
     if not several and account["state"] not in ("open", "ran"):
         yield "No change helps: no candidate is left that may be tried."
     elif own is not None and not account["changes"].keys() & {"faster", "fastest"}:
-        yield "Nothing is expected to be faster."
+        removed = account["state"] == "removed"
+        yield "Nothing that may be tried is expected to be faster." if removed else "Nothing is expected to be faster."
     if several:
         yield "What would have to change:"
     for what, change in several.items():

@@ -43,10 +43,13 @@ def plugin_baseline(beside: Mapping[str, Mapping[str, Any]], file: str) -> dict[
 
 
 def with_plugin_knobs(error: SpecError, names: Collection[str]) -> SpecError:
-    """Return the error of an unknown key of a space with the plugins' knobs among those that are known."""
+    """Return the error of an unknown key of a space with the plugins' knobs among those that are known, if no other is
+    meant."""
     if not names or not error.key.startswith("auto_tuner.space.") or "not a known key" not in error.problem:
         return error
     near = get_close_matches(error.key.rpartition(".")[2], names, n=1)
+    if not near and error.fix.startswith(("did you mean", "it belongs")):
+        return error
     told = f"did you mean {near[0]}, a plugin's knob?" if near else f"plugins' knobs: {', '.join(sorted(names))}"
     fix = told if near else f"{error.fix}; {told}".removeprefix("; ")
     return SpecError(key=error.key, value=error.value, problem=error.problem, fix=fix, file=error.file)

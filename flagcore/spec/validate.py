@@ -15,6 +15,37 @@ from flagcore.spec.units import BYTES_PATTERN
 
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
+CALLED = {
+    "num_hidden_layers": "num_layers",
+    "n_layer": "num_layers",
+    "n_embd": "hidden_size",
+    "d_model": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "d_ff": "ffn_hidden_size",
+    "n_head": "num_attention_heads",
+    "num_heads": "num_attention_heads",
+    "heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "num_kv_heads": "num_query_groups",
+    "kv_heads": "num_query_groups",
+    "num_experts": "num_moe_experts",
+    "num_local_experts": "num_moe_experts",
+    "num_experts_per_tok": "moe_router_topk",
+    "device": "chip",
+    "gpu": "chip",
+    "accelerator": "chip",
+    "type": "chip",
+    "gpus": "devices_per_node",
+    "num_gpus": "devices_per_node",
+    "num_devices": "devices_per_node",
+    "ngpus": "devices_per_node",
+    "nproc_per_node": "devices_per_node",
+    "dtype": "precision",
+    "torch_dtype": "precision",
+    "backend": "engine",
+    "framework": "engine",
+}
+"""What other tools and model files call a key, where its spelling does not show it; for sections that have the key."""
 
 
 class Section(BaseModel):
@@ -92,17 +123,20 @@ def _explain(
         path for path in kinds if not any(len(other) > len(path) and other[: len(path)] == path for other in kinds)
     ]
     deepest.sort(key=lambda path: kinds[path] != "extra_forbidden")
-    path, value, more = deepest[0], None, f" (and {len(deepest) - 1} more)" if len(deepest) > 1 else ""
+    path, value, meant = deepest[0], None, ""
     if kinds[path] == "missing":
         problem, fix = "is missing", f"give {describe(_schema_at(root, path), root)}"
     elif kinds[path] == "extra_forbidden":
         value = _value_at(data, path)
         value = None if isinstance(value, (dict, list)) else value
         problem, fix = "is not a known key", _nearest(root, path, at)
+        meant = fix.removeprefix("did you mean ").removesuffix("?")
     else:
         value, schema = _value_at(data, path), _schema_at(root, path)
         problem = f"{'is null but ' if value is None else ''}must be {describe(schema, root)}"
         fix = _hint(value, list(_alternatives(schema, root)))
+    others = len([each for each in deepest[1:] if (each, kinds[each]) != ((*path[:-1], meant), "missing")])
+    more = f" (and {others} more)" if others else ""
     fix, problem = (fix + more, problem) if fix else (fix, problem + more)
     return spec_error((*at, *path), problem, value=value, fix=fix, file=file)
 
@@ -152,6 +186,8 @@ def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
     elsewhere = [key for key in known if key[-1] == name]
     if elsewhere:
         return "it belongs under " + " or ".join(key_text((*at, *key[:-1])) for key in elsewhere[:2])
+    if CALLED.get(name.lower()) in here:
+        return f"did you mean {CALLED[name.lower()]}?"
     if close := [key for key in here if name.lower() in _initials(key)] or difflib.get_close_matches(name, here, n=1):
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):

@@ -21,6 +21,10 @@ CONTROL = "auto_tuner.control."
         ("max_trials: 3", "max_trials", "it belongs under auto_tuner.control"),
         ("cluster: {node: 1}", "cluster.node", "did you mean nodes?"),
         ("cluster: {groups: [{chip: a}, {chip: b, node: 1}]}", "cluster.groups[1].node", "did you mean nodes?"),
+        ("cluster: {gpus: 8}", "cluster.gpus", "did you mean devices_per_node?"),
+        ("cluster: {Num_GPUs: 8}", "cluster.Num_GPUs", "did you mean devices_per_node?"),
+        ("cluster: {type: x}", "cluster.type", "did you mean chip?"),
+        ("cluster: {groups: [{gpu: a}]}", "cluster.groups[0].gpu", "did you mean chip?"),
         ("cluster: {groups: [{chip: a, hostfile: b}]}", "cluster.groups[0].hostfile", "it belongs under cluster"),
         ("auto_tuner: {space: {tensor_parallel_size: 2}}", SPACE + "tensor_parallel_size", "tensor_model_parallel"),
         ("auto_tuner: {space: {train_iters: 5}}", SPACE + "train_iters", "it belongs under auto_tuner.control"),
@@ -182,3 +186,39 @@ def test_python_objects_are_bounded_too() -> None:
             parse_spec(data, file="here", base=Path())
         assert caught.value.file == "here"
         assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("called", "key"),
+    [
+        ("num_hidden_layers", "num_layers"),
+        ("num_heads", "num_attention_heads"),
+        ("num_key_value_heads", "num_query_groups"),
+        ("intermediate_size", "ffn_hidden_size"),
+    ],
+)
+def test_a_key_by_another_tool_s_name_is_not_counted_as_missing_too(called: str, key: str) -> None:
+    shape = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    shape |= {"num_query_groups": 1}
+    shape[called] = shape.pop(key)
+    data = {
+        "model": shape,
+        "train": {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"},
+    }
+    with pytest.raises(SpecError) as caught:
+        parse_spec(data, file="a.yaml", base=Path())
+    assert (caught.value.key, caught.value.fix) == (f"model.{called}", f"did you mean {key}?")
+
+
+def test_plugins_knobs_are_listed_where_nothing_else_is_meant() -> None:
+    def fix(knob: str) -> str:
+        shape = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+        train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
+        data = {"model": shape, "train": train, "auto_tuner": {"space": {knob: 2}}}
+        with pytest.raises(SpecError) as caught:
+            parse_spec(data, file="a.yaml", base=Path(), plugin_knobs=["acme_graph_level"])
+        return caught.value.fix
+
+    assert fix("tp") == "did you mean tensor_model_parallel_size?"
+    assert fix("acme_graph_levels") == "did you mean acme_graph_level, a plugin's knob?"
+    assert fix("zzz").endswith("; plugins' knobs: acme_graph_level")
