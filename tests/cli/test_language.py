@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import click
 import pytest
 
 from flagcore.language import choose
@@ -24,6 +25,7 @@ def _chinese(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FLAGCORE_LANG", "zh_CN.UTF-8")
     yield
     choose("")
+    click.Context.formatter_class = click.HelpFormatter
 
 
 def test_help_is_chinese_and_fits(flag: Flag) -> None:
