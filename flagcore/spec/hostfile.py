@@ -11,6 +11,8 @@ from flagcore.spec.plain import spec_error
 
 _HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
 
+UNEQUAL = "differs from the first host in slots or type, but all nodes must be equal"
+
 
 def read_hosts(path: Path, *, file: str) -> tuple[tuple[str, ...], int | None]:
     """Return the hosts and the number of devices of each (None where no line has `slots`).
@@ -46,5 +48,5 @@ def _problem(host: str, pairs: list[str], options: dict[str, str], hosts: dict[s
     if not re.fullmatch("[0-9]{1,7}", slots) or not 1 <= int(slots) <= MAX_DEVICES:
         return f"must give slots from 1 to {MAX_DEVICES}"
     if hosts and options != next(iter(hosts.values())):
-        return "differs from the first host in slots or type, but all nodes must be equal"
+        return UNEQUAL
     return ""

@@ -140,6 +140,20 @@ def test_the_width_that_is_reckoned_is_told() -> None:
     assert {"train.model.multiple_of", "train.model.hidden_dim_multiplier"} <= notes(found).keys()
 
 
+def test_a_hostfile_of_several_chips_leaves_the_numbers_and_a_broken_one_is_refused() -> None:
+    Path("hosts.txt").write_text("a slots=8 type=A\nb slots=4 type=B\n")
+    found = tree("train_moe")
+    assert found.data["cluster"]["nodes"] == 2
+    assert "line 2 of hosts.txt differs from the first host" in notes(found)["experiment.runner.hostfile"]
+    for text, says in {
+        "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' names a host for the second time",
+        "# nobody\n": "hosts.txt: experiment.runner.hostfile names no host",
+    }.items():
+        Path("hosts.txt").write_text(text)
+        with pytest.raises(SpecError, match=says):
+            tree("train_moe")
+
+
 def test_a_hostfile_that_is_not_there_leaves_the_numbers() -> None:
     Path("hosts.txt").unlink()
     found = tree("train_moe")
@@ -209,6 +223,14 @@ def test_a_llama_cpp_tree_finds_its_weights_and_shares_one_context(folder: Path)
     assert found.data["auto_tuner"]["objective"] == "tpot_s"
     wanted = {"ctx_size": 1000, "parallel": 2, "kv_cache_type": "q8_0", "threads": 1}
     assert found.data["serve"]["engine_args"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("override", "nodes", "devices"), [("", 2, 8), ("+experiment.runner.nnodes=1", 1, 8), ("~serve.hostfile", 1, 8)]
+)
+def test_hosts_beside_the_models_count(override: str, nodes: int, devices: int) -> None:
+    cluster = tree("serve_hosts", *filter(None, [override])).data["cluster"]
+    assert (cluster["nodes"], cluster["devices_per_node"]) == (nodes, devices)
 
 
 def test_a_list_of_switches_that_is_none_is_told() -> None:

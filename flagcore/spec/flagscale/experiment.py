@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flagcore.errors import SpecError
 from flagcore.spec.flagscale.source import Source
 from flagcore.spec.plain import spec_error
 
@@ -161,7 +162,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
 
 def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int | None] | None:
     """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
-    from flagcore.spec.hostfile import read_hosts
+    from flagcore.spec.hostfile import UNEQUAL, read_hosts
 
     key, at = f"{_RUNNER}.hostfile", "cluster"
     if not path.is_file():
@@ -170,7 +171,18 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int
         )
         source.note(key, text, at)
         return None
-    hosts, slots = read_hosts(path, file=source.file)
+    try:
+        hosts, slots = read_hosts(path, file=source.file)
+    except SpecError as error:
+        if error.problem != UNEQUAL:
+            at = key if error.key.startswith("cluster.") else error.key
+            raise spec_error(at, error.problem, value=error.value, fix=error.fix, file=error.file) from None
+        text = (
+            f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node count; "
+            "cluster.groups has nodes of several chips"
+        )
+        source.note(key, text, at)
+        return None
     if nodes not in (None, len(hosts)):
         text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
         source.note(key, text, at)

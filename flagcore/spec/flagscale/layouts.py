@@ -63,6 +63,7 @@ def model_list(source: Source) -> list[Any]:
     models = given.pop("model_args", None)
     if not isinstance(models, dict):
         return [given]
+    _take_nodes(source, given)
     if given:
         source.note(f"serve ({', '.join(given)})", "dropped: each trial starts the engine's own server", "serve")
     made = []
@@ -78,6 +79,24 @@ def model_list(source: Source) -> list[Any]:
         source.note(f"serve.model_args.{name}", f"taken as serve[{place}].engine_args, as newer trees have it", "serve")
         made.append({"serve_id": name, "engine": "vllm", "engine_args": args})
     return made
+
+
+def _take_nodes(source: Source, serve: dict[str, Any]) -> None:
+    """Give the runner the nodes and slots of the hosts that the oldest trees list beside their models."""
+    listed = serve["hostfile"].get("nodes") if isinstance(serve.get("hostfile"), dict) else None
+    hosts = (
+        [host for each in listed if isinstance(each, dict) for host in each.values()]
+        if isinstance(listed, list)
+        else []
+    )
+    slots = [host["slots"] for host in hosts if isinstance(host, dict) and type(host.get("slots")) is int]
+    if not slots or len(slots) < len(hosts) or min(slots) < 1:
+        return
+    del serve["hostfile"]
+    for key, value in (("nnodes", len(slots)), ("nproc_per_node", min(slots))):
+        source.put(f"{_RUNNER}.{key}", value)
+    text = f"dropped: {len(slots)} hosts of {min(slots)} slots count, where the runner does not say"
+    source.note("serve.hostfile", text, "cluster")
 
 
 def moved_out_of_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> None:
