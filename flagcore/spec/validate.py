@@ -130,7 +130,7 @@ def _explain(
         value = _value_at(data, path)
         value = None if isinstance(value, (dict, list)) else value
         problem, fix = "is not a known key", _nearest(root, path, at)
-        meant = fix.removeprefix("did you mean ").removesuffix("?")
+        meant = fix.split()[-1].removesuffix("?") if fix else ""
     else:
         value, schema = _value_at(data, path), _schema_at(root, path)
         problem = f"{'is null but ' if value is None else ''}must be {describe(schema, root)}"
