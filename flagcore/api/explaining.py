@@ -13,6 +13,7 @@ from flagcore.api.posing import known
 from flagcore.api.reasons import legality
 from flagcore.api.runs import Run
 from flagcore.domain.plan import Counts, count, lost_repeats
+from flagcore.domain.trial import RUN
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import must_fit
 from flagcore.report.notebook import as_html
@@ -26,6 +27,7 @@ class Explanation:
     `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
     `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
+    `fidelity` is that of a run's trials.
     """
 
     counts: Counts
@@ -35,6 +37,7 @@ class Explanation:
     knobs: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     lost_repeats: Mapping[int, str] = field(default_factory=dict)
+    fidelity: str = RUN
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
@@ -74,6 +77,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
         notes=plugin_notes(problem.platform),
         lost_repeats=lost,
+        fidelity=RUN if found.run is None else found.run.fidelity,
     )
 
 

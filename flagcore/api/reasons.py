@@ -73,7 +73,8 @@ def state_of(
         unlisted = ["not in the space: no combination of the values that the spec lists gives it"]
         legal = LEGAL[(predicted or {"memory": {}})["memory"].get("fits")]
         return OUTSIDE, [*(outside or unlisted), legal, *_needs(predicted)], []
-    if any(trial.fidelity == RUN and trial.role is not Role.IMPORTED for trial in tried):
+    wanted = RUN if found.run is None else found.run.fidelity
+    if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
         return RAN, [*(_ended(found, trial) for trial in tried), *_altogether(found, candidate)], _taught(found, row)
     probed = [_ended(found, trial) for trial in tried if trial.fidelity != ESTIMATE]
     taught = _taught(found, row)

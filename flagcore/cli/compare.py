@@ -44,7 +44,7 @@ def explain_command(
     took = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
-        options.show("\n".join([funnel(found.counts), *repeats_text(found.lost_repeats)]))
+        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.lost_repeats)]))
         options.show("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from flagcore.api.account import account
 from flagcore.api.posing import Known, known
 from flagcore.api.reasons import state_of
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.problem import fastest
 from flagcore.report.text import values_text
 from flagcore.stages.learn import learn
@@ -353,6 +354,19 @@ def _why(where: Known, trials: list[Trial]) -> str:
     (slow,) = [each for each in trials if each.number == 2]
     after = replace(where, lessons=learn(trials))
     return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
+
+
+def test_what_a_run_of_probes_tried_is_said_to_have_run(project: Project) -> None:
+    where = known(project.spec(), None, ())
+    rows = fastest(where.problem)[:2]
+    best, slow = (where.problem.space.candidate(int(row)) for row in rows)
+    probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
+    run: Any = SimpleNamespace(fidelity=PROBE)
+    after = replace(where, lessons=learn(probes, PROBE), run=run)
+    told = [state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)]
+    assert told[0][:2] == ("ran", ["probe 1 (search) measured: 1 s a step; it is the best"])
+    beside = "+100.0% in time against the best (trial 1: 1 s a step)"
+    assert told[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s a step, {beside}"])
 
 
 def _ran(number: int, candidate: Candidate, step: float, **more: Any) -> Trial:
