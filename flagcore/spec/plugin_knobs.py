@@ -48,7 +48,7 @@ def with_plugin_knobs(error: SpecError, names: Collection[str]) -> SpecError:
     if not names or not error.key.startswith("auto_tuner.space.") or "not a known key" not in error.problem:
         return error
     near = get_close_matches(error.key.rpartition(".")[2], names, n=1)
-    if not near and not error.fix.startswith("known here"):
+    if not near and not error.fix.startswith("known"):
         return error
     told = f"did you mean {near[0]}, a plugin's knob?" if near else f"plugins' knobs: {', '.join(sorted(names))}"
     fix = told if near else f"{error.fix}; {told}".removeprefix("; ")
