@@ -107,6 +107,8 @@ def tree(command: F) -> F:
             return command(source=(spec, None), **others)
         if config_path is None or config_name is None:
             raise click.UsageError("--config-path and --config-name go together")
+        if spec and "=" not in spec and not spec.startswith("~"):
+            raise click.UsageError(f"{spec} is no override (a.b=c), and --config-path takes the place of SPEC")
         return _with_tree(command, config_path, config_name, [*filter(None, [spec]), *overrides], others)
 
     made: Any = with_source

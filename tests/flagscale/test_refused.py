@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from flagcore.cli.main import flag
 from flagcore.errors import SpecError
 from flagcore.spec.flagscale import read_tree
 
@@ -77,3 +79,9 @@ def test_a_tree_that_cannot_be_tuned_is_refused_in_one_line(name: str, override:
     with pytest.raises(SpecError, match=says) as caught:
         read_tree(Path(name), "tune", (override,))
     assert "\n" not in str(caught.value)
+
+
+def test_a_spec_beside_a_tree_is_refused() -> None:
+    done = CliRunner().invoke(flag, ["estimate", "spec.yaml", "--config-path", "train_dense", "--config-name", "tune"])
+    assert done.exit_code == 2
+    assert "spec.yaml is no override (a.b=c), and --config-path takes the place of SPEC" in done.output

@@ -34,6 +34,7 @@ SPACE = "experiment.auto_tuner.space"
         ("train_moe", "train.model.num_experts=-3", "train.model.num_experts = -3"),
         ("train_first", "train.model.multiple_of=x", "train.model.multiple_of = "),
         ("serve_vllm", "serve.0.engine_args.model=/nowhere", "serve[0].engine_args.model = '/nowhere' does not exist"),
+        ("train_dense", "+experiment.envs={a-b: 1}", "experiment.envs.a-b is not the name"),
         ("serve_vllm", "serve.0.profile.num_prompts=x", "serve[0].profile.num_prompts = 'x'"),
     ],
 )

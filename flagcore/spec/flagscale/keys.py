@@ -41,7 +41,6 @@ _SECTIONS = (
     ("model.", "train"),
     ("serve.engine_args.", "serve"),
     ("serve.profile.", f"{_ITEM}.profile"),
-    ("envs.", "experiment.envs"),
 )
 """Where the keys of a spec's sections come from; below these they may stand at any depth."""
 _PLACE = re.compile(r"(\[\d+\])+$")
@@ -57,6 +56,8 @@ def in_words_of(tree: Mapping[str, Any], error: SpecError, file: str) -> SpecErr
 def _key_of(tree: Mapping[str, Any], key: str) -> str:
     if key in _MOVED and (key != "model" or tree.get("serve")):
         return _MOVED[key]
+    if re.match(r"envs\b", key):
+        return f"experiment.{key}"
     bare = _PLACE.sub("", key)
     for section, above in _SECTIONS:
         if not bare.startswith(section):

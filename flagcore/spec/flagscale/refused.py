@@ -13,6 +13,7 @@ from flagcore.spec.plain import spec_error
 
 _NAMES = 12
 _DUPLICATE = re.compile(r"found duplicate key (.+)")
+_LEXER = "LexerNoViableAlt"
 _SWEEPS = ("Sweep parameters ", "Ambiguous value for argument ")
 
 
@@ -51,7 +52,8 @@ def refused(error: Exception, asked: Asked) -> SpecError:
         said, fix = _lines(error)[-1], "write key=value, and quote what is no plain word: key='a b'"
         if "[" in error.override.partition("=")[0]:
             fix = "write a place of a list as serve.0"
-        return spec_error("the override", f"is none of hydra's: {said}", value=error.override, fix=fix, file=asked.file)
+        problem = "is none of hydra's" if said.startswith(_LEXER) else f"is none of hydra's: {said}"
+        return spec_error("the override", problem, value=error.override, fix=fix, file=asked.file)
     if found := next((each for each in _causes(error) if getattr(each, "full_key", None)), None):
         return _of_value(found, error, asked)
     if override := _named(error, asked):
