@@ -21,6 +21,8 @@ SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-op
 MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
 """Pixels around a chart; its axes take what their labels need beside that."""
 WIDELY = 8.0
+BEYOND = 0.05
+"""An axis goes on beyond its figures by this share: a limit at its very end is taken for the frame."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22}
 """Where text stands in a trace or a layout, and the columns of text after which it is broken."""
@@ -81,6 +83,14 @@ def spread_axis(values: Sequence[float]) -> dict[str, Any]:
     few = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
     ticks = [digit * 10.0**power for power in range(ends[0], ends[1] + 1) for digit in few]
     return {"type": "log", "tickvals": ticks, "ticktext": [shown(tick) for tick in ticks]}
+
+
+def clear_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis, logarithmic as `spread_axis` has it or from 0, on which all figures stand clear of its ends."""
+    axis = spread_axis(values)
+    low, high = (math.log10(end(values)) for end in (min, max)) if axis else (0.0, max(values, default=0.0) or 1.0)
+    room = (high - low) * BEYOND
+    return axis | {"range": [low - room if axis else 0.0, high + room]}
 
 
 def drawn(data: Any, width: int | None = None) -> Any:

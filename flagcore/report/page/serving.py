@@ -8,7 +8,7 @@ from typing import Any
 from flagcore.report import served
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, table
-from flagcore.report.page.charts import layout, limit_line, line, points, spread_axis
+from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
 from flagcore.report.page.run import RunData, configuration, name_of, number
 from flagcore.report.page.spread import LATENCIES, spread
 
@@ -71,8 +71,10 @@ def _against(
         ("others", 0, 9, [each for each in known if each[0]["number"] != best]),
         ("the best's", 1, 14, [each for each in known if each[0]["number"] == best]),
     ]
-    traces = [line("what no other beats", 3, [x for x, _ in front], [y for _, y in front])]
-    traces[0]["line"] |= {"shape": "hv"}
+    traces = []
+    if len(front) > 1:
+        traces.append(line("what no other beats", 3, [x for x, _ in front], [y for _, y in front]))
+        traces[0]["line"] |= {"shape": "hv"}
     for group, series, size, mine in groups:
         if mine:
             text = [f"trial {trial['number']}: {served.load_text(point)}" for trial, point, _, _ in mine]
@@ -89,7 +91,7 @@ def _against(
         says=f"No other load point beats {len(front)} of {len(known)}; most is {shown(top[3])} {short} at "
         f"{shown(top[2])} s {name}" + (f"; the limit is {limit:g} s." if limit is not None else "."),
         traces=tuple(traces),
-        layout=layout(f"{name}, s", short, shapes=shapes, xaxis=spread_axis(x_values) or {"rangemode": "tozero"}),
+        layout=layout(f"{name}, s", short, shapes=shapes, xaxis=clear_axis(x_values)),
         table=held,
     )
 

@@ -14,7 +14,7 @@ from flagcore.domain.serving import STATISTICS
 from flagcore.report import served
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Table, Text, cell, table
-from flagcore.report.page.charts import layout, limit_line, line, points, rows_layout, spread_axis
+from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points, rows_layout
 from flagcore.report.page.run import RunData, name_of, number
 
 LATENCIES = ("ttft_s", "tpot_s")
@@ -125,12 +125,11 @@ def _distribution(run: RunData, latency: str, known: Sequence[_Ran], limits: Map
         there = [(x, y) for x, y in marks if x is not None]
         name = f"its p50, p90 and p99 ({each.who})"
         traces.append(points(name, series, [x for x, _ in there], [y for _, y in there]))
-    values = [value for each in known for several in each.values for value in several]
+    values = [float(x) for trace in traces for x in trace["x"] if x is not None]
     shapes = []
     for name, limit in mine.items():
         values.append(limit)
         shapes.append(limit_line(f"limit: {served.name_of(name)} {limit:g} s", limit))
-    axis = spread_axis([min(values), *values]) or {"rangemode": "tozero"}
     load = served.load_text(known[0].point)
     return Chart(
         title=f"How {short} spreads over requests" + (f", {load}" if load else ""),
@@ -139,7 +138,7 @@ def _distribution(run: RunData, latency: str, known: Sequence[_Ran], limits: Map
         layout=layout(
             f"{short}, s",
             "requests that are as fast or faster",
-            xaxis=axis,
+            xaxis=clear_axis(values),
             yaxis={"tickformat": ".0%", "range": [0, 1.02]},
             shapes=shapes,
             height=420,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -158,7 +159,15 @@ def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> 
     kept = {int(row["trial"].value or 0) for row in rows if row["by another load point"].text == "not beaten"}
     assert kept == {point["trial"] for point in made.result["front"]}
     (limited,) = [chart for chart in made.page.charts if _x(chart) == "p99 TTFT, s"]
-    assert limited["layout"]["shapes"][0]["x0"] == made.result["limits"]["ttft_s.p99"]
+    limit = made.result["limits"]["ttft_s.p99"]
+    assert limited["layout"]["shapes"][0]["x0"] == limit
+    axis = limited["layout"]["xaxis"]
+    low, high = axis["range"]
+    assert low < (math.log10(limit) if axis.get("type") == "log" else limit) < low + 0.97 * (high - low)
+    fronts = [
+        each for chart in made.page.charts for each in chart["traces"] if each.get("name") == "what no other beats"
+    ]
+    assert all(len(front["x"]) > 1 for front in fronts)
 
 
 def test_latencies_are_told_by_their_statistics(runs: Runs) -> None:
