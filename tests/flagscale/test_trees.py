@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+import flagcore
 from flagcore.errors import SpecError
 from flagcore.spec import parse_spec
 from flagcore.spec.flagscale import Imported, read_tree, translate
@@ -351,6 +352,17 @@ def test_a_vllm_tree_is_estimated_on_cpu_with_a_model_of_ones_own(folder: Path) 
     done = flag("estimate", *given, "serve.0.engine_args.model=./model", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["train_moe", "train_groups", "serve_pairs", "serve_hosts"])
+def test_a_tree_and_the_spec_that_is_written_of_it_have_the_same_candidates(name: str, folder: Path) -> None:
+    pytest.importorskip("flagcore_nvidia")
+    (folder / "elsewhere").mkdir()
+    found, written = tree(name), folder / "elsewhere" / "spec.yaml"
+    written.write_text(found.as_yaml())
+    direct, imported = (flagcore.estimate(given, chip="H100-SXM") for given in (found.data, written))
+    assert direct.candidates == imported.candidates
+    assert len(direct.candidates) > 1
 
 
 def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path) -> None:
