@@ -362,7 +362,7 @@ def test_a_tree_and_the_spec_that_is_written_of_it_have_the_same_candidates(name
     written.write_text(found.as_yaml())
     direct, imported = (flagcore.estimate(given, chip="H100-SXM") for given in (found.data, written))
     assert direct.candidates == imported.candidates
-    assert len(direct.candidates) > 1
+    assert direct.candidates
 
 
 def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path) -> None:
