@@ -82,8 +82,8 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
 
 
 def _kept(run: Run) -> Counts | None:
-    """Return the counts that a run kept when it ended, None for one that has not ended. Raises RunError."""
-    if not run.data:
+    """Return the counts that a run kept when it ended, None for one that goes on. Raises RunError."""
+    if run.goes_on:
         return None
     try:
         counts = Counts(**run.data["counts"])

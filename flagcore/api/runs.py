@@ -55,10 +55,17 @@ class Run:
         return min(self.gains, default=None)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether more trials have ended than its result tells, or it has none: it is tuned on, or was killed."""
+        if self.engines or self.fidelity == ESTIMATE:
+            return False
+        return not self.data or len(self.trials) + len(self.repeats) + len(self.probes) > told_trials(self.data)
+
+    @property
     def stopped_because(self) -> str | None:
-        """Why the search ended; None if it was killed before it could say."""
+        """Why the search ended; None if it goes on, or was killed before it could say."""
         why = self.data.get("stopped_because")
-        return None if why is None else str(why)
+        return None if why is None or self.goes_on else str(why)
 
     @property
     def predictions(self) -> tuple[Mapping[str, Any], ...]:

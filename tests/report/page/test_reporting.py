@@ -90,6 +90,10 @@ def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Pat
     finished = runs("resumed").result
     assert len(page.rows("trials", "All trials")) == len(finished["trials"]) + len(finished["repeats"])
     assert page.facts("answer")["Gain over the baseline"].value == finished["gain"]
+    books = api.explain(folder)
+    assert (books.counts.measured, books.ended_because) == (finished["counts"]["measured"], None)
+    assert api.load_run(folder).stopped_because is None
+    assert api.load_run(runs("resumed").folder).stopped_because == finished["stopped_because"]
 
 
 def test_a_resumed_run_is_told_like_one_that_was_never_interrupted(runs: Runs) -> None:
