@@ -82,7 +82,7 @@ def tune(spec: Spec, parts: Parts) -> Ending:
     try:
         session.probe_first()
         because = session.search()
-        session.repeat()
+        session.repeat(because)
     except KeyboardInterrupt:
         because, error = "it was interrupted", Interrupted("interrupted")
     except LaunchError as failure:
@@ -107,7 +107,13 @@ class _Session:
         self._learn()
 
     def search(self) -> str:
-        """Try the baseline, then candidate after candidate. Returns why it ended."""
+        """Try the baseline, then candidate after candidate. Returns why it ended.
+
+        It stays ended once a repeat has begun, also where an earlier start of the run came so far: what the repeats
+        taught, or left of the time, is no reason to go on.
+        """
+        if ended := next((why for each in self.lessons.repeats if (why := each.predicted.get("search_ended"))), None):
+            return str(ended)
         first = self.lessons.by_candidate.get(self.problem.baseline)
         settled = self.problem.baseline in self.lessons.settled and not (first and first.source)
         if not settled and self._can_be_told(self.problem.baseline):
@@ -132,10 +138,13 @@ class _Session:
                 return
             self._run(self.problem.space.candidate(choice.row), Role.SEARCH, choice, PROBE)
 
-    def repeat(self) -> None:
-        """Run baseline, best and its rivals again in rotation, so that what is told is not noise."""
+    def repeat(self, because: str) -> None:
+        """Run baseline, best and its rivals again in rotation, so that what is told is not noise.
+
+        Each keeps why the search had ended.
+        """
         while (trial := next_repeat(self.control, self.lessons)) and room_for(self.control, trial, self.elapsed):
-            self._run(trial.candidate, Role.REPEAT)
+            self._run(trial.candidate, Role.REPEAT, search_ended=because)
 
     def _probed(self) -> frozenset[Candidate]:
         ended = [trial for trial in self.lessons.probes if trial.state is not TrialState.INTERRUPTED]
@@ -170,7 +179,14 @@ class _Session:
         timed = np.isfinite(problem.predictions.step_time_s[seen.open_rows])
         return replace(seen, open_rows=seen.open_rows[timed])
 
-    def _run(self, candidate: Candidate, role: Role, choice: Choice | None = None, fidelity: str | None = None) -> None:
+    def _run(
+        self,
+        candidate: Candidate,
+        role: Role,
+        choice: Choice | None = None,
+        fidelity: str | None = None,
+        search_ended: str | None = None,
+    ) -> None:
         """Run or probe, keep and learn one trial. An interrupt is kept as such, and passes."""
         platform, fidelity = self.problem.platform, fidelity or self.fidelity
         row = self.problem.space.find(candidate)
@@ -178,6 +194,8 @@ class _Session:
         predicted = record(platform.task, self.problem.predictions.row(row))
         if choice:
             predicted |= {"chosen_because": choice.because, "believed": dict(choice.belief)}
+        if search_ended:
+            predicted |= {"search_ended": search_ended}
         trial = self.store.begin(candidate, role, predicted, fidelity)
         self._tell("trial_started", trial)
         began = time.monotonic()

@@ -184,6 +184,13 @@ def test_a_second_start_finds_everything_done(bench: Bench) -> None:
     assert bench.tune().plan == first
 
 
+def test_a_search_that_ended_is_not_taken_up_again_whatever_is_left_of_its_time(bench: Bench) -> None:
+    first = bench.tune(max_trials=3).plan
+    assert len(first.repeats) == 2
+    bench.launcher = Instant(lambda tensor, micro: AssertionError("nothing should run"))
+    assert bench.tune(max_trials=6, max_time=100.0).plan == first
+
+
 @pytest.mark.parametrize("stop_at", range(8))
 def test_an_interrupt_anywhere_is_kept_and_the_next_start_ends_as_if_there_was_none(bench: Bench, stop_at: int) -> None:
     starts = iter(range(100))
