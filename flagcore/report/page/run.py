@@ -144,11 +144,15 @@ class RunData:
         return json_file(self.trial_folder(trial) / "metrics.json")
 
     def tails(self, trial: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return names and ends of a trial's logs, of its probed ranks too; empty ones are left out."""
-        folder = self.trial_folder(trial)
+        """Return names and ends of a trial's logs, of its probed ranks too.
+
+        Empty ones are left out, and links out of the run's folder: a page is handed on.
+        """
+        folder, whole = self.trial_folder(trial), self.folder.resolve()
         try:
             files = sorted([*folder.glob("*.log"), *folder.glob("rank-*/*.log")], key=_log_order)
-        except OSError:
+            files = [file for file in files if file.resolve().is_relative_to(whole)]
+        except (OSError, RuntimeError):
             return []
         ends = [(str(file.relative_to(folder)), without_secrets(tail(file), self.secrets)) for file in files]
         return [(name, text) for name, text in ends if text.strip()]

@@ -12,7 +12,7 @@ from flagcore.report.page.blocks import Chart, Code, Folded, Page, Section, Text
 from flagcore.report.page.charts import label
 from flagcore.report.page.html import as_html
 from flagcore.report.page.markdown import as_markdown
-from flagcore.report.page.run import tail, text_file
+from flagcore.report.page.run import RunData, tail, text_file
 from tests.report.page.conftest import HOSTILE, Runs
 from tests.report.page.reading import read
 
@@ -119,3 +119,13 @@ def test_a_log_that_is_no_file_or_no_text_is_no_reason_to_fail(tmp_path: Path) -
     assert tail(tmp_path / "pipe") == ""
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     assert "\x00" not in tail(tmp_path / "binary")
+
+
+def test_a_link_out_of_the_run_is_no_log_of_it(tmp_path: Path) -> None:
+    (tmp_path / "private").write_text("of the reader's own")
+    folder = tmp_path / "run" / "trials" / "0"
+    folder.mkdir(parents=True)
+    (folder / "stdout.log").write_text("of the trial")
+    (folder / "stderr.log").symlink_to(tmp_path / "private")
+    run = RunData(result={}, folder=tmp_path / "run", called="", insight={})
+    assert run.tails({"number": 0}) == [("stdout.log", "of the trial")]
