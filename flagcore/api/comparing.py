@@ -25,8 +25,9 @@ from flagcore.report.formats import lookup
 from flagcore.report.notebook import as_html
 from flagcore.store.directory import differences
 
-SURELY, PERHAPS, PREDICTED, UNKNOWN = "surely", "perhaps", "as predicted", "unknown"
-"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; or no runs of both."""
+SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
+"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; no runs of both, where
+trials taught what to believe of the other, or did not; no times."""
 MOST_DIFFERENCES = 12
 
 
@@ -34,13 +35,14 @@ MOST_DIFFERENCES = 12
 class Comparison:
     """Two candidates `a` and `b`, part by part, as plain data: seconds and GiB, each pair in this order.
 
-    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, and `measured` (`step_time_s`: the median of
+    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (what trials made of that; None
+    of one that ran), and `measured` (`step_time_s`: the median of
     `runs` runs, `spread_s` of the steps within a run, `between_s` from the fastest run to the slowest one, None of a
     single run, `noise` as a share, `device_used_gib` where it is known; None where nothing was measured).
     `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
     part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
     of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
-    PREDICTED, UNKNOWN. `because` says in words what explains it.
+    BELIEVED, PREDICTED, UNKNOWN. `because` says in words what explains it.
     """
 
     a: Mapping[str, Any]
@@ -113,6 +115,7 @@ class _Side:
             "state": told.state,
             "because": list(told.because),
             "predicted": told.predicted,
+            "believed": told.believed,
             "measured": self._measured(),
         }
 
@@ -195,6 +198,8 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
         gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         return gap, SURELY if told_apart(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
+    if any(side.account.believed for side in (a, b)) and a.account.expected_s and b.account.expected_s:
+        return b.account.expected_s / b.unit / (a.account.expected_s / a.unit) - 1.0, BELIEVED
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
     return None, UNKNOWN
@@ -249,10 +254,12 @@ def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
         return ["nobody can tell a time of both"]
     expected = second / b.unit / (first / a.unit) - 1.0
     lines = []
+    if sure == BELIEVED:
+        lines.append(f"believed after trials {gap:+.1%} in time, predicted {expected:+.1%}")
     if sure in (SURELY, PERHAPS):
         lines.append(f"measured {gap:+.1%} in time, predicted {expected:+.1%}")
-        if sure == SURELY and (gap > 0) != (expected > 0):
-            return [*lines, "the prediction has it the other way round, so its parts do not explain the gap"]
+    if sure in (SURELY, BELIEVED) and (gap > 0) != (expected > 0):
+        return [*lines, "the prediction has it the other way round, so its parts do not explain the gap"]
     shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
     total = sum(shares.values())
     order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))

@@ -18,6 +18,7 @@ SAME = 1e-9
 VERDICTS = {
     "surely": "surely: in every run, and by more than they differ",
     "perhaps": "perhaps: their runs differ too much to tell",
+    "as believed": "as trials let believe; not both were measured",
     "as predicted": "as predicted; not both were measured",
 }
 
@@ -57,6 +58,9 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
     steps = [lookup(side, "predicted.step_time_s.value") for side in sides]
     if any(steps):
         yield _row(f"~{name}", [_figure(objective, step) for step in steps])
+    believed = [lookup(side, "believed.step_time_s.value") for side in sides]
+    if any(believed):
+        yield _row(f"~believed {name}", [_figure(objective, step) for step in believed])
     for part, pair in both["time"].items():
         yield _row(f"~  {part_name(part)} s", pair)
     for figure, pair in both["figures"].items():

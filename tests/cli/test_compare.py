@@ -44,6 +44,23 @@ def test_parts_of_two_candidates_of_a_spec_add_up_to_their_steps_and_memory(
     assert "as predicted; not both were measured" in text
 
 
+def test_of_one_that_did_not_run_counts_what_trials_let_believe(
+    compared: Callable[..., Any], project: Project, flag: Flag
+) -> None:
+    spec = project.spec(control={"max_trials": 2})
+    assert flag("tune", spec, "--run-dir", str(project.run_dir), "-q").code == 0
+    open_one = next(
+        both
+        for typed in ("tp=2, mbs=1", "tp=2, mbs=2", "dp=2, mbs=2", "dp=2, mbs=4")
+        if (both := compared(project.run_dir, typed))["b"]["measured"] is None
+    )
+    believed = open_one["b"]["believed"]["step_time_s"]["value"]
+    assert open_one["sure"] == "as believed"
+    assert open_one["a"]["believed"] is None
+    assert open_one["gap"] == pytest.approx(believed / open_one["a"]["measured"]["step_time_s"] - 1)
+    assert any(line.startswith("believed after trials") for line in open_one["because"])
+
+
 def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(
     compared: Callable[..., Any], project: Project, flag: Flag, tmp_path: Path
 ) -> None:
