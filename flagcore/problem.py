@@ -237,7 +237,7 @@ def _why_nothing_fits(problem: Problem) -> str:
     given = Candidate(tuple(each for each in space.candidate(row).items if each[1] is not None))
     return (
         f"none of {len(space):,} candidates is left: {counts}; the smallest needs ~{need:.2f} GiB a device "
-        f"of {have:.2f} GiB{_budget_from(problem.platform.task)}: {given}{_found_here(problem.platform.task)}"
+        f"of {have:.2f} GiB{_budget_from(problem.platform.task)}: {given}{_other_hardware(problem.platform.task)}"
     )
 
 
@@ -266,9 +266,9 @@ def _budget_from(task: Task) -> str:
     return f" (what this machine has for each of {groups[0].devices_per_node} {chip})" if here else f" (that of {chip})"
 
 
-def _found_here(task: Task) -> str:
-    """Return which chip was taken where the spec left that to this machine, and how to plan for another."""
+def _other_hardware(task: Task) -> str:
+    """Return which chip was taken where the spec left that to this machine, and how to plan for other hardware."""
     if task.spec.cluster.groups or task.spec.cluster.chip != AUTO:
-        return ""
+        return "; give cluster more devices or nodes, or a chip with more memory"
     found = task.cluster.chips
     return f"; cluster.chip: auto found {found} here; `flag estimate --chip NAME` plans for other hardware"
