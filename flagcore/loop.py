@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -101,7 +101,7 @@ class _Session:
         self.fidelity = control.fidelity
         self.control = control if self.fidelity == RUN else replace(control, repeats=0)
         counts = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
-        self.spent_before = sum(trial.duration_s for trial in counts if not trial.source)
+        self.spent_before = _spent_by([trial for trial in counts if not trial.source])
         self.started = time.monotonic()
         self.pruned, self.lessons, self.past = problem.pruned, learn(()), parts.past(problem)
         self._learn()
@@ -191,7 +191,7 @@ class _Session:
         platform, fidelity = self.problem.platform, fidelity or self.fidelity
         row = self.problem.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
-        predicted = record(platform.task, self.problem.predictions.row(row))
+        predicted = record(platform.task, self.problem.predictions.row(row)) | {"began_s": self.elapsed}
         if choice:
             predicted |= {"chosen_because": choice.because, "believed": dict(choice.belief)}
         if search_ended:
@@ -262,3 +262,10 @@ class _Session:
             objective=self.problem.platform.task.spec.objective,
         )
         self.parts.on_event(event)
+
+
+def _spent_by(trials: Sequence[Trial]) -> float:
+    """Return the seconds of the run that earlier starts took, with what lay between their trials."""
+    began = ((trial.predicted.get("began_s"), trial.duration_s) for trial in trials)
+    ends = [start + took for start, took in began if isinstance(start, float)]
+    return max([*ends, math.fsum(trial.duration_s for trial in trials)])

@@ -22,7 +22,7 @@ from flagcore.domain.spec import ClusterSpec, Control, Spec
 from flagcore.domain.trial import Role, TrialState
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.hooks import hookimpl
-from flagcore.loop import Ending, Parts, tune
+from flagcore.loop import Ending, Parts, _spent_by, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.report.text import plan_text
@@ -189,6 +189,15 @@ def test_a_search_that_ended_is_not_taken_up_again_whatever_is_left_of_its_time(
     assert len(first.repeats) == 2
     bench.launcher = Instant(lambda tensor, micro: AssertionError("nothing should run"))
     assert bench.tune(max_trials=6, max_time=100.0).plan == first
+
+
+def test_what_lay_between_trials_counts_at_the_next_start(bench: Bench) -> None:
+    trials = [replace(each, duration_s=1.0) for each in bench.tune(repeats=0).plan.trials]
+    assert all(isinstance(each.predicted["began_s"], float) for each in trials)
+    late = [replace(each, predicted={"began_s": 10.0 * place}) for place, each in enumerate(trials)]
+    assert _spent_by(late) == 10.0 * (len(trials) - 1) + 1.0
+    assert _spent_by([replace(each, predicted={}) for each in trials]) == len(trials)  # of an earlier version
+    assert _spent_by([]) == 0.0
 
 
 @pytest.mark.parametrize("stop_at", range(8))

@@ -26,8 +26,8 @@ from flagcore.report.notebook import as_html
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
-"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; no runs of both, where
-trials taught what to believe of the other, or did not; no times."""
+"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; not both were measured,
+and trials of both their runs taught what to believe, or did not; no times."""
 MOST_DIFFERENCES = 12
 
 
@@ -198,7 +198,8 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
         gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         return gap, SURELY if told_apart(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
-    if any(side.account.believed for side in (a, b)) and a.account.expected_s and b.account.expected_s:
+    taught = all(side.known.lessons.trials or side.known.lessons.probes for side in (a, b))
+    if taught and a.account.expected_s and b.account.expected_s:
         return b.account.expected_s / b.unit / (a.account.expected_s / a.unit) - 1.0, BELIEVED
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
@@ -258,7 +259,7 @@ def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
         lines.append(f"believed after trials {gap:+.1%} in time, predicted {expected:+.1%}")
     if sure in (SURELY, PERHAPS):
         lines.append(f"measured {gap:+.1%} in time, predicted {expected:+.1%}")
-    if sure in (SURELY, BELIEVED) and (gap > 0) != (expected > 0):
+    if sure in (SURELY, BELIEVED) and gap * expected < 0:
         return [*lines, "the prediction has it the other way round, so its parts do not explain the gap"]
     shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
     total = sum(shares.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from flagcore.domain.serving import LATENCIES, RATES
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task, TrainSpec
 from flagcore.domain.trial import Measurement
+
+_Setting: TypeAlias = tuple[str, Axis, PluginChoice]
+"""A knob's name, its axis, and one of its choices that changes the engine's settings."""
 
 
 def with_knobs(workload: Workload) -> Workload:
@@ -69,6 +72,20 @@ def rules_of(task: Task, knob: PluginKnob, known: Sequence[Axis]) -> tuple[Rule,
     return tuple(rules)
 
 
+def _but_where_set(rule: Rule, setting: Sequence[_Setting]) -> Rule:
+    """Return a rule of the engine that does not hold where a choice sets anew what it is of."""
+    over = [(knob, axis.encode(choice.value)) for knob, axis, choice in setting if rule.name in choice.settings]
+    if not over:
+        return rule
+    knobs = tuple(dict.fromkeys([*rule.knobs, *(knob for knob, _ in over)]))
+    return replace(rule, knobs=knobs, broken=partial(_broken_but, over, rule))
+
+
+def _broken_but(over: Sequence[tuple[str, int]], rule: Rule, columns: Columns) -> BoolArray:
+    broken: BoolArray = rule.broken(columns) & ~np.any([columns[knob] == code for knob, code in over], axis=0)
+    return broken
+
+
 def _broken_where(knob: str, code: int, rule: Rule, columns: Columns) -> BoolArray:
     broken: BoolArray = (columns[knob] == code) & rule.broken(columns)
     return broken
@@ -103,21 +120,30 @@ class _WithKnobs:
 
     def rules(self, task: Task) -> tuple[Rule, ...]:
         """Return the engine's rules, then what the plugins' knobs need, and what their settings do."""
-        known = self._engine.axes(_bare(task)) if task.knobs else ()
         own = self._engine.rules(_bare(task))
+        if not task.knobs:
+            return own
+        known = self._engine.axes(_bare(task))
         needed = [rule for knob in task.knobs for rule in rules_of(task, knob, known)]
-        return (*own, *needed, *self._rules_of_settings(task, {(rule.name, rule.says) for rule in own}))
+        setting = [
+            (knob.name, axis_of(task, knob), each) for knob in task.knobs for each in knob.choices if each.settings
+        ]
+        mine = [_but_where_set(rule, setting) for rule in own]
+        return (*mine, *needed, *self._rules_of_settings(task, setting, {(rule.name, rule.says) for rule in own}))
 
-    def _rules_of_settings(self, task: Task, own: Container[tuple[str, str]]) -> Iterator[Rule]:
-        """Yield the rules that the engine has only with the settings of a choice; they hold where it is chosen."""
-        for knob in task.knobs:
-            axis = axis_of(task, knob)
-            for choice in (each for each in knob.choices if each.settings):
-                for rule in self._engine.rules(_set(task, [choice])):
-                    if (rule.name, rule.says) not in own:
-                        broken = partial(_broken_where, knob.name, axis.encode(choice.value), rule)
-                        knobs, says = (knob.name, *rule.knobs), f"{knob.name} = {choice.value}: {rule.says}"
-                        yield Rule(name=f"{knob.name}_{rule.name}", knobs=knobs, says=says, broken=broken)
+    def _rules_of_settings(
+        self, task: Task, setting: Sequence[_Setting], own: Container[tuple[str, str]]
+    ) -> Iterator[Rule]:
+        """Yield the rules that the engine has only with the settings of a choice; they hold where it is chosen.
+
+        The rule of a setting has its name.
+        """
+        for knob, axis, choice in setting:
+            for rule in self._engine.rules(_set(task, [choice])):
+                if rule.name in choice.settings or (rule.name, rule.says) not in own:
+                    broken = partial(_broken_where, knob, axis.encode(choice.value), rule)
+                    knobs, says = (knob, *rule.knobs), f"{knob} = {choice.value}: {rule.says}"
+                    yield Rule(name=f"{knob}_{rule.name}", knobs=knobs, says=says, broken=broken)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return what is the same to the engine."""

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flagcore.api.comparing import _overlap
+from flagcore.api.account import account
+from flagcore.api.comparing import BELIEVED, PREDICTED, _compared, _overlap, _Side
+from flagcore.api.posing import known
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.problem import fastest
+from flagcore.report.text import values_text
+from flagcore.stages.learn import learn
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
@@ -59,6 +67,27 @@ def test_of_one_that_did_not_run_counts_what_trials_let_believe(
     assert open_one["a"]["believed"] is None
     assert open_one["gap"] == pytest.approx(believed / open_one["a"]["measured"]["step_time_s"] - 1)
     assert any(line.startswith("believed after trials") for line in open_one["because"])
+
+
+def test_a_loser_that_was_stopped_is_no_faster_than_it_was_and_a_plan_beside_a_run_is_compared_as_planned(
+    project: Project,
+) -> None:
+    plan = known(project.spec(), None, ())
+    best, slow = (plan.problem.space.candidate(int(row)) for row in fastest(plan.problem)[[5, 0]])
+    ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
+    trials = [_ran(number, *each) for number, each in enumerate(ended)]
+    run, typed = replace(plan, lessons=learn(trials)), [values_text(each.as_dict()) for each in (best, slow)]
+    first, second = (_Side(run, account(run, each)) for each in typed)
+    both = _compared(first, second)
+    assert (both.sure, both.gap) == (BELIEVED, pytest.approx(2.0))
+    assert _compared(second, _Side(plan, account(plan, typed[1]))).sure == PREDICTED
+
+
+def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:
+    measured = Measurement(
+        step_times_s=(step,), step_time_s=step, spread_s=0.0, tokens_per_second_per_device=1.0 / step
+    )
+    return Trial(number=number, candidate=candidate, role=Role.SEARCH, state=state, predicted={}, measurement=measured)
 
 
 def test_measured_candidates_are_told_apart_by_more_than_their_noise_or_not(

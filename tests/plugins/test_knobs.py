@@ -157,6 +157,26 @@ def test_what_the_setting_of_a_choice_forbids_is_illegal_where_it_is_chosen_and_
     assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.says
 
 
+def test_a_setting_that_a_choice_sets_anew_forbids_what_it_is_then_and_not_what_it_was() -> None:
+    anew = PluginChoice(value="zb-h1", settings={"pipeline_schedule": "zb-h1"})
+    more = PluginChoice(value="both", settings={"offload_stages": "0,3"})
+    knob = replace(SCHEDULE, choices=(anew, more))
+    task = small.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4)
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
+    engine = workload_of(task.spec.work)
+
+    def broken(value: str | None, **sizes: int) -> set[str]:
+        columns = engine.columns(task, {"micro_batch_size": 1, **sizes, "acme_schedule": value})
+        return {rule.name for rule in engine.rules(task) if rule.broken(columns).any()}
+
+    four = {"pipeline_model_parallel_size": 4}
+    assert "pipeline_schedule" in broken(None, **four)
+    assert not {"pipeline_schedule", "acme_schedule_pipeline_schedule"} & broken("zb-h1", **four)
+    two = {"pipeline_model_parallel_size": 2}
+    assert not {"offload_stages", "acme_schedule_offload_stages"} & broken(None, **two)
+    assert "acme_schedule_offload_stages" in broken("both", **two)
+
+
 def test_memory_by_component_and_of_a_rank_is_that_of_the_schedule_that_the_knob_sets() -> None:
     knob = replace(SCHEDULE, choices=(PluginChoice(value="zb-2p", settings={"pipeline_schedule": "zb-2p"}),))
     task = small.task(space={"acme_schedule": (None, "zb-2p")})

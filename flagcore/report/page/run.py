@@ -146,9 +146,9 @@ class RunData:
     def tails(self, trial: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Return names and ends of a trial's logs, of its probed ranks too.
 
-        Empty ones are left out, and links out of the run's folder: a page is handed on.
+        Empty ones are left out, and links out of the folder of trials: a page is handed on.
         """
-        folder, whole = self.trial_folder(trial), self.folder.resolve()
+        folder, whole = self.trial_folder(trial), (self.folder / "trials").resolve()
         try:
             files = sorted([*folder.glob("*.log"), *folder.glob("rank-*/*.log")], key=_log_order)
             files = [file for file in files if file.resolve().is_relative_to(whole)]
