@@ -85,9 +85,9 @@ def what_was_learned(block: Block) -> None:
     assert heads == set(_columns(own)[0])
     for row in rows:
         step, *told = (float(row[name]) for name in list(row)[3:4] + list(row)[1:3])
-        for seconds, share in zip(told, (row["off"], row["after learning"]), strict=True):
+        for seconds, share in zip(told, (row["off by"], row["after learning"]), strict=True):
             assert _share(share) == pytest.approx(step / seconds - 1, abs=0.001)
-    for name, told in zip(("off", "after learning"), re.findall(r" by ([\d.]+%)", block.text), strict=True):
+    for name, told in zip(("off by", "after learning"), re.findall(r" by ([\d.]+%)", block.text), strict=True):
         factors = sorted(max(1 + _share(row[name]), 1 / (1 + _share(row[name]))) - 1 for row in rows)
         assert factors[len(rows) // 2] == pytest.approx(_share(told), abs=0.001)
 

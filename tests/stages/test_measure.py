@@ -95,7 +95,12 @@ ENDS: dict[str, tuple[Exit, str, TrialState, str]] = {
     "by itself, with a word": (ended(3), "one\nlast words\n\n", TrialState.FAILED, "last words"),
     "by a signal": (ended(-11), "", TrialState.FAILED, "signal 11"),
     "by the kernel": (ended(-9), "", TrialState.OUT_OF_MEMORY, "SIGKILL"),
-    "by its time": (ended(-15, "timeout"), "step 3", TrialState.TIMED_OUT, "after 12 s; last line: step 3"),
+    "by its time": (
+        ended(-15, "timeout"),
+        "step 3",
+        TrialState.TIMED_OUT,
+        "still running after 12 s, all that max_time_per_task",
+    ),
     "by its time, with exit 0": (ended(0, "timeout"), "", TrialState.TIMED_OUT, "still running"),
     "by its memory": (ended(-9, "memory"), "", TrialState.OUT_OF_MEMORY, "3.00 GiB"),
     "by its disk": (ended(-9, "disk"), "out of memory: no", TrialState.FAILED, "filled the disk"),
