@@ -18,9 +18,9 @@ $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pypro
 	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
 	touch $@
 
-# What flagcore prints and flagcore/language/zh/ has no Chinese for, in the form of those files.
+# What flagcore prints and flagcore/i18n/zh/ has no Chinese for, in the form of those files.
 untranslated: setup
-	@$(BIN)/python tests/language/sources.py
+	@$(BIN)/python tests/i18n/sources.py
 
 tune: setup
 	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu

@@ -123,15 +123,15 @@ PARTS: Mapping[str, Callable[[bool], Figures]] = {"dense": dense, "moe": moe, "t
 def _stages(data: Figures) -> Figures:
     """Return the seconds of each stage, asked as `flag estimate` and `flag tune` ask them."""
     from flagcore import plugins
-    from flagcore.api.telling import loaded_plugins
+    from flagcore.api.common.warnings import loaded_plugins
     from flagcore.domain.experience import Past
-    from flagcore.domain.knowledge import Lessons
+    from flagcore.domain.search_state import SearchState
     from flagcore.spec import parse_spec
     from flagcore.stages.build import build, refusals
     from flagcore.stages.discover import discover
     from flagcore.stages.predict import predict
     from flagcore.stages.prune import prune
-    from flagcore.stages.rank import rank, scene
+    from flagcore.stages.rank import rank, search_context
     from flagcore.strategies.learned import STRATEGY
 
     spec = parse_spec(data, file="benchmark", base=Path())
@@ -141,11 +141,11 @@ def _stages(data: Figures) -> Figures:
         task, axes = found.task, workload.axes(found.task)
         legality = (*workload.rules(task), *refusals(axes, found.support))
         pruning = (*workload.pruning_rules(task), *found.pruning_rules)
-        nothing = Lessons(by_candidate={}, repeats=(), baseline=None, best=None)
+        nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
         space, build_s = _timed(lambda: build(axes, legality, workload.merges(task)), 1)
         predictions, predict_s = _timed(lambda: predict(task, workload, space, found.costs), ROUNDS)
         pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
-        seen = scene(task, workload, space, predictions, pruned, nothing, Past.nothing())
+        seen = search_context(task, workload, space, predictions, pruned, nothing, Past.nothing())
         _, rank_s = _timed(lambda: rank(STRATEGY, seen), 1)
     return {
         "chip": task.cluster.groups[0].chip.name,

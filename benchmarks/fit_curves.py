@@ -22,18 +22,18 @@ import yaml
 from scipy.optimize import least_squares
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins
+from flagcore.api.common.warnings import loaded_plugins
 from flagcore.contracts import Costs, Workload
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.time.step import step_time
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs
-from flagcore.workloads.megatron.predict import layout_of, training
 
 PLUGINS = Path(__file__).parent.parent / "plugins"
 BACKWARD = 0.8

@@ -1,7 +1,8 @@
 """FlagScale's training tuner as it behaves, its memory pruning and priorities included.
 
-Order and history rules are those of the strategy `grid`, `flagcore/strategies/history_rules.py`; the rest is written
-from `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`prune/memory.py`, `search/searcher.py`, `tuner.py`; 2025).
+Order and history rules are those of the strategy `grid`, `flagcore/importers/flagscale/pruning_history.py`; the rest
+is written from `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`prune/memory.py`,
+`search/searcher.py`, `tuner.py`; 2025).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore.strategies.history_rules import (
+from flagcore.importers.flagscale.pruning_history import (
     CP,
     DIST_OPT,
     DP,

@@ -21,7 +21,7 @@ import time
 from statistics import median
 
 from flagcore.domain.serving import Load
-from flagcore.workloads.serving.load import Target, measure
+from flagcore.engines.serving.load import Target, measure
 
 GOAL = 20_000
 EVENT = {

@@ -30,16 +30,16 @@ from typing import Any
 import psutil
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins
+from flagcore.api.common.warnings import loaded_plugins
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.problem import Problem, pose
+from flagcore.engines.megatron.options import settings_in_force
+from flagcore.problem import Problem, build_problem
 from flagcore.spec import parse_spec, spec_as_data
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
 from flagcore.stages.probe import probe
-from flagcore.workloads.megatron.options import settings_in_force
 
 SOURCE = "flagcore's own trials"
 PUBLISHED = {
@@ -66,7 +66,7 @@ def main() -> None:
     spec = parse_spec(data, file=str(given.spec), base=given.spec.parent)
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
-        problem = pose(spec, loaded, workload)
+        problem = build_problem(spec, loaded, workload)
     for round_ in range(given.rounds):
         known = _records(given.out)
         rows = [row for row in range(len(problem.space)) if not given.again or _name(problem, row) in known]

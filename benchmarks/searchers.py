@@ -16,21 +16,21 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.api.experienced import MOST
-from flagcore.contracts import Scene, Strategy
+from flagcore.api.tuning.transfer import MOST
+from flagcore.contracts import SearchContext, Strategy
 from flagcore.domain.budget import spent
 from flagcore.domain.experience import Observed, Past
-from flagcore.domain.knowledge import Lessons, Pruned
+from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
 from flagcore.stages.combine import combine
-from flagcore.stages.judge import judge
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import HOPELESS
 from flagcore.stages.predict import record
+from flagcore.stages.probe_result import judge
 from flagcore.stages.prune import prune
-from flagcore.stages.rank import rank, scene
+from flagcore.stages.rank import rank, search_context
 
 ITERATIONS, WARMUP = 5, 1
 """Steps of a trial, and those of them that do not count: the defaults of `flag tune`; FlagScale's are the same."""
@@ -102,10 +102,10 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
     )
 
 
-def _scene(sweep: Sweep, pruned: Pruned, lessons: Lessons, past: Past) -> Scene:
+def _scene(sweep: Sweep, pruned: Pruned, search_state: SearchState, past: Past) -> SearchContext:
     problem = sweep.problem
     task = problem.platform.task
-    return scene(task, sweep.workload, problem.space, problem.predictions, pruned, lessons, past)
+    return search_context(task, sweep.workload, problem.space, problem.predictions, pruned, search_state, past)
 
 
 def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int) -> Search:
@@ -113,16 +113,16 @@ def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int) -> Search:
     control = replace(problem.platform.task.spec.control, max_trials=len(space) + 1, max_time=None)
     trials = _probed(sweep, strategy, past, probes)
     before = len(trials)
-    lessons, pruned = _learnt(sweep, trials, problem.pruned)
+    search_state, pruned = _learnt(sweep, trials, problem.pruned)
     row, role = space.find(problem.baseline), Role.BASELINE
     while row is not None:
-        best = lessons.best if role is Role.SEARCH else None
+        best = search_state.best if role is Role.SEARCH else None
         trials.append(_ran(sweep, row, len(trials), role, best))
-        lessons, pruned = _learnt(sweep, trials, pruned)
+        search_state, pruned = _learnt(sweep, trials, pruned)
         role = Role.SEARCH
-        if spent(control, lessons, 0.0) is not None:
+        if spent(control, search_state, 0.0) is not None:
             break
-        row = rank(strategy, _scene(sweep, pruned, lessons, past)).row
+        row = rank(strategy, _scene(sweep, pruned, search_state, past)).row
     found = [space.find(trial.candidate) for trial in trials[before:]]
     return Search(
         rows=tuple(at for at in found if at is not None),
@@ -132,10 +132,10 @@ def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int) -> Search:
     )
 
 
-def _learnt(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[Lessons, Pruned]:
-    problem, lessons = sweep.problem, learn(trials)
-    known = problem.rules, lessons.trials, pruned, lessons.probes
-    return lessons, prune(problem.space, problem.predictions, sweep.workload, *known)
+def _learnt(sweep: Sweep, trials: Sequence[Trial], pruned: Pruned) -> tuple[SearchState, Pruned]:
+    problem, search_state = sweep.problem, learn(trials)
+    known = problem.rules, search_state.trials, pruned, search_state.probes
+    return search_state, prune(problem.space, problem.predictions, sweep.workload, *known)
 
 
 def _probed(sweep: Sweep, strategy: Strategy, past: Past, wanted: int) -> list[Trial]:
@@ -144,8 +144,8 @@ def _probed(sweep: Sweep, strategy: Strategy, past: Past, wanted: int) -> list[T
     task, memory = problem.platform.task, problem.platform.costs.memory
     done = np.zeros(0, dtype=np.int64)
     while len(trials) < wanted:
-        lessons, pruned = _learnt(sweep, trials, problem.pruned)
-        seen = _scene(sweep, pruned, lessons, past)
+        search_state, pruned = _learnt(sweep, trials, problem.pruned)
+        seen = _scene(sweep, pruned, search_state, past)
         left = np.setdiff1d(seen.open_rows, done)
         if not left.size or (row := rank(strategy, replace(seen, open_rows=left)).row) is None:
             break

@@ -22,20 +22,20 @@ from pathlib import Path
 import numpy as np
 
 from flagcore import plugins
-from flagcore.api.telling import loaded_plugins
+from flagcore.api.common.warnings import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.serving import overheads
+from flagcore.engines.serving.predict import graph_tokens, memory_of, predict, serving_of, split_of
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.serving.closed_loop import ClosedLoop, steady
 from flagcore.physics.serving.iteration import iteration_costs
-from flagcore.physics.serving.steady import ClosedLoop, steady
 from flagcore.physics.serving.work import Overheads
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import record
-from flagcore.workloads.serving import overheads
-from flagcore.workloads.serving.predict import graph_tokens, memory_of, predict, serving_of, split_of
 
 SOFT = 0.1
 """Relative error from which a point counts less."""

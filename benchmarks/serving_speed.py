@@ -20,12 +20,12 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.serving.predict import predict
+from flagcore.engines.serving.profile.contract import Settings
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.memory.device import PlainMemory
-from flagcore.workloads.serving.engines.contract import Settings
-from flagcore.workloads.serving.predict import predict
 
 SOURCE = Source(kind="estimated", detail="round figures")
 CHIP = Chip(

@@ -8,7 +8,7 @@ from dataclasses import fields
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.maturity import Claim
 from flagcore.domain.plugin_knob import Factor
-from flagcore.vendorkit.chipfile import load_chips
+from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.knobs import all_knobs
 from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import quirks

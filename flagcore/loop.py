@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, Scene, Strategy, TrialStore, Workload
+from flagcore.contracts import Choice, Event, Launcher, OnEvent, Plugins, SearchContext, Strategy, TrialStore, Workload
 from flagcore.domain.budget import allowance, room_for, seconds_left, spent
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Past
@@ -17,19 +17,19 @@ from flagcore.domain.noise import next_repeat
 from flagcore.domain.plan import Plan, summarise
 from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
+from flagcore.dry_run import dry_run, require_predicted_time
 from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
-from flagcore.foretold import foretold, must_have_a_time
-from flagcore.problem import Problem, must_fit, must_launch, pose
+from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
-from flagcore.stages.judge import judge
 from flagcore.stages.launch import launch
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import measure
 from flagcore.stages.predict import record
 from flagcore.stages.probe import probe
+from flagcore.stages.probe_result import judge
 from flagcore.stages.prune import prune
-from flagcore.stages.rank import rank, scene
+from flagcore.stages.rank import rank, search_context
 
 PROBES_SHARE = 0.5
 """Of `control.max_time` as much is for the probes before the first run, at the most."""
@@ -67,14 +67,14 @@ def tune(spec: Spec, parts: Parts) -> Ending:
     What was measured is kept, however it ends.
     """
     fidelity = spec.control.fidelity
-    problem = pose(spec, parts.plugins, parts.workload)
-    must_fit(problem)
+    problem = build_problem(spec, parts.plugins, parts.workload)
+    require_candidate(problem)
     if fidelity != RUN:
-        must_have_a_time(problem)
+        require_predicted_time(problem)
     if fidelity == ESTIMATE:
         parts.open_store(problem)
-        return Ending(plan=foretold(problem), problem=problem, error=None)
-    must_launch(problem)
+        return Ending(plan=dry_run(problem), problem=problem, error=None)
+    require_launchable(problem)
     here = parts.plugins.devices()
     present(problem.platform, here, needed=1 if fidelity == PROBE else None)
     session = _Session(problem, parts, devices=side_by_side(problem.platform, here))
@@ -87,7 +87,7 @@ def tune(spec: Spec, parts: Parts) -> Ending:
         because, error = "it was interrupted", Interrupted("interrupted")
     except LaunchError as failure:
         because, error = str(failure), failure
-    plan = summarise(problem.platform.task, problem.space, session.pruned, session.lessons, because)
+    plan = summarise(problem.platform.task, problem.space, session.pruned, session.search_state, because)
     return Ending(plan=plan, problem=problem, error=error)
 
 
@@ -103,7 +103,7 @@ class _Session:
         counts = [trial for trial in self.store.trials() if trial.fidelity == self.fidelity or control.probes]
         self.spent_before = _spent_by([trial for trial in counts if not trial.source])
         self.started = time.monotonic()
-        self.pruned, self.lessons, self.past = problem.pruned, learn(()), parts.past(problem)
+        self.pruned, self.search_state, self.past = problem.pruned, learn(()), parts.past(problem)
         self._learn()
 
     def search(self) -> str:
@@ -112,13 +112,15 @@ class _Session:
         It stays ended once a repeat has begun, also where an earlier start of the run came so far: what the repeats
         taught, or left of the time, is no reason to go on.
         """
-        if ended := next((why for each in self.lessons.repeats if (why := each.predicted.get("search_ended"))), None):
+        if ended := next(
+            (why for each in self.search_state.repeats if (why := each.predicted.get("search_ended"))), None
+        ):
             return str(ended)
-        first = self.lessons.by_candidate.get(self.problem.baseline)
-        settled = self.problem.baseline in self.lessons.settled and not (first and first.source)
+        first = self.search_state.by_candidate.get(self.problem.baseline)
+        settled = self.problem.baseline in self.search_state.settled and not (first and first.source)
         if not settled and self._can_be_told(self.problem.baseline):
             self._run(self.problem.baseline, Role.BASELINE)
-        while (because := spent(self.control, self.lessons, self.elapsed)) is None:
+        while (because := spent(self.control, self.search_state, self.elapsed)) is None:
             choice = rank(self.parts.strategy, self._scene())
             if choice.row is None:
                 return choice.because
@@ -143,24 +145,24 @@ class _Session:
 
         Each keeps why the search had ended.
         """
-        while (trial := next_repeat(self.control, self.lessons)) and room_for(self.control, trial, self.elapsed):
+        while (trial := next_repeat(self.control, self.search_state)) and room_for(self.control, trial, self.elapsed):
             self._run(trial.candidate, Role.REPEAT, search_ended=because)
 
     def _probed(self) -> frozenset[Candidate]:
-        ended = [trial for trial in self.lessons.probes if trial.state is not TrialState.INTERRUPTED]
+        ended = [trial for trial in self.search_state.probes if trial.state is not TrialState.INTERRUPTED]
         return frozenset(trial.candidate for trial in ended)
 
     def _seconds_for_probes(self) -> float:
         most = self.control.max_time
         return math.inf if most is None else most * PROBES_SHARE - self.elapsed
 
-    def _scene_of_probes(self, done: frozenset[Candidate]) -> Scene:
-        """Return the scene as it would be before any run, without the candidates that are probed."""
+    def _scene_of_probes(self, done: frozenset[Candidate]) -> SearchContext:
+        """Return the context as it would be before any run, without the candidates that are probed."""
         seen = self._scene()
         rows = [row for candidate in done if (row := seen.space.find(candidate)) is not None]
         left = np.setdiff1d(seen.open_rows, np.array(rows, dtype=np.int64))
         left = left[np.isfinite(seen.predictions.step_time_s[left])]
-        cut = [trial for trial in self.lessons.probes if trial.state is TrialState.INTERRUPTED]
+        cut = [trial for trial in self.search_state.probes if trial.state is TrialState.INTERRUPTED]
         return replace(seen, trials=cut, open_rows=left)
 
     def _can_be_told(self, candidate: Candidate) -> bool:
@@ -168,12 +170,12 @@ class _Session:
         row = self.problem.space.find(candidate)
         return self.fidelity == RUN or bool(np.isfinite(self.problem.predictions.step_time_s[row]))
 
-    def _scene(self) -> Scene:
+    def _scene(self) -> SearchContext:
         problem, most = self.problem, self.control.max_time
         left = None if most is None else most - self.elapsed
         task, workload = problem.platform.task, self.parts.workload
-        known = self.pruned, self.lessons, self.past
-        seen = scene(task, workload, problem.space, problem.predictions, *known, left)
+        known = self.pruned, self.search_state, self.past
+        seen = search_context(task, workload, problem.space, problem.predictions, *known, left)
         if self.fidelity == RUN:
             return seen
         timed = np.isfinite(problem.predictions.step_time_s[seen.open_rows])
@@ -213,7 +215,7 @@ class _Session:
     def _measured(self, trial: Trial) -> Trial:
         """Launch and measure."""
         platform, workload, folder = self.problem.platform, self.parts.workload, self.store.folder(trial)
-        best = self.lessons.best if trial.role is Role.SEARCH else None
+        best = self.search_state.best if trial.role is Role.SEARCH else None
         limit = allowance(self.control, self.elapsed)
         running = launch(platform, workload, self.parts.launcher, trial.candidate, folder, limit)
         return measure(running, platform, workload, trial, folder, best)
@@ -242,8 +244,8 @@ class _Session:
 
     def _learn(self) -> None:
         space, predictions = self.problem.space, self.problem.predictions
-        self.lessons = learn(self.store.trials(), self.fidelity)
-        known = self.problem.rules, self.lessons.trials, self.pruned, self.lessons.probes
+        self.search_state = learn(self.store.trials(), self.fidelity)
+        known = self.problem.rules, self.search_state.trials, self.pruned, self.search_state.probes
         self.pruned = prune(space, predictions, self.parts.workload, *known)
 
     @property
@@ -255,10 +257,10 @@ class _Session:
         event = Event(
             kind=kind,
             trial=trial,
-            trials_finished=len(self.lessons.settled),
+            trials_finished=len(self.search_state.settled),
             trials_planned=min(self.control.max_trials, len(self.problem.space)),
-            seconds_left=seconds_left(self.control, self.lessons, len(self.problem.space), self.elapsed),
-            best=self.lessons.best,
+            seconds_left=seconds_left(self.control, self.search_state, len(self.problem.space), self.elapsed),
+            best=self.search_state.best,
             objective=self.problem.platform.task.spec.objective,
         )
         self.parts.on_event(event)

@@ -12,17 +12,17 @@ from packaging.requirements import Requirement
 
 from flagcore.contracts import Platform, Plugins, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.knowledge import Pruned
 from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
+from flagcore.engines.with_knobs import own_command
 from flagcore.errors import NothingFits, SpecError
 from flagcore.stages.build import build, check, refusals
 from flagcore.stages.discover import discover
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import prune
-from flagcore.workloads.with_knobs import own_command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Problem:
     rules: tuple[PruningRule, ...] = ()
 
 
-def pose(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
+def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
     """Discover, build, predict, prune. Raises NothingFits when no combination is legal, with what each rule took."""
     platform = with_named_knobs(discover(spec, plugins, engine_version(spec, workload)), workload)
     baseline = _baseline(platform, workload)
@@ -96,7 +96,7 @@ def with_named_knobs(platform: Platform, workload: Workload) -> Platform:
     return replace(platform, task=replace(task, knobs=chosen), knobs=known, environment=environment)
 
 
-def must_launch(problem: Problem) -> None:
+def require_launchable(problem: Problem) -> None:
     """Raise SpecError if the space has a value of a plugin's knob that no trial can have, or that this shell gives."""
     task = problem.platform.task
     for knob in task.knobs:
@@ -154,7 +154,7 @@ def shut_knobs(problem: Problem, workload: Workload) -> list[str]:
     return lines
 
 
-def must_fit(problem: Problem) -> None:
+def require_candidate(problem: Problem) -> None:
     """Raise NothingFits if no candidate is left, with what each rule took and how close the closest came."""
     if not problem.pruned.open_rows.size:
         raise NothingFits(_why_nothing_fits(problem))

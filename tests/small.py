@@ -13,11 +13,11 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
+from flagcore.engines.megatron.knobs import KNOBS, neutral
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.memory.device import PlainMemory
-from flagcore.workloads.megatron.knobs import KNOBS, neutral
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
 CHIP = Chip(

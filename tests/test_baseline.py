@@ -11,9 +11,9 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.hooks import hookimpl
-from flagcore.problem import pose
-from flagcore.workloads.megatron.adapter import WORKLOAD
+from flagcore.problem import build_problem
 from tests import small
 from tests.stages.test_discover import loaded, plugin, spec
 
@@ -42,7 +42,7 @@ def baseline(*rules: PruningRule) -> Candidate:
         return rules
 
     found = loaded(x=plugin(small.CHIP, 8, flagcore_pruning_rules=flagcore_pruning_rules))
-    return pose(spec(), found, WORKLOAD).baseline
+    return build_problem(spec(), found, WORKLOAD).baseline
 
 
 def test_the_rule_of_thumb_is_not_what_a_plugins_rule_takes_out() -> None:

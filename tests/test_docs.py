@@ -21,10 +21,10 @@ import flagcore
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.domain.passes import Passes
-from flagcore.physics.schedules.named import SCHEDULES
+from flagcore.engines.megatron.reading import METRICS, STEPS
+from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.report.text import SHORT
 from flagcore.stages.prune import LEARNED
-from flagcore.workloads.megatron.reading import METRICS, STEPS
 from tests.pages import PAGES, ROOT, TEXT, blocks_of, prose
 
 REFERENCE, PYTHON = TEXT["docs/cli.md"], TEXT["docs/python.md"]

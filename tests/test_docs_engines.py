@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 
-from flagcore.workloads.serving.engines import (
-    llama_knobs,
-    llama_reading,
-    sglang_knobs,
-    sglang_reading,
-    vllm_knobs,
-    vllm_reading,
-)
-from flagcore.workloads.serving.engines.contract import Engine
-from flagcore.workloads.serving.engines.llamacpp import ENGINE as LLAMACPP
-from flagcore.workloads.serving.engines.sglang import ENGINE as SGLANG
-from flagcore.workloads.serving.engines.vllm import ENGINE as VLLM
+from flagcore.engines.serving.llamacpp import knobs as llama_knobs
+from flagcore.engines.serving.llamacpp import reading as llama_reading
+from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
+from flagcore.engines.serving.profile.contract import Engine
+from flagcore.engines.serving.sglang import knobs as sglang_knobs
+from flagcore.engines.serving.sglang import reading as sglang_reading
+from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
+from flagcore.engines.serving.vllm import knobs as vllm_knobs
+from flagcore.engines.serving.vllm import reading as vllm_reading
+from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
+from tests.engines.serving.profile.tasks import serving
 from tests.small import EXPERTS
-from tests.workloads.serving.engines.tasks import serving
 
 PAGE = (Path(__file__).parent.parent / "docs" / "engines.md").read_text(encoding="utf-8")
 ENGINES = [("vLLM", VLLM, vllm_knobs.KNOBS), ("SGLang", SGLANG, sglang_knobs.KNOBS)]

@@ -21,15 +21,16 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import ClusterSpec, Control, Task
 from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.hooks import hookimpl
+from flagcore.importers.flagscale import grid
 from flagcore.loop import Ending, Parts, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
-from flagcore.strategies import grid, learned, predicted
-from flagcore.workloads.megatron.adapter import WORKLOAD, Megatron
+from flagcore.strategies import learned, predicted
 from tests import small
 from tests.test_loop import SPACE, Ended
 

@@ -20,6 +20,7 @@ from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.plan import Plan
 from flagcore.domain.spec import ClusterSpec, Control, Spec
 from flagcore.domain.trial import Role, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.hooks import hookimpl
 from flagcore.loop import Ending, Parts, _spent_by, tune
@@ -28,7 +29,6 @@ from flagcore.report.result import result
 from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
 from flagcore.strategies.predicted import STRATEGY
-from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 SPACE: dict[str, Any] = {

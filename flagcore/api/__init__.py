@@ -1,21 +1,21 @@
 """The one place where parts meet: plugins, engine, launcher, strategy, store and loop. For Python users and the CLI."""
 
-from flagcore.api.account import Account, explain_candidate
-from flagcore.api.calibrating import calibrate, calibrations, forget, summary
-from flagcore.api.checking import Checked, check_plugins
-from flagcore.api.comparing import Comparison, compare
-from flagcore.api.estimating import Estimate, estimate
-from flagcore.api.explaining import Explanation, explain
-from flagcore.api.history import import_history
-from flagcore.api.inspecting import chip_table, devices, doctor, plugin_table
-from flagcore.api.jobs import AT_ONCE, estimate_jobs
-from flagcore.api.probing import Probed, probe
-from flagcore.api.reporting import REPORT, report
-from flagcore.api.runs import Run, load_run
-from flagcore.api.starting import new_plugin
-from flagcore.api.tuning import tune
-from flagcore.api.winner import Outcome, run_best
-from flagcore.spec.flagscale import Imported, read_tree
+from flagcore.api.common.runs import Run, load_run
+from flagcore.api.explaining.candidate_report import Account, explain_candidate
+from flagcore.api.explaining.compare import Comparison, compare
+from flagcore.api.explaining.explain import Explanation, explain
+from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
+from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
+from flagcore.api.planning.estimate import Estimate, estimate
+from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
+from flagcore.api.planning.probe import Probed, probe
+from flagcore.api.plugin_tools.check import Checked, check_plugins
+from flagcore.api.plugin_tools.scaffold import new_plugin
+from flagcore.api.reporting.report import REPORT, report
+from flagcore.api.tuning.export import Outcome, run_best
+from flagcore.api.tuning.flagscale_history import import_history
+from flagcore.api.tuning.tune import tune
+from flagcore.importers.flagscale import Imported, read_tree
 
 __all__ = [
     "AT_ONCE",

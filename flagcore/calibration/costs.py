@@ -11,7 +11,7 @@ from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.kernels.sheet import KernelSheet
 from flagcore.physics.kernels.table import KernelTable
-from flagcore.vendorkit.costfile import Reading, read_kernel
+from flagcore.vendorkit.cost_file import Reading, read_kernel
 
 
 def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:

@@ -33,7 +33,7 @@ def explain_command(
 
     from flagcore import api
     from flagcore.errors import NothingFits
-    from flagcore.report.explained import knobs_text, notes_text
+    from flagcore.report.explanation import knobs_text, notes_text
     from flagcore.report.formats import render
     from flagcore.report.text import funnel, repeats_text
 

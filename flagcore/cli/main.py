@@ -18,7 +18,7 @@ import click
 from flagcore import __version__
 from flagcore.cli.options import say
 from flagcore.errors import FlagError, SpecError
-from flagcore.language import LANGUAGES, VARIABLE, choose, foreign, keep, said
+from flagcore.i18n import LANGUAGES, VARIABLE, choose, foreign, keep, said
 
 COMMANDS = {
     "calibrate": "flagcore.cli.calibrate",
@@ -26,9 +26,9 @@ COMMANDS = {
     "completion": "flagcore.cli.inspect",
     "devices": "flagcore.cli.inspect",
     "doctor": "flagcore.cli.inspect",
-    "estimate": "flagcore.cli.predict",
+    "estimate": "flagcore.cli.estimate",
     "explain": "flagcore.cli.compare",
-    "import": "flagcore.cli.importing",
+    "import": "flagcore.cli.import_",
     "plugins": "flagcore.cli.plugins",
     "probe": "flagcore.cli.probe",
     "report": "flagcore.cli.report",
@@ -146,9 +146,9 @@ def _speak() -> None:
         if not all(map(_has_chinese, (sys.stdout, sys.stderr))):
             choose("")
             return
-        from flagcore.cli import helping
+        from flagcore.cli import help_text
 
-        helping.use()
+        help_text.use()
 
 
 def _has_chinese(stream: Any) -> bool:
@@ -162,9 +162,9 @@ def _has_chinese(stream: Any) -> bool:
 def _show(error: click.ClickException) -> None:
     """Tell a usage error."""
     if foreign():
-        from flagcore.cli import helping
+        from flagcore.cli import help_text
 
-        say(helping.error_text(error))
+        say(help_text.error_text(error))
     else:
         error.show()
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flagcore.language import foreign, keep, said
-from flagcore.language.width import columns, wrapped
+from flagcore.i18n import foreign, keep, said
+from flagcore.i18n.width import columns, wrapped
 
 if TYPE_CHECKING:
-    from flagcore.spec.flagscale.source import Note
+    from flagcore.importers.flagscale.source import Note
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -9,8 +9,8 @@ from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.trial import PROBE, Measurement, Role
-from flagcore.language import said
-from flagcore.report.served import objective_text, short_line
+from flagcore.i18n import said
+from flagcore.report.serving_text import objective_text, short_line
 from flagcore.report.text import candidate_text, state_text
 
 

@@ -3,7 +3,7 @@
 from flagcore.contracts.chip import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.contracts.platform import Costs, Platform, Plugins
 from flagcore.contracts.running import Launcher, Running
-from flagcore.contracts.search import Choice, Event, OnEvent, Scene, Strategy, TrialStore
+from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import Pipelined, Workload
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "Plugins",
     "PruningRule",
     "Running",
-    "Scene",
+    "SearchContext",
     "Strategy",
     "Telemetry",
     "TrialStore",

@@ -15,7 +15,7 @@ from flagcore.domain.trial import RUN, Role, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class SearchContext:
     """What a strategy sees when the next trial is to be chosen.
 
     `open_rows` (never empty) are rows of `space` that no rule removed and no trial settled. `trials` is one a
@@ -51,7 +51,7 @@ class Strategy(Protocol):
 
     name: str
 
-    def next(self, scene: Scene) -> Choice:
+    def next(self, context: SearchContext) -> Choice:
         """Return what to try next."""
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.domain.knowledge import Lessons
 from flagcore.domain.noise import MORE_ROUNDS, contenders, rivals
+from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
 
@@ -12,9 +12,9 @@ HOPELESS_START = 5
 BROKEN = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
-def spent(control: Control, lessons: Lessons, elapsed: float) -> str | None:
+def spent(control: Control, search_state: SearchState, elapsed: float) -> str | None:
     """Return why no further trial may start, or None. Time is kept for the repeats and for one more trial."""
-    trials = _ended(lessons)
+    trials = _ended(search_state)
     if len(trials) >= HOPELESS_START and all(trial.state in BROKEN for trial in trials):
         return f"the first {len(trials)} trials all failed"
     if len(trials) >= control.max_trials:
@@ -22,7 +22,7 @@ def spent(control: Control, lessons: Lessons, elapsed: float) -> str | None:
     if control.max_time is None:
         return None
     measured = [trial.duration_s for trial in trials if trial.state is TrialState.MEASURED]
-    needed = max(measured, default=0.0) + repeats_seconds(control, lessons)
+    needed = max(measured, default=0.0) + repeats_seconds(control, search_state)
     left = control.max_time - elapsed
     return f"max_time = {control.max_time:g} s is spent" if left <= needed else None
 
@@ -34,26 +34,26 @@ def allowance(control: Control, elapsed: float) -> float:
     return max(1.0, min(control.max_time_per_task, control.max_time - elapsed))
 
 
-def seconds_left(control: Control, lessons: Lessons, candidates: int, elapsed: float) -> float | None:
+def seconds_left(control: Control, search_state: SearchState, candidates: int, elapsed: float) -> float | None:
     """Return an estimate of the rest of the run at the pace so far, with all repeats that may come.
 
     None before the first trial.
     """
-    trials = _ended(lessons)
+    trials = _ended(search_state)
     if not trials:
         return None
     pace = sum(trial.duration_s for trial in trials) / len(trials)
     left = pace * max(0, min(control.max_trials, candidates) - len(trials))
-    left += repeats_seconds(control, lessons, at_most=True)
+    left += repeats_seconds(control, search_state, at_most=True)
     return left if control.max_time is None else min(left, max(0.0, control.max_time - elapsed))
 
 
-def repeats_seconds(control: Control, lessons: Lessons, *, at_most: bool = False) -> float:
+def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
     """Return what the repeats that are still to come will take at the least, or at most, as far as is known."""
     rounds = control.repeats
-    if at_most and rounds and rivals(lessons):
+    if at_most and rounds and rivals(search_state):
         rounds += MORE_ROUNDS
-    left = ((trial, rounds - len(lessons.repeats_of(trial.candidate))) for trial in contenders(lessons))
+    left = ((trial, rounds - len(search_state.repeats_of(trial.candidate))) for trial in contenders(search_state))
     return sum((max(0, runs) * trial.duration_s for trial, runs in left), 0.0)
 
 
@@ -62,6 +62,6 @@ def room_for(control: Control, trial: Trial, elapsed: float) -> bool:
     return control.max_time is None or elapsed + trial.duration_s <= control.max_time
 
 
-def _ended(lessons: Lessons) -> list[Trial]:
+def _ended(search_state: SearchState) -> list[Trial]:
     """Return the run's own trials that came to an end of their own; one that was interrupted has used up nothing."""
-    return [trial for trial in lessons.trials if trial.state is not TrialState.INTERRUPTED and not trial.source]
+    return [trial for trial in search_state.trials if trial.state is not TrialState.INTERRUPTED and not trial.source]

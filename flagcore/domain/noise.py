@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from flagcore.domain.knowledge import Lessons, speed
+from flagcore.domain.search_state import SearchState, speed
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
 
@@ -35,7 +35,7 @@ def noise(runs: Sequence[Trial]) -> float:
     return max(RUNS_DIFFER, within, between)
 
 
-def told_apart(longer: float, one: Sequence[Trial], other: Sequence[Trial]) -> bool:
+def significant(longer: float, one: Sequence[Trial], other: Sequence[Trial]) -> bool:
     """Return whether two candidates differ by more than their runs do.
 
     `longer` is how much longer the slower one takes, as a share: 2.0 for three times as long. It must reach the larger
@@ -45,59 +45,59 @@ def told_apart(longer: float, one: Sequence[Trial], other: Sequence[Trial]) -> b
     return longer >= max(noise(one), noise(other)) / math.sqrt(min(len(one), len(other)))
 
 
-def rivals(lessons: Lessons) -> tuple[Trial, ...]:
+def rivals(search_state: SearchState) -> tuple[Trial, ...]:
     """Return the measured candidates that are not told apart from the best, by their medians; the fastest first."""
-    best = lessons.best
+    best = search_state.best
     if best is None:
         return ()
-    runs, top = lessons.runs_of(best.candidate), lessons.speed_of(best.candidate)
+    runs, top = search_state.runs_of(best.candidate), search_state.speed_of(best.candidate)
     near = []
-    for trial in lessons.trials:
-        if trial.candidate == best.candidate or not lessons.keeps_limits(trial.candidate):
+    for trial in search_state.trials:
+        if trial.candidate == best.candidate or not search_state.keeps_limits(trial.candidate):
             continue
-        own, speed_of_it = lessons.runs_of(trial.candidate), lessons.speed_of(trial.candidate)
-        if speed_of_it and not told_apart(top / speed_of_it - 1.0, runs, own):
+        own, speed_of_it = search_state.runs_of(trial.candidate), search_state.speed_of(trial.candidate)
+        if speed_of_it and not significant(top / speed_of_it - 1.0, runs, own):
             near.append(trial)
-    return tuple(sorted(near, key=lambda trial: -lessons.speed_of(trial.candidate)))
+    return tuple(sorted(near, key=lambda trial: -search_state.speed_of(trial.candidate)))
 
 
-def contenders(lessons: Lessons) -> tuple[Trial, ...]:
+def contenders(search_state: SearchState) -> tuple[Trial, ...]:
     """Return what is run again, in order: baseline, best, and the first of its rivals; nothing if that is one only."""
-    if lessons.best is None:
+    if search_state.best is None:
         return ()
-    known = lessons.baseline
+    known = search_state.baseline
     baseline = (known,) if known and known.state is TrialState.MEASURED else ()
-    chosen = {trial.candidate: trial for trial in (*baseline, lessons.best, *rivals(lessons)[:MOST_RIVALS])}
+    chosen = {trial.candidate: trial for trial in (*baseline, search_state.best, *rivals(search_state)[:MOST_RIVALS])}
     return tuple(chosen.values()) if len(chosen) > 1 else ()
 
 
-def next_repeat(control: Control, lessons: Lessons) -> Trial | None:
+def next_repeat(control: Control, search_state: SearchState) -> Trial | None:
     """Return the trial to run again, None if no more is to be had of it.
 
     Each contender has `control.repeats` runs again, in rotation. Then there are more rounds, `MORE_ROUNDS` at most,
     while a rival is not told apart. As best and rivals may change meanwhile, there is an end to all repeats together.
     """
-    several = contenders(lessons)
+    several = contenders(search_state)
     if not several or not control.repeats:
         return None
-    least = min(several, key=lambda trial: len(lessons.repeats_of(trial.candidate)))
-    done, most = len(lessons.repeats_of(least.candidate)), control.repeats + MORE_ROUNDS
-    if done < control.repeats or (done < most and rivals(lessons)):
-        ended = sum(repeat.state is not TrialState.INTERRUPTED for repeat in lessons.repeats)
+    least = min(several, key=lambda trial: len(search_state.repeats_of(trial.candidate)))
+    done, most = len(search_state.repeats_of(least.candidate)), control.repeats + MORE_ROUNDS
+    if done < control.repeats or (done < most and rivals(search_state)):
+        ended = sum(repeat.state is not TrialState.INTERRUPTED for repeat in search_state.repeats)
         return least if ended < most * (2 + MOST_RIVALS) else None
     return None
 
 
-def drift(lessons: Lessons) -> float | None:
+def drift(search_state: SearchState) -> float | None:
     """Return by how much the baseline's last run is faster than its first, as a share; None if it ran but once."""
-    runs = lessons.runs_of(lessons.baseline.candidate) if lessons.baseline else ()
+    runs = search_state.runs_of(search_state.baseline.candidate) if search_state.baseline else ()
     return speed(runs[-1]) / speed(runs[0]) - 1.0 if len(runs) > 1 else None
 
 
-def drifted(lessons: Lessons) -> bool:
+def drifted(search_state: SearchState) -> bool:
     """Return whether the machine changed by more than what the steps of one run of the baseline differ."""
-    change = drift(lessons)
-    if change is None or lessons.baseline is None:
+    change = drift(search_state)
+    if change is None or search_state.baseline is None:
         return False
-    runs = lessons.runs_of(lessons.baseline.candidate)
+    runs = search_state.runs_of(search_state.baseline.candidate)
     return abs(change) > max(noise([run]) for run in (runs[0], runs[-1]))

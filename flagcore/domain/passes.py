@@ -14,7 +14,7 @@ class Passes:
     and a backward of two micro-batches that run together, empty where none do. `send_s` is one message from a stage
     to the next, `sender_waits` says that its sender computes nothing meanwhile. `weight_share` is the share of a
     micro-batch's activations that waits for the gradients of weights, as a schedule is planned. `schedule` is a name
-    of `flagcore.physics.schedules.named`.
+    of `flagcore.physics.schedules.catalogue`.
     """
 
     schedule: str

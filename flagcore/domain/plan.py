@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from flagcore.domain.knowledge import DOES_NOT_FIT, Lessons, Pruned, speed
 from flagcore.domain.noise import drift, drifted, rivals
+from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, speed
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import RUN, Trial, TrialState
@@ -117,37 +117,37 @@ def lost_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
-def summarise(task: Task, space: Space, pruned: Pruned, lessons: Lessons, because: str) -> Plan:
+def summarise(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str) -> Plan:
     """Sum up what is known of a task."""
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         objective=task.spec.objective,
-        counts=count(space, pruned, lessons),
-        trials=lessons.trials,
-        repeats=lessons.repeats,
-        baseline=lessons.baseline,
-        best=lessons.best,
-        gains=gains(lessons),
+        counts=count(space, pruned, search_state),
+        trials=search_state.trials,
+        repeats=search_state.repeats,
+        baseline=search_state.baseline,
+        best=search_state.best,
+        gains=gains(search_state),
         stopped_because=because,
         medians={
-            trial.number: 1.0 / lessons.speed_of(trial.candidate)
-            for trial in lessons.trials
-            if len(lessons.runs_of(trial.candidate)) > 1
+            trial.number: 1.0 / search_state.speed_of(trial.candidate)
+            for trial in search_state.trials
+            if len(search_state.runs_of(trial.candidate)) > 1
         },
-        rivals=rivals(lessons),
-        drift=drift(lessons),
-        drifted=drifted(lessons),
+        rivals=rivals(search_state),
+        drift=drift(search_state),
+        drifted=drifted(search_state),
         fidelity=task.spec.control.fidelity,
-        probes=lessons.probes,
-        fastest=lessons.fastest,
+        probes=search_state.probes,
+        fastest=search_state.fastest,
         limits=task.spec.limits,
     )
 
 
-def count(space: Space, pruned: Pruned, lessons: Lessons) -> Counts:
+def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
     """Balance the books. A candidate that ran counts as what its trial was, whatever a rule said of it later."""
-    ran = {row: trial for trial in lessons.trials if (row := space.find(trial.candidate)) is not None}
+    ran = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
     states = Counter(trial.state for trial in ran.values())
     rule = pruned.rule.copy()
     rule[list(ran)] = -1
@@ -166,21 +166,21 @@ def count(space: Space, pruned: Pruned, lessons: Lessons) -> Counts:
     )
 
 
-def gains(lessons: Lessons) -> tuple[float, ...]:
+def gains(search_state: SearchState) -> tuple[float, ...]:
     """Return how much faster the best is than the baseline in each round, 0.25 for a quarter more tokens a second.
 
     The first runs are a round, each repeat of the best another one, with the baseline's run before it; a round of
     which one half has no measurement does not count. Empty without a measured baseline.
     """
-    best, baseline = lessons.best, lessons.baseline
+    best, baseline = search_state.best, search_state.baseline
     if best is None or baseline is None or baseline.state is not TrialState.MEASURED:
         return ()
     if best.candidate == baseline.candidate:
         return (0.0,)
-    slow = (baseline, *lessons.repeats_of(baseline.candidate))
+    slow = (baseline, *search_state.repeats_of(baseline.candidate))
     rounds = [
         (fast, [each for each in slow if each.number < fast.number][-1:])
-        for fast in (*(() if best.source else (best,)), *lessons.repeats_of(best.candidate))
+        for fast in (*(() if best.source else (best,)), *search_state.repeats_of(best.candidate))
     ]
     return tuple(
         speed(fast) / speed(before[0]) - 1

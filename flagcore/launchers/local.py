@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from typing import BinaryIO
 
 from flagcore.domain.launch import Exit, Launch
-from flagcore.domain.secret import plain_without_secrets, words_without_secrets
+from flagcore.domain.secrets import plain_without_secrets, words_without_secrets
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 

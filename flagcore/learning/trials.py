@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from flagcore.contracts import Scene
+from flagcore.contracts import SearchContext
 from flagcore.domain.experience import Observed
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
@@ -34,100 +34,100 @@ BEYOND, FARTHEST = 0.02, 0.5
 more than predicted at the most, or longer than believed: beyond, something else went wrong. Logarithms."""
 
 
-def observed_times(scene: Scene) -> Observed:
+def observed_times(context: SearchContext) -> Observed:
     """Return measured over predicted step times. Without a prediction the ratio is to a second.
 
     What a trial measured that failed, or ran other values than it was to, says nothing. One that timed out is a bound:
     its steps took at least what the limit left for each of them. It counts as that, or as what is believed of it
     without, whichever is the larger; one that would have to be much slower than believed hung, and is no bound.
     """
-    found = [(trial, row) for trial, row in seen(scene) if _timed(trial)]
+    found = [(trial, row) for trial, row in seen(context) if _timed(trial)]
     rows = np.array([row for _, row in found], dtype=np.int64)
-    predicted = unit_where_unknown(scene)[rows]
+    predicted = unit_where_unknown(context)[rows]
     measured = np.array([trial.measurement.step_time_s for trial, _ in found if trial.measurement])
-    probes = {probe.number for probe in scene.probes}
+    probes = {probe.number for probe in context.probes}
     least = [PROBE_NOISE if trial.number in probes else LEAST_NOISE for trial, _ in found]
     noise = np.array([max(few, _noise(trial.measurement)) for few, (trial, _) in zip(least, found, strict=True)])
-    known = _observed(scene, rows, np.log(measured) - np.log(predicted), noise)
-    return Observed.join((known, _bounds_of_time(scene, known)))
+    known = _observed(context, rows, np.log(measured) - np.log(predicted), noise)
+    return Observed.join((known, _bounds_of_time(context, known)))
 
 
-def _bounds_of_time(scene: Scene, known: Observed) -> Observed:
+def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     """Return what trials that timed out say. That of a probe says nothing: it runs few micro-batches of a step."""
-    control, beside = scene.task.spec.control, seconds_beside(scene)
-    late = [(trial.duration_s - beside, row) for trial, row in seen(scene) if _late(trial)]
+    control, beside = context.task.spec.control, seconds_beside(context)
+    late = [(trial.duration_s - beside, row) for trial, row in seen(context) if _late(trial)]
     found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
     if not found:
         return Observed.nothing()
     rows = np.array([row for _, row in found], dtype=np.int64)
-    bound = np.log([seconds for seconds, _ in found]) - np.log(unit_where_unknown(scene)[rows])
-    expected = _expected(scene, scene.past.time, known, rows, TIME)
+    bound = np.log([seconds for seconds, _ in found]) - np.log(unit_where_unknown(context)[rows])
+    expected = _expected(context, context.past.time, known, rows, TIME)
     slow = bound < expected + FARTHEST
     ratio = np.maximum(expected, bound)[slow]
-    return _observed(scene, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
+    return _observed(context, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
 
 
-def seconds_beside(scene: Scene) -> float:
+def seconds_beside(context: SearchContext) -> float:
     """Return what trials took beside their steps, the median of those that ran to their end; 0 before any did."""
-    steps = scene.task.spec.control.train_iters
-    ended = [trial for trial in scene.trials if trial.state is TrialState.MEASURED and trial.measurement]
+    steps = context.task.spec.control.train_iters
+    ended = [trial for trial in context.trials if trial.state is TrialState.MEASURED and trial.measurement]
     beside = [trial.duration_s - steps * trial.measurement.step_time_s for trial in ended if trial.measurement]
     return max(median(beside), 0.0) if beside else 0.0
 
 
-def observed_memory(scene: Scene) -> Observed:
+def observed_memory(context: SearchContext) -> Observed:
     """Return measured over predicted memory in use.
 
     A trial that ran out of memory is a bound: it counts as what is believed of it without, or the capacity and
     a little more, whichever is the larger.
     """
-    predicted, share = scene.predictions.device_used_bytes, scene.predictions.share_in_use
-    ran = [(trial, row) for trial, row in seen(scene) if trial.state is TrialState.MEASURED]
+    predicted, share = context.predictions.device_used_bytes, context.predictions.share_in_use
+    ran = [(trial, row) for trial, row in seen(context) if trial.state is TrialState.MEASURED]
     found = [(row, used) for trial, row in ran if (used := _used(trial.measurement))]
     rows = np.array([row for row, _ in found], dtype=np.int64)
     ratio = np.log(np.array([used for _, used in found], dtype=np.float64)) - np.log(predicted[rows])
-    known = _observed(scene, rows, ratio, np.full(len(rows), MEMORY_NOISE))
-    failed = [row for trial, row in seen(scene) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
+    known = _observed(context, rows, ratio, np.full(len(rows), MEMORY_NOISE))
+    failed = [row for trial, row in seen(context) if trial.state is TrialState.OUT_OF_MEMORY and share[row] > 0]
     if not failed:
         return known
     rows = np.array(failed, dtype=np.int64)
-    expected = _expected(scene, scene.past.memory, known, rows, MEMORY)
+    expected = _expected(context, context.past.memory, known, rows, MEMORY)
     bound = np.minimum(BEYOND - np.log(share[rows]), FARTHEST)
-    return Observed.join((known, _observed(scene, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
+    return Observed.join((known, _observed(context, rows, np.maximum(expected, bound), np.full(len(rows), 2 * BEYOND))))
 
 
-def observed_figure(scene: Scene, name: str) -> Observed:
+def observed_figure(context: SearchContext, name: str) -> Observed:
     """Return measured over predicted values of a figure of servers, of the trials that measured it."""
-    predicted = scene.predictions.figures[name]
+    predicted = context.predictions.figures[name]
     found = [
         (row, figure)
-        for trial, row in seen(scene)
+        for trial, row in seen(context)
         if trial.state is TrialState.MEASURED and trial.measurement
         if (figure := trial.measurement.figures.get(name, 0.0)) > 0 and predicted[row] > 0
     ]
     rows = np.array([row for row, _ in found], dtype=np.int64)
     ratio = np.log(np.array([figure for _, figure in found], dtype=np.float64)) - np.log(predicted[rows])
-    return _observed(scene, rows, ratio, np.full(len(rows), FIGURE_NOISE))
+    return _observed(context, rows, ratio, np.full(len(rows), FIGURE_NOISE))
 
 
-def unit_where_unknown(scene: Scene) -> FloatArray:
+def unit_where_unknown(context: SearchContext) -> FloatArray:
     """Return the predicted step times; where none is known, one second for all, so that trials alone tell them."""
-    step = scene.predictions.step_time_s
+    step = context.predictions.step_time_s
     known = np.isfinite(step)
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)
 
 
-def _expected(scene: Scene, past: Observed, known: Observed, rows: IntArray, scales: Scales) -> FloatArray:
+def _expected(context: SearchContext, past: Observed, known: Observed, rows: IntArray, scales: Scales) -> FloatArray:
     """Return what is believed of some rows without what is but a bound of them."""
-    asked = scene.features(rows)
+    asked = context.features(rows)
     return Ratios(Observed.join((past, known)), asked, scales).of(asked).mean
 
 
-def seen(scene: Scene) -> Sequence[tuple[Trial, int]]:
+def seen(context: SearchContext) -> Sequence[tuple[Trial, int]]:
     """Return trials and their rows, and probes of candidates that did not run."""
-    ran = {trial.candidate for trial in scene.trials if trial.state is not TrialState.INTERRUPTED}
-    several = (*scene.trials, *(probe for probe in scene.probes if probe.candidate not in ran))
-    return [(trial, row) for trial in several if (row := scene.space.find(trial.candidate)) is not None]
+    ran = {trial.candidate for trial in context.trials if trial.state is not TrialState.INTERRUPTED}
+    several = (*context.trials, *(probe for probe in context.probes if probe.candidate not in ran))
+    return [(trial, row) for trial in several if (row := context.space.find(trial.candidate)) is not None]
 
 
 def _late(trial: Trial) -> bool:
@@ -139,10 +139,10 @@ def _timed(trial: Trial) -> bool:
     return told and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
 
 
-def _observed(scene: Scene, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:
+def _observed(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:
     if not rows.size:
         return Observed.nothing()
-    return Observed(scene.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
+    return Observed(context.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
 
 
 def _noise(measured: Measurement | None) -> float:

@@ -10,8 +10,8 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+from flagcore.engines.megatron.trial import failures, ranks
 from flagcore.microbench.job import Job, load
-from flagcore.workloads.megatron.trial import failures, ranks
 
 
 def main(arguments: list[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _import(job: Job) -> None:
-    for name in ("torch", *job.preload, "flagcore.microbench.measuring"):
+    for name in ("torch", *job.preload, "flagcore.microbench.measurement"):
         importlib.import_module(name)
 
 
@@ -34,7 +34,7 @@ def _work(job: Job, number: int, listener: socket.socket) -> int:
     """Be process `number`; returns the exit code, having explained a failure on stderr."""
     try:
         _import(job)
-        from flagcore.microbench.measuring import measure
+        from flagcore.microbench.measurement import measure
 
         measure(job, number, listener)
     except BaseException as error:

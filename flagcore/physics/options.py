@@ -19,7 +19,7 @@ class StageLayers:
 class Options:
     """Settings of Megatron and of schedules beside it. Names are Megatron-core's where it has one.
 
-    `schedule` is a name of `flagcore.physics.schedules.named`; None is 1F1B, interleaved with virtual stages.
+    `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
     `stage_layout` gives each virtual stage of the pipeline, in order of the model; None splits layers by the rules of
     `Layout`. `account_for_embedding` and `account_for_loss` count embedding and loss as one layer of an even split.
     `recompute_modules` is what selective recompute drops. `recompute_stage_layers` is the number of layers that

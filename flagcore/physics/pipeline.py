@@ -11,7 +11,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.physics.layout import Layout
 from flagcore.physics.options import DEFAULTS, Options
-from flagcore.physics.schedules import named
+from flagcore.physics.schedules import catalogue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         fits = layout.pipeline * layout.virtual == len(options.stage_layout)
         names = _Split.__slots__
         split = _Split(*(np.where(fits, getattr(given, name), getattr(split, name)) for name in names))
-    known = named.SCHEDULES.get(options.schedule or "")
+    known = catalogue.SCHEDULES.get(options.schedule or "")
     return Stage(
         index=index,
         first=split.first,
@@ -128,14 +128,14 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     """
     counts = (index, layout.pipeline, layout.virtual, layout.microbatches)
     if options.schedule:
-        return named.in_flight(options.schedule, *counts)
-    return named.in_flight("interleaved", *counts)
+        return catalogue.in_flight(options.schedule, *counts)
+    return catalogue.in_flight("interleaved", *counts)
 
 
 def _deferred(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
     if not options.schedule:
         return np.zeros(())
-    return named.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+    return catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> _Split:

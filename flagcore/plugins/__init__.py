@@ -4,10 +4,19 @@
 Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
 """
 
+from flagcore.plugins.entry_points import (
+    LAUNCHERS,
+    STRATEGIES,
+    WORKLOADS,
+    launcher,
+    names,
+    strategy,
+    workload,
+    workload_of,
+)
 from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loaded import DISABLE_VARIABLE, GROUP, LoadedPlugins, load_plugins
-from flagcore.plugins.loading import Plugin
-from flagcore.plugins.named import LAUNCHERS, STRATEGIES, WORKLOADS, launcher, names, strategy, workload, workload_of
+from flagcore.plugins.loader import Plugin
 
 __all__ = [
     "DISABLE_VARIABLE",

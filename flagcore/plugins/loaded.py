@@ -19,12 +19,12 @@ from flagcore.errors import UsageError
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.plugins import answers
-from flagcore.plugins.blamed import blamed
-from flagcore.plugins.filled import FilledCollectiveCosts, FilledKernelCosts
-from flagcore.plugins.heard import heard
+from flagcore.plugins import validation
+from flagcore.plugins.capture_warnings import heard
+from flagcore.plugins.fallback_costs import FilledCollectiveCosts, FilledKernelCosts
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
-from flagcore.plugins.loading import Plugin, load_plugin, make_plugin
+from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
+from flagcore.plugins.plugin_proxy import proxied
 
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
@@ -95,7 +95,7 @@ class LoadedPlugins:
     def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
         with heard() as said:
             try:
-                found = self._try(plugin, "flagcore_devices", answers.devices) or ()
+                found = self._try(plugin, "flagcore_devices", validation.devices) or ()
             except _Failed as failed:
                 found, said = (), [failed.failure.reason]
         if said and not found:
@@ -109,21 +109,21 @@ class LoadedPlugins:
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
         """Return how well founded a plugin says it is; None if it says nothing."""
-        return self._ask(plugin, "flagcore_maturity", answers.maturity)
+        return self._ask(plugin, "flagcore_maturity", validation.maturity)
 
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the first plugin's answer, or None to derive the levels from the chip."""
         return self._first(
-            [group.chip], "flagcore_topology", lambda answer: answers.topology(answer, group), group=group
+            [group.chip], "flagcore_topology", lambda answer: validation.topology(answer, group), group=group
         )
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
         """Return the first plugin's answer."""
-        return self._first([group.chip], "flagcore_memory_model", answers.memory_model, group=group, engine=engine)
+        return self._first([group.chip], "flagcore_memory_model", validation.memory_model, group=group, engine=engine)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
         """Return the first plugin's answer, with the roofline where that is NaN; None for the roofline alone."""
-        table = self._first([chip], "flagcore_kernel_costs", answers.kernel_costs, chip=chip, engine=engine)
+        table = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, chip=chip, engine=engine)
         return None if table is None else FilledKernelCosts(table, Roofline(chip=chip))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
@@ -131,7 +131,7 @@ class LoadedPlugins:
         levels = self.topology(group) or topology_of(group)
 
         def check(answer: object) -> CollectiveCosts:
-            return answers.collective_costs(answer, levels)
+            return validation.collective_costs(answer, levels)
 
         found = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
         return None if found is None else FilledCollectiveCosts(found, Collectives(topology=levels))
@@ -142,14 +142,14 @@ class LoadedPlugins:
         """Return all plugins' variables; where several set one, the plugin asked first wins."""
         joined: dict[str, str] = {}
         about = {"chip": chip, "engine": engine, "engine_version": engine_version, "task": task}
-        for found in self._all([chip], "flagcore_environment", answers.environment, **about):
+        for found in self._all([chip], "flagcore_environment", validation.environment, **about):
             joined = {**found, **joined}
         return joined
 
     def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]:
         """Return all plugins' knobs; where several have one of a name, that of the plugin asked first."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        found = [knob for knobs in self._all([chip], "flagcore_knobs", answers.knobs, **about) for knob in knobs]
+        found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]
         return tuple({knob.name: knob for knob in reversed(found)}.values())[::-1]
 
     def knob_names(self, engine: str) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class LoadedPlugins:
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the first plugin's answer; UNKNOWN if there is none."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        found = self._first([chip], "flagcore_engine_support", answers.support, **about)
+        found = self._first([chip], "flagcore_engine_support", validation.support, **about)
         return found or EngineSupport(
             support=Support.UNKNOWN, reason=f"no plugin says how {engine} runs on {chip.name}"
         )
@@ -167,7 +167,7 @@ class LoadedPlugins:
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return all plugins' rules."""
         chips = [group.chip for group in task.cluster.groups]
-        found = self._all(chips, "flagcore_pruning_rules", answers.pruning_rules, task=task)
+        found = self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, task=task)
         return tuple(rule for rules in found for rule in rules)
 
     def prepare_launch(self, launch: Launch, task: Task) -> Launch:
@@ -177,7 +177,7 @@ class LoadedPlugins:
         """
         for plugin in reversed(self._order([group.chip for group in task.cluster.groups])):
             try:
-                changed = self._try(plugin, "flagcore_prepare_launch", answers.launch, launch=launch, task=task)
+                changed = self._try(plugin, "flagcore_prepare_launch", validation.launch, launch=launch, task=task)
             except _Failed as failed:
                 raise UsageError(str(failed.failure)) from failed
             launch = changed or launch
@@ -188,20 +188,20 @@ class LoadedPlugins:
     ) -> tuple[FailurePattern, ...]:
         """Return all plugins' patterns, the chip's own plugin's last."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
-        found = self._all([chip], "flagcore_failure_patterns", answers.failure_patterns, **about)
+        found = self._all([chip], "flagcore_failure_patterns", validation.failure_patterns, **about)
         return tuple(pattern for patterns in found for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:
         """Return the first plugin's answer."""
         chip = self.find_chip(device.chip)
-        return self._first([chip] if chip else [], "flagcore_telemetry", answers.telemetry, device=device)
+        return self._first([chip] if chip else [], "flagcore_telemetry", validation.telemetry, device=device)
 
     def _known_chips(self) -> dict[str, tuple[Chip, str]]:
         """Return chip and plugin by every spelling of name and aliases."""
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
-                for chip in self._ask(plugin, "flagcore_chips", answers.chips) or ():
+                for chip in self._ask(plugin, "flagcore_chips", validation.chips) or ():
                     self._enter(plugin, chip, self._catalogue)
         return self._catalogue
 
@@ -244,7 +244,7 @@ class LoadedPlugins:
             with talk_on_stderr():
                 answer = plugin.ask(hook, arguments)
                 stage = "answer"
-                return None if answer is None else blamed(plugin.name, hook, check(answer))
+                return None if answer is None else proxied(plugin.name, hook, check(answer))
         except KeyboardInterrupt:
             raise
         except BaseException as error:

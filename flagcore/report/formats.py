@@ -11,9 +11,9 @@ from contextvars import ContextVar
 from itertools import zip_longest
 from typing import Any
 
-from flagcore.language import foreign, keep, said
-from flagcore.language.width import columns as columns_of
-from flagcore.language.width import left, right, words, wrapped
+from flagcore.i18n import foreign, keep, said
+from flagcore.i18n.width import columns as columns_of
+from flagcore.i18n.width import left, right, words, wrapped
 
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 BETWEEN = "  "

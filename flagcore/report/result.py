@@ -9,7 +9,7 @@ from flagcore.domain.objective import SERVING, is_rate, told
 from flagcore.domain.plan import Plan, off
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
-from flagcore.report.served import front, notes
+from flagcore.report.serving_text import front, notes
 
 SCHEMA_VERSION = 1
 GIB = 2**30

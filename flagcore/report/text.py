@@ -10,8 +10,8 @@ from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
 from flagcore.domain.objective import told as figure_of
 from flagcore.domain.plan import Counts, Plan, lost_repeats, off
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
-from flagcore.language.width import columns, left
-from flagcore.report import served
+from flagcore.i18n.width import columns, left
+from flagcore.report import serving_text
 from flagcore.report.formats import finished, in_words, lookup, table
 
 GIB = 2**30
@@ -52,12 +52,12 @@ def plan_text(plan: Plan) -> str:
     parts = [
         _answer(plan),
         trials_table(plan),
-        served.front_table(plan),
+        serving_text.front_table(plan),
         learned_table(plan),
         slow_text(plan),
         "\n".join([funnel(plan.counts, plan.fidelity), *repeats_text(lost_repeats(plan.repeats))]),
     ]
-    told = [f"Note: {note}." for note in served.notes(plan)] if served.serves(plan) else []
+    told = [f"Note: {note}." for note in serving_text.notes(plan)] if serving_text.serves(plan) else []
     return "\n\n".join([*(part for part in parts if part), *told, f"It ended because {plan.stopped_because}."])
 
 
@@ -76,7 +76,7 @@ def learned_table(plan: Plan) -> str:
         return ""
     over = f"{plan.off.trials} trial{'s' if plan.off.trials > 1 else ''}"
     line = f"Over {over} predictions were off by {far(plan.off.before)}, after learning by {far(plan.off.after)}"
-    what = served.heading(plan.objective) if served.serves(plan) else "step s"
+    what = serving_text.heading(plan.objective) if serving_text.serves(plan) else "step s"
     headings = ["trial", f"~{what}", "believed", what, "off by", "after learning"]
     rows = []
     for trial in plan.trials:
@@ -92,7 +92,7 @@ def learned_table(plan: Plan) -> str:
 
 def _told(plan: Plan, seconds: float) -> str:
     """Return the seconds of a step, or what they mean for the objective of servers."""
-    return f"{figure_of(plan.objective, seconds) if served.serves(plan) else seconds:.4g}"
+    return f"{figure_of(plan.objective, seconds) if serving_text.serves(plan) else seconds:.4g}"
 
 
 def far(share: float) -> str:
@@ -107,14 +107,14 @@ def trials_table(plan: Plan) -> str:
         return "No trial ran."
     base = _step(plan.baseline) if plan.baseline else None
     headings = ["trial", "configuration", "state", "step s", "spread", "~step s", "tok/s/dev", "vs base", "GiB", "~GiB"]
-    if served.serves(plan):
-        headings = ["trial", "configuration", "state", *served.headings(plan.objective)]
+    if serving_text.serves(plan):
+        headings = ["trial", "configuration", "state", *serving_text.headings(plan.objective)]
     rows = []
     for trial in trials:
         reference = base if trial.fidelity == plan.fidelity else None
         figures = (
-            [state_text(trial), *served.cells(trial, plan.objective, reference)]
-            if served.serves(plan)
+            [state_text(trial), *serving_text.cells(trial, plan.objective, reference)]
+            if serving_text.serves(plan)
             else _figures(trial, reference)
         )
         rows.append([_name(plan, trial), candidate_text(trial.candidate), *figures])
@@ -203,13 +203,13 @@ def _tells(knob: str, value: object) -> bool:
 
 def _answer(plan: Plan) -> str:
     if plan.best is None and plan.fastest is not None:
-        return f"No configuration kept {served.limits_text(plan.limits)}."
+        return f"No configuration kept {serving_text.limits_text(plan.limits)}."
     if plan.best is None:
         return f"No configuration could be {'probed' if plan.fidelity == PROBE else 'measured'}."
     how = {ESTIMATE: ", as predicted (nothing ran)", PROBE: ", as probed on one device (it never ran)", RUN: ""}
     heading = f"Best on {plan.devices} x {plan.chip}{how[plan.fidelity]}: {candidate_text(plan.best.candidate)}"
-    speed = _served_speed(plan) if served.serves(plan) else _speed(plan.best)
-    lines, mark = [heading, f"  {speed}", *served.limit_lines(plan)], "" if plan.fidelity == RUN else "~"
+    speed = _served_speed(plan) if serving_text.serves(plan) else _speed(plan.best)
+    lines, mark = [heading, f"  {speed}", *serving_text.limit_lines(plan)], "" if plan.fidelity == RUN else "~"
     if plan.baseline is None:
         return "\n".join([*lines, *_noise(plan)])
     baseline = candidate_text(plan.baseline.candidate)
@@ -223,7 +223,11 @@ def _answer(plan: Plan) -> str:
         )
         lines.append(f"  it is the baseline: {others}")
     else:
-        gain = served.gain_text(plan.objective, plan.gain) if served.serves(plan) else f"{plan.gain:+.1%} tokens/s"
+        gain = (
+            serving_text.gain_text(plan.objective, plan.gain)
+            if serving_text.serves(plan)
+            else f"{plan.gain:+.1%} tokens/s"
+        )
         lines.append(f"  {mark}{gain} against the baseline: {baseline}")
     if len(plan.gains) > 1:
         rounds = ", ".join(_share(plan, each) for each in plan.gains)
@@ -250,16 +254,16 @@ def _speed(best: Trial) -> str:
 
 
 def _share(plan: Plan, gain: float) -> str:
-    return served.gain_text(plan.objective, gain).split()[0] if served.serves(plan) else f"{gain:+.1%}"
+    return serving_text.gain_text(plan.objective, gain).split()[0] if serving_text.serves(plan) else f"{gain:+.1%}"
 
 
 def _served_speed(plan: Plan) -> str:
     assert plan.best is not None
     if plan.best.measurement is not None:
-        return served.figures_line(plan.best.measurement, plan.objective)
+        return serving_text.figures_line(plan.best.measurement, plan.objective)
     figure = lookup(plan.best.predicted, "objective")
-    low, high = (served.objective_text(plan.objective, figure[each]) for each in ("low", "high"))
-    return f"~{served.objective_text(plan.objective, figure['value'])} (80%: {low} to {high})"
+    low, high = (serving_text.objective_text(plan.objective, figure[each]) for each in ("low", "high"))
+    return f"~{serving_text.objective_text(plan.objective, figure['value'])} (80%: {low} to {high})"
 
 
 def _step(trial: Trial) -> float | None:
@@ -296,8 +300,8 @@ def _noise(plan: Plan) -> list[str]:
 
 def _middle(plan: Plan, seconds: float) -> str:
     """Return the best's objective for the median seconds of its runs."""
-    if served.serves(plan):
-        return served.objective_text(plan.objective, figure_of(plan.objective, seconds))
+    if serving_text.serves(plan):
+        return serving_text.objective_text(plan.objective, figure_of(plan.objective, seconds))
     assert plan.best is not None
     return f"{figure_of(TOKENS_PER_SECOND_PER_DEVICE, seconds, plan.best.measurement):,.0f} tokens/s/device"
 

@@ -31,14 +31,14 @@ def parse_spec(data: object, *, file: str, base: Path, plugin_knobs: Collection[
     `plugin_knobs` are names that a space and a baseline may have beside the engine's own. Raises SpecError.
     """
     from flagcore.spec.convert import document_as_spec
-    from flagcore.spec.plain import plain
+    from flagcore.spec.plain_data import plain
 
     return document_as_spec(plain(data, file=file), file=file, base=base, plugin_knobs=plugin_knobs)
 
 
 def spec_as_data(path: Path) -> dict[str, Any]:
     """Read a spec file without judging its keys. The result is JSON-serialisable. Raises SpecError."""
-    from flagcore.spec.datafile import read_mapping
+    from flagcore.spec.data_file import read_mapping
 
     return read_mapping(path, file=str(path))
 
@@ -69,6 +69,6 @@ def read_job(line: Mapping[str, object]) -> Job:
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Mapping[str, Any] | SpecError]:
     """Yield the record of each line of a job file that has one, or the error that names `file` and the line."""
-    from flagcore.spec.joblines import job_lines
+    from flagcore.spec.job_lines import job_lines
 
     return job_lines(stream, file=file)

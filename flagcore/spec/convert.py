@@ -14,7 +14,7 @@ from flagcore.spec.hostfile import read_hosts
 from flagcore.spec.knobs import candidate_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
 from flagcore.spec.models import model_from, model_of_shape
-from flagcore.spec.plain import KeyPath, spec_error
+from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.plugin_knobs import plugin_baseline, plugin_space, split_off, with_plugin_knobs
 from flagcore.spec.schema import ClusterSection, ControlSection, Document, GroupSection, Shape, TrainSection
 from flagcore.spec.serve_schema import ServeDocument

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flagcore.spec.datafile import read_text
+from flagcore.spec.data_file import read_text
 from flagcore.spec.limits import MAX_DEVICES
-from flagcore.spec.plain import spec_error
+from flagcore.spec.plain_data import spec_error
 
 _HOST = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\[\]\-]{0,252}")
 

@@ -16,7 +16,7 @@ from flagcore.domain.model import Model
 from flagcore.errors import SpecError
 from flagcore.spec.limits import Layers, NoLayers, NoSize, Size
 from flagcore.spec.models import check_model
-from flagcore.spec.plain import KeyPath, spec_error
+from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.validate import checked
 
 NAMES = {

@@ -15,7 +15,7 @@ from flagcore.domain.spec import AUTO, TrainSpec
 from flagcore.spec.knobs import JobKnobs, candidate_of
 from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from, model_of_shape
-from flagcore.spec.plain import plain, spec_error
+from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.schema import Shape
 from flagcore.spec.serve_schema import Clients, Knob, NoTokens, PerSecond, Requests, Scalar, Tokens
 from flagcore.spec.settings import Settings, settings_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from flagcore.domain.model import Model
-from flagcore.spec.plain import KeyPath, plain, spec_error
+from flagcore.spec.plain_data import KeyPath, plain, spec_error
 
 if TYPE_CHECKING:
     from flagcore.spec.schema import Shape
@@ -99,7 +99,7 @@ def check_model(model: Model, *, at: KeyPath = (), file: str = "", names: Mappin
 
 
 def _model_at(source: str, base: Path, file: str) -> Model:
-    from flagcore.spec.datafile import read_mapping
+    from flagcore.spec.data_file import read_mapping
     from flagcore.spec.huggingface import model_of_config
 
     plain({"model": source}, file=file)

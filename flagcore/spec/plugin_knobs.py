@@ -12,7 +12,7 @@ from typing import Any
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import AUTO
 from flagcore.errors import SpecError
-from flagcore.spec.plain import spec_error
+from flagcore.spec.plain_data import spec_error
 
 WHERE = ("space", "baseline")
 

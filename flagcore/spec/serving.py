@@ -9,7 +9,7 @@ from typing import Any
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import USUAL_CLIENTS, Load, ServeSpec
-from flagcore.spec.plain import spec_error
+from flagcore.spec.plain_data import spec_error
 from flagcore.spec.serve_schema import ProfileSection, ServeSection, SloSection
 
 

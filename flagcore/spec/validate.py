@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flagcore.errors import SpecError
-from flagcore.spec.plain import KeyPath, key_text, spec_error
+from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 from flagcore.spec.units import BYTES_PATTERN
 
 Schema = Mapping[str, Any]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.knowledge import Lessons
+from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import RUN, Role, Trial, TrialState
 
 
-def learn(trials: Sequence[Trial], fidelity: str = RUN) -> Lessons:
+def learn(trials: Sequence[Trial], fidelity: str = RUN) -> SearchState:
     """Return what finished trials teach a search of some fidelity.
 
     A repeat refines a candidate, it is not another one. Trials of another fidelity settle no candidate, nor do imported
@@ -27,13 +27,13 @@ def learn(trials: Sequence[Trial], fidelity: str = RUN) -> Lessons:
     measured = [trial for trial in by_candidate.values() if trial.state is TrialState.MEASURED]
     baseline = [trial for trial in by_candidate.values() if trial.role is Role.BASELINE]
     repeats = tuple(trial for trial in own if trial.role is Role.REPEAT)
-    lessons = Lessons(
+    search_state = SearchState(
         by_candidate=by_candidate,
         repeats=repeats,
         baseline=baseline[0] if baseline else None,
         best=None,
         probes=tuple(trial for trial in trials if trial.fidelity != fidelity),
     )
-    order = sorted(measured, key=lambda trial: -lessons.speed_of(trial.candidate))
-    best = next((trial for trial in order if lessons.keeps_limits(trial.candidate)), None)
-    return replace(lessons, best=best, fastest=next(iter(order), None))
+    order = sorted(measured, key=lambda trial: -search_state.speed_of(trial.candidate))
+    best = next((trial for trial in order if search_state.keeps_limits(trial.candidate)), None)
+    return replace(search_state, best=best, fastest=next(iter(order), None))

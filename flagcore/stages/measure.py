@@ -19,7 +19,7 @@ from flagcore.contracts import Platform, Running, Telemetry, Workload
 from flagcore.domain.devices import SLOWER, SLOWER_CORES, slow_devices
 from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
 from flagcore.domain.launch import Exit
-from flagcore.domain.secret import secrets_of, without_secrets
+from flagcore.domain.secrets import secrets_of, without_secrets
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError

@@ -10,8 +10,8 @@ import numpy as np
 
 from flagcore.contracts import PruningRule, Workload
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.knowledge import DOES_NOT_FIT, Pruned
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import DOES_NOT_FIT, Pruned
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError

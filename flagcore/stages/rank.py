@@ -4,57 +4,57 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.contracts import Choice, Scene, Strategy, Workload
+from flagcore.contracts import Choice, SearchContext, Strategy, Workload
 from flagcore.domain.experience import Features, Past
-from flagcore.domain.knowledge import Lessons, Pruned
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.learning import features
 
 
-def rank(strategy: Strategy, scene: Scene) -> Choice:
+def rank(strategy: Strategy, context: SearchContext) -> Choice:
     """Return what to try next: what was interrupted, else what `strategy` wants."""
-    if not scene.open_rows.size:
+    if not context.open_rows.size:
         return Choice(row=None, because="every candidate is settled")
-    for trial in scene.trials:
-        if trial.state is TrialState.INTERRUPTED and (row := scene.space.find(trial.candidate)) in scene.open_rows:
+    for trial in context.trials:
+        if trial.state is TrialState.INTERRUPTED and (row := context.space.find(trial.candidate)) in context.open_rows:
             return Choice(row=row, because="it was interrupted")
-    return strategy.next(scene)
+    return strategy.next(context)
 
 
-def scene(
+def search_context(
     task: Task,
     workload: Workload,
     space: Space,
     predictions: Predictions,
     pruned: Pruned,
-    lessons: Lessons,
+    search_state: SearchState,
     past: Past,
     seconds_left: float | None = None,
-) -> Scene:
+) -> SearchContext:
     """Return what a strategy sees."""
 
     def of_rows(rows: IntArray) -> Features:
         columns = space.columns(rows)
         return features(space.axes, columns, predictions.take(rows), workload.sizes(task, columns))
 
-    return Scene(
+    return SearchContext(
         task=task,
         space=space,
         predictions=predictions,
-        open_rows=untried(space, pruned, lessons),
-        trials=lessons.trials,
+        open_rows=untried(space, pruned, search_state),
+        trials=search_state.trials,
         features=of_rows,
         past=past,
         seconds_left=seconds_left,
-        probes=lessons.probes,
+        probes=search_state.probes,
     )
 
 
-def untried(space: Space, pruned: Pruned, lessons: Lessons) -> IntArray:
+def untried(space: Space, pruned: Pruned, search_state: SearchState) -> IntArray:
     """Return the rows that no rule removed and no trial settled."""
-    settled = [row for candidate in lessons.settled if (row := space.find(candidate)) is not None]
+    settled = [row for candidate in search_state.settled if (row := space.find(candidate)) is not None]
     open_rows: IntArray = np.setdiff1d(pruned.open_rows, np.array(settled, dtype=np.int64), assume_unique=True)
     return open_rows

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flagcore.domain.secret import plain_without_secrets, secrets_within
+from flagcore.domain.secrets import plain_without_secrets, secrets_within
 from flagcore.errors import RunError
 from flagcore.files import read_regular
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.contracts import Choice, Scene
+from flagcore.contracts import Choice, SearchContext
 
 
 class Random:
@@ -12,9 +12,9 @@ class Random:
 
     name = "random"
 
-    def next(self, scene: Scene) -> Choice:
+    def next(self, context: SearchContext) -> Choice:
         """Return an open row, drawn by the number of trials so far."""
-        row = np.random.default_rng(len(scene.trials)).choice(scene.open_rows)
+        row = np.random.default_rng(len(context.trials)).choice(context.open_rows)
         return Choice(row=int(row), because="drawn by chance")
 
 

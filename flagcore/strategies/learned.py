@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import ndtr
 
-from flagcore.contracts import Choice, Scene
+from flagcore.contracts import Choice, SearchContext
 from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
@@ -62,10 +62,10 @@ class Learned:
 
     name = "learned"
 
-    def next(self, scene: Scene) -> Choice:
+    def next(self, context: SearchContext) -> Choice:
         """Return the trial with the most expected gain for its expected cost, or none if hardly any gain is left."""
-        view = _view(scene)
-        ran = [trial.measurement for trial in scene.trials if _counts(trial) and trial.measurement]
+        view = _view(context)
+        ran = [trial.measurement for trial in context.trials if _counts(trial) and trial.measurement]
         measured = [measurement.step_time_s for measurement in ran if not measurement.broken]
         if not measured:
             likely = view.fits * view.ends * view.keeps
@@ -84,37 +84,37 @@ class Learned:
         )
         if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
             return Choice(row=None, because=told)
-        possible = np.ones(gain.shape) if scene.seconds_left is None else view.whole < scene.seconds_left
+        possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
-            return Choice(row=None, because=f"no trial fits into the {scene.seconds_left:.0f} s that are left; {told}")
+            return Choice(row=None, because=f"no trial fits in the remaining {context.seconds_left:.0f} s; {told}")
         place = int(np.argmax(possible * gain / view.cost))
         return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {told}")
 
 
-def _view(scene: Scene) -> _View:
+def _view(context: SearchContext) -> _View:
     """Weigh the open rows that are predicted to be the fastest."""
-    predicted = unit_where_unknown(scene)
-    rows = scene.open_rows
+    predicted = unit_where_unknown(context)
+    rows = context.open_rows
     if rows.size > LOOKED_AT:
         rows = np.sort(rows[np.argpartition(predicted[rows], LOOKED_AT)[:LOOKED_AT]])
-    found = scene.features(rows)
-    ratios = Ratios(Observed.join((scene.past.time, observed_times(scene))), found, TIME)
+    found = context.features(rows)
+    ratios = Ratios(Observed.join((context.past.time, observed_times(context))), found, TIME)
     time = ratios.of(found)
     log_predicted = np.log(predicted[rows])
     log_time = log_predicted + time.mean
-    fits, ends = _fits(scene, rows, found), chance_to_end(scene, rows)
-    whole = whole_seconds(scene, log_time)
-    cost = expected_seconds(scene, log_time, whole, fits, ends)
-    keeps = chance_to_keep(scene, rows, found)
+    fits, ends = _fits(context, rows, found), chance_to_end(context, rows)
+    whole = whole_seconds(context, log_time)
+    cost = expected_seconds(context, log_time, whole, fits, ends)
+    keeps = chance_to_keep(context, rows, found)
     return _View(rows, found, ratios, log_predicted, time, log_time, fits, ends, keeps, whole, cost)
 
 
-def _fits(scene: Scene, rows: IntArray, found: Features) -> FloatArray:
+def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray:
     """Return the chance that each row fits, 1 where the capacity is not known."""
-    share = scene.predictions.share_in_use[rows]
+    share = context.predictions.share_in_use[rows]
     if np.isnan(share).all():
         return np.ones(rows.size)
-    memory = Ratios(Observed.join((scene.past.memory, observed_memory(scene))), found, MEMORY).of(found)
+    memory = Ratios(Observed.join((context.past.memory, observed_memory(context))), found, MEMORY).of(found)
     room = -np.log(share) - memory.mean
     chance: FloatArray = np.nan_to_num(ndtr(room / np.maximum(memory.deviation, 1e-6)), nan=1.0)
     return chance
@@ -127,9 +127,9 @@ def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
     return chance_to_gain(drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN)
 
 
-def believed(scene: Scene, row: int) -> Mapping[str, object]:
+def believed(context: SearchContext, row: int) -> Mapping[str, object]:
     """Return what is believed now of a row, open or not: its step time and its chance to fit, as trials taught."""
-    return _belief(_view(replace(scene, open_rows=np.array([row], dtype=np.int64))), 0)
+    return _belief(_view(replace(context, open_rows=np.array([row], dtype=np.int64))), 0)
 
 
 def _choice(view: _View, place: int, because: str) -> Choice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.contracts import Choice, Scene
+from flagcore.contracts import Choice, SearchContext
 
 
 class Predicted:
@@ -12,11 +12,11 @@ class Predicted:
 
     name = "predicted"
 
-    def next(self, scene: Scene) -> Choice:
+    def next(self, context: SearchContext) -> Choice:
         """Return the open row to try; of equal predictions, the one that needs least memory."""
-        rows = scene.open_rows
-        time = np.nan_to_num(scene.predictions.step_time_s[rows], nan=np.inf)
-        first = np.lexsort((scene.predictions.device_used_bytes[rows], time))[0]
+        rows = context.open_rows
+        time = np.nan_to_num(context.predictions.step_time_s[rows], nan=np.inf)
+        first = np.lexsort((context.predictions.device_used_bytes[rows], time))[0]
         return Choice(row=int(rows[first]), because="the fastest predicted of those left")
 
 

@@ -14,7 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from flagcore.contracts import Choice, Scene
+from flagcore.contracts import Choice, SearchContext
 from flagcore.domain.space import Axis, Columns, IntArray, Space, decode
 from flagcore.domain.trial import Trial
 from flagcore.domain.trial import TrialState as Ended
@@ -31,10 +31,10 @@ class Sampled:
     name: str
     sampler: Callable[[int], BaseSampler]
 
-    def next(self, scene: Scene) -> Choice:
+    def next(self, context: SearchContext) -> Choice:
         """Return the open row that is nearest to the suggestion. Raises UsageError where the sampler cannot work."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        space = scene.space
+        space = context.space
         places = decode(
             space.rows, [np.arange(codes.size) for codes in space.codes], [axis.knob for axis in space.axes]
         )
@@ -42,20 +42,20 @@ class Sampled:
         lists = {axis.knob: _values(space, axis, places[axis.knob]) for axis in axes}
         distributions = {axis.knob: _distribution(axis, lists[axis.knob].size) for axis in axes}
         try:
-            study = optuna.create_study(sampler=self.sampler(len(scene.trials)))
-            study.add_trials(_told(scene, lists, distributions))
+            study = optuna.create_study(sampler=self.sampler(len(context.trials)))
+            study.add_trials(_frozen_trials(context, lists, distributions))
             wanted = study.ask(distributions).params
         except ImportError as error:
             raise UsageError(f"the strategy {self.name} needs what is not installed: {error}") from None
-        far = np.zeros(scene.open_rows.size)
+        far = np.zeros(context.open_rows.size)
         for axis in axes:
             codes = lists[axis.knob]
             apart = np.abs(np.searchsorted(codes, space.codes[space.axes.index(axis)]) - wanted[axis.knob])
             share = apart > 0 if _is_word(axis) else apart / (codes.size - 1)
-            far += share.take(places[axis.knob][scene.open_rows])
+            far += share.take(places[axis.knob][context.open_rows])
         nearest = int(np.argmin(far))
         how = "suggests it" if far[nearest] == 0.0 else "suggests one like it that is not open"
-        return Choice(row=int(scene.open_rows[nearest]), because=f"{self.name} {how}")
+        return Choice(row=int(context.open_rows[nearest]), because=f"{self.name} {how}")
 
 
 def _telling(space: Space, places: Columns) -> list[Axis]:
@@ -93,13 +93,15 @@ def _is_word(axis: Axis) -> bool:
     return bool(axis.words) or axis.is_flag
 
 
-def _told(scene: Scene, lists: dict[str, IntArray], distributions: dict[str, BaseDistribution]) -> list[FrozenTrial]:
+def _frozen_trials(
+    context: SearchContext, lists: dict[str, IntArray], distributions: dict[str, BaseDistribution]
+) -> list[FrozenTrial]:
     """Return the trials as a study keeps them."""
-    axes = {axis.knob: axis for axis in scene.space.axes}
-    times = [_seconds(trial) for trial in scene.trials]
+    axes = {axis.knob: axis for axis in context.space.axes}
+    times = [_seconds(trial) for trial in context.trials]
     slowest = max((seconds for seconds in times if seconds is not None), default=None)
     kept = []
-    for trial, seconds in zip(scene.trials, times, strict=True):
+    for trial, seconds in zip(context.trials, times, strict=True):
         values = trial.candidate.as_dict()
         params = {}
         for knob, codes in lists.items():

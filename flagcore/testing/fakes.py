@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from flagcore.domain.chip import Device
-from flagcore.plugins.answers import devices as checked
+from flagcore.plugins.validation import devices as checked
 from flagcore.testing.subject import Subject
 
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")

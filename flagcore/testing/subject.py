@@ -19,7 +19,7 @@ from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.maturity import Maturity
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, answers, load_plugins, names
+from flagcore.plugins import GROUP, WORKLOADS, LoadedPlugins, load_plugins, names, validation
 from flagcore.plugins.installed import installed
 from flagcore.testing.examples import group_of, task_on
 from flagcore.testing.package import Package, read_installed, source_of
@@ -215,7 +215,7 @@ class Subject:
         def own(chip: Chip) -> KernelCosts | None:
             if self.loaded.kernel_costs(chip, "megatron") is None:
                 return None  # nothing, or nothing that can be used, which another check tells
-            return answers.kernel_costs(self.ask("flagcore_kernel_costs", {"chip": chip, "engine": "megatron"}))
+            return validation.kernel_costs(self.ask("flagcore_kernel_costs", {"chip": chip, "engine": "megatron"}))
 
         return self.each("flagcore_kernel_costs", own)
 

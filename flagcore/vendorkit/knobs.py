@@ -18,7 +18,7 @@ from typing import Any
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.plugin_knob import WHOLE_STEP, Factor, Need, PluginChoice, PluginKnob
-from flagcore.vendorkit.parts import Part, read_parts
+from flagcore.vendorkit.fields import Part, read_parts
 from flagcore.vendorkit.versions import concerns, versions_of
 
 FILE = "knobs.yaml"

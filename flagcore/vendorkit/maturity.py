@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from flagcore.domain.maturity import Claim, Maturity
-from flagcore.vendorkit.parts import Part, read_parts
+from flagcore.vendorkit.fields import Part, read_parts
 
 FILE = "maturity.yaml"
 

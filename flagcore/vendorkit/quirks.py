@@ -21,7 +21,7 @@ from flagcore.domain.chip import Chip, Source
 from flagcore.domain.engine import Forced, Refused
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.vendorkit.parts import Part, read_parts
+from flagcore.vendorkit.fields import Part, read_parts
 from flagcore.vendorkit.versions import concerns, versions_of
 
 FILE = "quirks.yaml"

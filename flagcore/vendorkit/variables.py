@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.spec import Task, TrainSpec
-from flagcore.vendorkit.parts import Part, read_parts
+from flagcore.vendorkit.fields import Part, read_parts
 from flagcore.vendorkit.versions import concerns, versions_of
 
 FILE = "environment.yaml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from flagcore.vendorkit.parts import Part
+from flagcore.vendorkit.fields import Part
 
 
 def versions_of(part: Part) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flagcore.api import calibrating
-from flagcore.api.load import Load, busy
+from flagcore.api.hardware import calibration
+from flagcore.api.hardware.machine_load import Load, busy
 from flagcore.calibration import Calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport
@@ -35,10 +35,10 @@ def test_work_of_ones_own_children_is_no_load_of_others(monkeypatch: pytest.Monk
 
 def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
     made = {"torch": "2", "seconds": 5.0, "rows": []}
-    told = calibrating._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
+    told = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
     assert "others on 42% of the processors" in told.how
     with caplog.at_level(logging.WARNING, logger="flagcore"):
-        calibrating.tell(busy(0.42))
+        calibration.tell(busy(0.42))
         assert "others kept 42% of the processors busy meanwhile" in caplog.text
     assert busy(0.05) == []
     assert told.others == 0.42
@@ -48,13 +48,13 @@ def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
     ("here", "count", "words"), [(2, 2, "2 x X1 found, where a node has 8"), (8, 4, "4 of 8 x X1 measured"), (8, 8, "")]
 )
 def test_fewer_devices_than_a_node_has_are_told(here: int, count: int, words: str) -> None:
-    told = calibrating._too_few(X1, RUNS, here, count)
+    told = calibration._too_few(X1, RUNS, here, count)
     assert (words in told[0]) if words else told == []
 
 
 def test_cores_of_one_machine_are_never_too_few() -> None:
     shared = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
-    assert calibrating._too_few(X1, shared, 2, 2) == []
+    assert calibration._too_few(X1, shared, 2, 2) == []
 
 
 def test_the_spread_is_told_in_percent() -> None:
@@ -69,10 +69,10 @@ def test_the_spread_is_told_in_percent() -> None:
         how="",
         rows=tuple({**row, "spread": spread} for spread in (0.02, 0.05, 0.4)),
     )
-    (record,) = calibrating.summary(made)
+    (record,) = calibration.summary(made)
     assert record["spread_percent"] == pytest.approx(5.0)
 
 
 def test_a_chip_whose_rates_nobody_published_is_measured_in_the_usual_precisions() -> None:
-    job = calibrating._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0, Path("x"))
+    job = calibration._job(X1, RUNS, (Device(index=0, chip="X1"),), 1, 5.0, Path("x"))
     assert job["precisions"] == ["bf16", "fp16", "fp32"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.experienced import past
+from flagcore.api.tuning.transfer import past
+from flagcore.engines.megatron import WORKLOAD
 from flagcore.plugins import LoadedPlugins
-from flagcore.workloads.megatron import WORKLOAD
 from tests import small
 
 CANDIDATE = {"data_parallel_size": 4, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api import uncatalogued
-from flagcore.api.uncatalogued import Torch, ask_torch, chip_of
+from flagcore.api.hardware import unlisted_chips
+from flagcore.api.hardware.unlisted_chips import Torch, ask_torch, chip_of
 from flagcore.calibration import Calibration
 from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice
@@ -54,7 +54,7 @@ SPEC = {
 def test_torch_tells_of_an_accelerator_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(uncatalogued, "version", lambda name: "2.10.0+weird")
+    monkeypatch.setattr(unlisted_chips, "version", lambda name: "2.10.0+weird")
     said = ask_torch()
     assert said is not None
     assert (said.kind, said.backend) == ("weird", "wccl")
@@ -87,7 +87,7 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
     with pytest.raises(NoDevice, match="is not known to any installed plugin"):
         api.estimate(spec)
     one = Torch(kind="cpu", backend="gloo", devices=(Device(index=0, chip="Weird 9000", memory_bytes=2 << 30),))
-    monkeypatch.setattr(uncatalogued, "ask_torch", lambda: one)
+    monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: one)
     made, file = api.calibrate(seconds=5.0)
     assert made.chip == "Weird 9000"
     assert file.parent == tmp_path / "calibrations"
@@ -108,9 +108,9 @@ def test_an_uncatalogued_chip_is_calibrated_and_planned_with(tmp_path: Path, mon
 def test_devices_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = LoadedPlugins.of({})
     monkeypatch.setattr(loaded, "devices", Lists.devices)
-    monkeypatch.setattr(uncatalogued, "ask_torch", lambda: None)
+    monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: None)
     with pytest.raises(NoDevice, match=r"Weird 9000 is in no installed plugin's catalogue.*install the vendor's torch"):
-        uncatalogued.uncatalogued(loaded)
+        unlisted_chips.uncatalogued(loaded)
 
 
 def test_rates_come_from_the_largest_kernels() -> None:

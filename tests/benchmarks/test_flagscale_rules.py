@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.flagscale_rules import FlagScale, grid_order
-from flagcore.strategies.history_rules import AXES, RULES
+from flagcore.importers.flagscale.pruning_history import AXES, RULES
 
 PLAIN: dict[str, Any] = {
     "data_parallel_size": 2,

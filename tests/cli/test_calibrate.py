@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.api import calibrating
+from flagcore.api.hardware import calibration
 from flagcore.calibration import Calibration, Calibrations
 from tests.cli.conftest import Project, Ran
 
@@ -64,7 +64,7 @@ def test_what_is_measured_is_kept_listed_used_and_forgotten(
 def test_a_measurement_that_breaks_is_told_in_one_line_and_keeps_nothing(
     flag: Flag, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrating, "PROGRAM", "flagcore.no_such_program")
+    monkeypatch.setattr(calibration, "PROGRAM", "flagcore.no_such_program")
     ran = flag("calibrate", "--seconds", "5")
     assert ran.code == 2
     (line,) = [line for line in ran.err.splitlines() if line.startswith("flag: the measurement")]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.account import account
-from flagcore.api.comparing import BELIEVED, PREDICTED, _compared, _overlap, _Side
-from flagcore.api.posing import known
+from flagcore.api.common.context import known
+from flagcore.api.explaining.candidate_report import account
+from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compared, _overlap, _Side
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.problem import fastest
@@ -76,7 +76,7 @@ def test_a_loser_that_was_stopped_is_no_faster_than_it_was_and_a_plan_beside_a_r
     best, slow = (plan.problem.space.candidate(int(row)) for row in fastest(plan.problem)[[5, 0]])
     ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
     trials = [_ran(number, *each) for number, each in enumerate(ended)]
-    run, typed = replace(plan, lessons=learn(trials)), [values_text(each.as_dict()) for each in (best, slow)]
+    run, typed = replace(plan, search_state=learn(trials)), [values_text(each.as_dict()) for each in (best, slow)]
     first, second = (_Side(run, account(run, each)) for each in typed)
     both = _compared(first, second)
     assert (both.sure, both.gap) == (BELIEVED, pytest.approx(2.0))

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.account import account
-from flagcore.api.posing import Known, known
-from flagcore.api.reasons import state_of
+from flagcore.api.common.context import Known, known
+from flagcore.api.explaining.candidate_report import account
+from flagcore.api.explaining.elimination import state_of
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.problem import fastest
@@ -309,7 +309,7 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
         predicted={},
         measurement=measured,
     )
-    after = replace(where, lessons=learn((stopped,)))
+    after = replace(where, search_state=learn((stopped,)))
     slowest = values_text(where.problem.space.candidate(int(fastest(where.problem)[-1])).as_dict())
     assert account(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
     assert account(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
@@ -338,7 +338,7 @@ def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
     where = known(project.spec(), None, ())
     best, near, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 3, 5]])
     several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
-    after = replace(where, lessons=learn(several))
+    after = replace(where, search_state=learn(several))
 
     def told(trial: Trial) -> list[str]:
         row = where.problem.space.find(trial.candidate)
@@ -346,13 +346,13 @@ def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
 
     assert told(several[1])[-1] == "the runs do not tell it apart from the best: it may be as fast"
     assert not any("tell it apart" in line for trial in (several[0], several[2]) for line in told(trial))
-    once = replace(where, lessons=learn(several[:3]))
+    once = replace(where, search_state=learn(several[:3]))
     assert len(state_of(once, near, where.problem.space.find(near), several[1:2], [], None)[1]) == 1
 
 
 def _why(where: Known, trials: list[Trial]) -> str:
     (slow,) = [each for each in trials if each.number == 2]
-    after = replace(where, lessons=learn(trials))
+    after = replace(where, search_state=learn(trials))
     return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
 
 
@@ -362,7 +362,7 @@ def test_what_a_run_of_probes_tried_is_said_to_have_run(project: Project) -> Non
     best, slow = (where.problem.space.candidate(int(row)) for row in rows)
     probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     run: Any = SimpleNamespace(fidelity=PROBE)
-    after = replace(where, lessons=learn(probes, PROBE), run=run)
+    after = replace(where, search_state=learn(probes, PROBE), run=run)
     told = [state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)]
     assert told[0][:2] == ("ran", ["probe 1 (search) measured: 1 s a step; it is the best"])
     beside = "+100.0% in time against the best (trial 1: 1 s a step)"

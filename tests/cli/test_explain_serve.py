@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.account import account
-from flagcore.api.nearby import allowed_rows
-from flagcore.api.posing import known
+from flagcore.api.common.context import known
+from flagcore.api.explaining.candidate_report import account
+from flagcore.api.explaining.neighbors import allowed_rows
 from flagcore.errors import UsageError
 from flagcore.stages.learn import learn
 from tests.cli.conftest import Ran
@@ -76,9 +76,9 @@ def test_where_no_trial_kept_the_limits_none_is_the_best_nor_worth_changing_to(s
     space = where.problem.space
     late = [replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))]
     run: Any = SimpleNamespace(best=None, trials=late, repeats=(), probes=(), imported=())
-    after = replace(where, lessons=learn(late), run=run)
+    after = replace(where, search_state=learn(late), run=run)
     with pytest.raises(UsageError, match="has no best: no trial kept p99 TTFT <= 5 s"):
         account(after, "best")
     assert not allowed_rows(after).size
     kept = [*late[:-1], replace(trial(len(late) - 1, 1.0), candidate=late[-1].candidate)]
-    assert allowed_rows(replace(after, lessons=learn(kept))).tolist() == [len(late) - 1]
+    assert allowed_rows(replace(after, search_state=learn(kept))).tolist() == [len(late) - 1]

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import click
 import pytest
 
-from flagcore.language import choose
-from flagcore.language.width import columns
+from flagcore.i18n import choose
+from flagcore.i18n.width import columns
 from tests.cli.conftest import Project, Ran
 from tests.cli.test_terminal import on_terminal
 

@@ -76,7 +76,7 @@ def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, 
 
 
 def test_a_check_that_hangs_is_given_up(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flagcore.api.checking.CHECK_SECONDS", 8.0)
+    monkeypatch.setattr("flagcore.api.plugin_tools.check.CHECK_SECONDS", 8.0)
     hooks = acme / "flagcore_acme/hooks.py"
     hooks.write_text(
         hooks.read_text().replace("return failure_patterns(", "while True: pass\n    return failure_patterns(")

@@ -8,8 +8,8 @@ import pytest
 
 from flagcore.domain.budget import allowance, repeats_seconds, room_for, seconds_left, spent
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.knowledge import Lessons
 from flagcore.domain.noise import MORE_ROUNDS
+from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn
@@ -37,35 +37,37 @@ def trial(
     )
 
 
-def lessons(*trials: Trial) -> Lessons:
+def search_state(*trials: Trial) -> SearchState:
     return learn(trials)
 
 
 def test_the_number_of_trials_ends_a_run() -> None:
     known = [trial(0, role=Role.BASELINE), *(trial(n) for n in (1, 2, 3))]
-    assert spent(CONTROL, lessons(*known[:3]), 0.0) is None
-    assert spent(CONTROL, lessons(*known), 0.0) == "max_trials = 4 is reached"
+    assert spent(CONTROL, search_state(*known[:3]), 0.0) is None
+    assert spent(CONTROL, search_state(*known), 0.0) == "max_trials = 4 is reached"
 
 
 def test_an_interrupted_trial_has_used_up_nothing() -> None:
     known = [trial(n) for n in range(4)]
     known[3] = replace(known[3], state=TrialState.INTERRUPTED, measurement=None)
-    assert spent(CONTROL, lessons(*known), 0.0) is None
+    assert spent(CONTROL, search_state(*known), 0.0) is None
 
 
 def test_time_is_kept_for_the_repeats_and_one_more_trial() -> None:
-    known = lessons(trial(0, 1.0, role=Role.BASELINE, seconds=20.0), trial(1, 2.0, seconds=10.0))
+    known = search_state(trial(0, 1.0, role=Role.BASELINE, seconds=20.0), trial(1, 2.0, seconds=10.0))
     assert repeats_seconds(CONTROL, known) == 30.0
     assert spent(CONTROL, known, 49.0) is None
     assert spent(CONTROL, known, 50.0) == "max_time = 100 s is spent"
 
 
 def test_time_is_kept_for_the_repeats_of_rivals_too_and_more_rounds_may_come() -> None:
-    known = lessons(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
+    known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
     assert repeats_seconds(CONTROL, known) == 30.0
     assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 * (1 + MORE_ROUNDS)
     assert seconds_left(CONTROL, known, 3, 0.0) == 90.0
-    one_done = lessons(*known.trials, replace(trial(3, 1.0, role=Role.REPEAT), candidate=known.trials[0].candidate))
+    one_done = search_state(
+        *known.trials, replace(trial(3, 1.0, role=Role.REPEAT), candidate=known.trials[0].candidate)
+    )
     assert repeats_seconds(CONTROL, one_done) == 20.0
     assert repeats_seconds(replace(CONTROL, repeats=0), known, at_most=True) == 0.0
 
@@ -77,18 +79,18 @@ def test_nothing_is_run_again_that_would_not_end_in_time() -> None:
 
 
 def test_a_hang_does_not_eat_the_time_of_the_others() -> None:
-    known = lessons(
+    known = search_state(
         trial(0, 1.0, role=Role.BASELINE), replace(trial(1, None, seconds=30.0), state=TrialState.TIMED_OUT)
     )
     assert spent(CONTROL, known, 80.0) is None
 
 
 def test_when_nothing_works_it_ends_early() -> None:
-    assert spent(replace(CONTROL, max_trials=99), lessons(*(trial(n, None) for n in range(5))), 0.0) == (
+    assert spent(replace(CONTROL, max_trials=99), search_state(*(trial(n, None) for n in range(5))), 0.0) == (
         "the first 5 trials all failed"
     )
     memory = [replace(trial(n, None), state=TrialState.OUT_OF_MEMORY) for n in range(5)]
-    assert spent(replace(CONTROL, max_trials=99), lessons(*memory), 0.0) is None
+    assert spent(replace(CONTROL, max_trials=99), search_state(*memory), 0.0) is None
 
 
 @pytest.mark.parametrize(("elapsed", "seconds"), [(0.0, 30.0), (90.0, 10.0), (100.0, 1.0), (500.0, 1.0)])
@@ -98,12 +100,12 @@ def test_a_trial_gets_what_is_left_of_the_run(elapsed: float, seconds: float) ->
 
 
 def test_the_estimate_of_what_is_left_counts_trials_and_repeats() -> None:
-    known = lessons(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0))
-    assert seconds_left(CONTROL, lessons(), 50, 0.0) is None
+    known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0))
+    assert seconds_left(CONTROL, search_state(), 50, 0.0) is None
     assert seconds_left(CONTROL, known, 50, 0.0) == 2 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 3, 0.0) == 1 * 10.0 + 20.0
     assert seconds_left(CONTROL, known, 50, 95.0) == 5.0
 
 
 def test_a_best_that_is_the_baseline_is_not_repeated() -> None:
-    assert repeats_seconds(CONTROL, lessons(trial(0, 2.0, role=Role.BASELINE), trial(1, 1.0))) == 0.0
+    assert repeats_seconds(CONTROL, search_state(trial(0, 2.0, role=Role.BASELINE), trial(1, 1.0))) == 0.0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.knowledge import Lessons
-from flagcore.domain.noise import MORE_ROUNDS, RUNS_DIFFER, contenders, drift, drifted, next_repeat, rivals, told_apart
+from flagcore.domain.noise import MORE_ROUNDS, RUNS_DIFFER, contenders, drift, drifted, next_repeat, rivals, significant
+from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.stages.learn import learn
@@ -37,7 +37,7 @@ def names(trials: tuple[Trial, ...]) -> list[object]:
     return [each.candidate.as_dict()["who"] for each in trials]
 
 
-def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple[list[object], Lessons]:
+def again(trials: list[Trial], control: Control, **speeds: list[float]) -> tuple[list[object], SearchState]:
     """Run repeats until no more is wanted; each takes the next of its candidate's speeds, the last one for ever."""
     trials, order = list(trials), list[object]()
     left = {who: list(given) for who, given in speeds.items()}
@@ -79,23 +79,23 @@ def test_however_noisy_its_steps_a_much_slower_one_is_told_apart() -> None:
 
 @pytest.mark.parametrize(("longer", "apart"), [(0.02, True), (0.0199, False)])
 def test_two_quiet_ones_are_told_apart_by_what_runs_differ(longer: float, apart: bool) -> None:
-    assert told_apart(longer, first(a=100.0), first(b=100.0)) is apart
+    assert significant(longer, first(a=100.0), first(b=100.0)) is apart
 
 
 def test_the_best_is_the_one_with_the_best_median_of_its_runs() -> None:
-    _, lessons = again(first(base=50.0, lucky=101.0, b=100.0), CONTROL, base=[50.0], lucky=[94.0, 95.0], b=[100.0])
-    assert lessons.best is not None
-    assert names((lessons.best,)) == ["b"]
-    assert lessons.best.number == 2
+    _, search_state = again(first(base=50.0, lucky=101.0, b=100.0), CONTROL, base=[50.0], lucky=[94.0, 95.0], b=[100.0])
+    assert search_state.best is not None
+    assert names((search_state.best,)) == ["b"]
+    assert search_state.best.number == 2
 
 
 def test_what_leads_once_a_lucky_one_has_fallen_is_run_again_too() -> None:
     known = first(base=50.0, lucky=104.0, b=100.0)
     assert rivals(learn(known)) == ()
-    order, lessons = again(known, CONTROL, base=[50.0], lucky=[92.0], b=[100.0])
+    order, search_state = again(known, CONTROL, base=[50.0], lucky=[92.0], b=[100.0])
     assert "b" in order
-    assert lessons.best is not None
-    assert names((lessons.best,)) == ["b"]
+    assert search_state.best is not None
+    assert names((search_state.best,)) == ["b"]
 
 
 def test_more_rounds_end_when_two_are_told_apart_or_at_the_cap() -> None:

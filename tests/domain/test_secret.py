@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.secret import (
+from flagcore.domain.secrets import (
     is_secret,
     plain_without_secrets,
     secrets_in,

@@ -10,17 +10,17 @@ import pytest
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.learning.costs import expected_seconds, whole_seconds
-from tests.strategies.scenes import predictions, ran, scene
+from tests.strategies.contexts import predictions, ran, search_context
 
 KNOWN = predictions()
-STEPS = scene(KNOWN).task.spec.control.train_iters
+STEPS = search_context(KNOWN).task.spec.control.train_iters
 STEP = float(KNOWN.step_time_s[0])
 WHOLE = 20.0 + STEPS * STEP
 
 
 def cost(fits: float, ends: float, *trials: Trial) -> float:
     """The cost of a step as long as that of row 0, whose trial took 20 s beside its steps."""
-    seen = scene(KNOWN, [replace(ran(0, STEP, 0), duration_s=WHOLE), *trials])
+    seen = search_context(KNOWN, [replace(ran(0, STEP, 0), duration_s=WHOLE), *trials])
     log_time: FloatArray = np.log([STEP])
     whole = whole_seconds(seen, log_time)
     assert whole.tolist() == pytest.approx([WHOLE])

@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.learning.failures import chance_to_end
-from tests.strategies.scenes import SPACE, predictions, ran, scene
+from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 KNOWN = predictions()
 ROWS = np.arange(len(SPACE))
@@ -21,7 +21,7 @@ def lost(row: int, number: int, state: TrialState = TrialState.FAILED) -> Trial:
 
 
 def chances(*trials: Trial) -> np.ndarray:
-    return chance_to_end(scene(KNOWN, trials), ROWS)
+    return chance_to_end(search_context(KNOWN, trials), ROWS)
 
 
 def apart(row: int) -> np.ndarray:

@@ -8,11 +8,11 @@ import pytest
 from flagcore.domain.experience import Observed
 from flagcore.domain.space import FloatArray
 from flagcore.learning import MEMORY, TIME, Ratios
-from tests.strategies.scenes import SPACE, predictions, scene
+from tests.strategies.contexts import SPACE, predictions, search_context
 
 KNOWN = predictions()
 ROWS = np.arange(len(SPACE))
-ALL = scene(KNOWN).features(ROWS)
+ALL = search_context(KNOWN).features(ROWS)
 TRIED = np.random.default_rng(0).permutation(len(SPACE))[:40]
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning.trials import observed_times, seconds_beside
-from tests.strategies.scenes import predictions, ran, scene
+from tests.strategies.contexts import predictions, ran, search_context
 
 KNOWN = predictions()
-STEPS = scene(KNOWN).task.spec.control.train_iters
+STEPS = search_context(KNOWN).task.spec.control.train_iters
 
 
 def late(row: int, times: float, beside: float, **changes: object) -> Trial:
@@ -28,12 +28,12 @@ def measured() -> list[Trial]:
 
 
 def told(*trials: Trial) -> list[float]:
-    return observed_times(scene(KNOWN, [*measured(), *trials])).log_ratio[3:].tolist()
+    return observed_times(search_context(KNOWN, [*measured(), *trials])).log_ratio[3:].tolist()
 
 
 def test_trials_take_a_time_beside_their_steps() -> None:
-    assert seconds_beside(scene(KNOWN, measured())) == pytest.approx(20.0)
-    assert seconds_beside(scene(KNOWN)) == 0.0
+    assert seconds_beside(search_context(KNOWN, measured())) == pytest.approx(20.0)
+    assert seconds_beside(search_context(KNOWN)) == 0.0
 
 
 def test_a_time_out_is_a_bound_of_the_step() -> None:
@@ -50,4 +50,4 @@ def test_a_trial_that_hung_says_nothing_of_time() -> None:
 
 def test_a_probe_that_timed_out_says_nothing_of_the_step() -> None:
     probe = late(7, 1.4, 20.0, fidelity=PROBE)
-    assert observed_times(replace(scene(KNOWN, measured()), probes=[probe])).log_ratio.size == 3
+    assert observed_times(replace(search_context(KNOWN, measured()), probes=[probe])).log_ratio.size == 3

@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flagcore.workloads.megatron.trial import layers
+from flagcore.engines.megatron.trial import layers
 
 META = torch.device("meta")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

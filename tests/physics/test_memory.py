@@ -13,7 +13,7 @@ from flagcore.physics import pipeline
 from flagcore.physics.layout import Layout
 from flagcore.physics.memory import training as memory
 from flagcore.physics.memory.device import PlainMemory
-from flagcore.physics.memory.keeping import Kinds
+from flagcore.physics.memory.kept_activations import Kinds
 from flagcore.physics.options import DEFAULTS, Options, StageLayers
 from tests.physics.candidates import DEEPSEEK_16B, LLAMA, MOE, layout, random_layouts, train
 

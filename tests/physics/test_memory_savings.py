@@ -11,10 +11,10 @@ import pytest
 from flagcore.domain.model import Model
 from flagcore.physics import pipeline
 from flagcore.physics.layout import Layout, Training
-from flagcore.physics.memory.keeping import Kinds
+from flagcore.physics.memory.kept_activations import Kinds
 from flagcore.physics.memory.training import component_table, rank_memory, training_memory
 from flagcore.physics.options import Options
-from flagcore.physics.schedules.named import SCHEDULES
+from flagcore.physics.schedules.catalogue import SCHEDULES
 from tests.physics.candidates import DEEPSEEK_16B, LATENT, LLAMA, MOE, layout, train
 
 PAIRS = 20

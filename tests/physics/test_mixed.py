@@ -17,7 +17,7 @@ from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.layout import Layout
 from flagcore.physics.memory.device import PlainMemory
-from flagcore.physics.memory.in_use import memory_in_use
+from flagcore.physics.memory.device_usage import memory_in_use
 from flagcore.physics.memory.training import rank_memory
 from flagcore.physics.options import Options, StageLayers
 from flagcore.physics.placement import Placement

@@ -12,9 +12,9 @@ import pytest
 from flagcore.domain.passes import Passes
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
-from flagcore.physics.schedules.named import SCHEDULES, StageTimes, deferred, in_flight, makespan
-from flagcore.physics.schedules.play import FOLDED, orders_of, pipe_of, play
-from flagcore.physics.schedules.running import Pass, seconds_of
+from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, deferred, in_flight, makespan
+from flagcore.physics.schedules.execution import Pass, seconds_of
+from flagcore.physics.schedules.replay import FOLDED, orders_of, pipe_of, play
 
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 LENGTHS = (1, 2, 3, 4, 6, 8)

@@ -22,13 +22,13 @@ from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.learning import features
 from flagcore.plugins import strategy, workload_of
-from flagcore.problem import Problem, pose
+from flagcore.problem import Problem, build_problem
 from flagcore.spec import parse_spec
 from flagcore.stages.build import build
 from flagcore.stages.learn import learn
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import prune
-from flagcore.stages.rank import scene
+from flagcore.stages.rank import search_context
 from tests import small
 from tests.plugins.conftest import Install
 
@@ -307,7 +307,7 @@ def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> 
         Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
         for place, row in enumerate(off)
     ]
-    seen = scene(task, engine, space, foretold, pruned, learn(failed), Past.nothing())
+    seen = search_context(task, engine, space, foretold, pruned, learn(failed), Past.nothing())
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]
@@ -361,7 +361,7 @@ job["candidate"]["micro_batch_size"] = given.micro_batch_size
 job["train"]["train_iters"], job["output"] = given.train_iters, given.folder
 file = pathlib.Path(given.folder, "job.json")
 file.write_text(json.dumps(job))
-subprocess.run([sys.executable, "-m", "flagcore.workloads.megatron.trial", str(file)], check=True)
+subprocess.run([sys.executable, "-m", "flagcore.engines.megatron.trial", str(file)], check=True)
 pathlib.Path(given.folder, "argv.json").write_text(json.dumps([sys.argv, os.environ.get("ACME_WAIT")]))
 print(f"  acme_fused ................................ {given.acme_fused}")
 for number, step in enumerate(json.loads(pathlib.Path(given.folder, "metrics.json").read_text())["steps"], start=1):
@@ -411,7 +411,7 @@ def posed(install: Install, space: dict[str, Any]) -> Problem:
     data = json.loads(json.dumps(SPEC))
     data["auto_tuner"]["space"] |= space
     spec = parse_spec(data, file="spec.yaml", base=Path(), plugin_knobs=loaded.knob_names("megatron"))
-    return pose(spec, loaded, workload_of(spec.work))
+    return build_problem(spec, loaded, workload_of(spec.work))
 
 
 def _with(problem: Problem, knob: PluginKnob) -> Task:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.report.account import differs_text, seconds_text
-from flagcore.report.explained import memory_parts, needs_text
+from flagcore.report.candidate_report import differs_text, seconds_text
+from flagcore.report.explanation import memory_parts, needs_text
 
 
 def test_knobs_of_recompute_are_told_as_one() -> None:

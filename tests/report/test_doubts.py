@@ -24,20 +24,20 @@ def trial(number: int, mbs: int, step: float, role: Role = Role.SEARCH) -> Trial
 
 
 def plan(trials: list[Trial], rivals: int) -> Plan:
-    lessons = learn(trials)
+    search_state = learn(trials)
     return Plan(
         chip="x",
         devices=1,
         objective="tokens_per_second_per_device",
         counts=Counts(**dict.fromkeys(Counts.__slots__, 0) | NONE),  # type: ignore[arg-type]
-        trials=lessons.trials,
-        repeats=lessons.repeats,
-        baseline=lessons.baseline,
-        best=lessons.best,
+        trials=search_state.trials,
+        repeats=search_state.repeats,
+        baseline=search_state.baseline,
+        best=search_state.best,
         gains=(),
         stopped_because="all is tried",
         medians={0: 1.0},
-        rivals=lessons.trials[1 : 1 + rivals],
+        rivals=search_state.trials[1 : 1 + rivals],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flagcore.report.explained import explained
+from flagcore.report.explanation import explained
 
 RECORD: dict[str, Any] = {
     "step_time_s": {"value": 2.0, "low": 1.5, "high": 2.5},

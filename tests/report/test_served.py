@@ -7,7 +7,7 @@ import dataclasses
 from flagcore.domain.plan import Counts, Plan, gains
 from flagcore.domain.trial import Role, Trial
 from flagcore.report.result import result
-from flagcore.report.served import front, impossible
+from flagcore.report.serving_text import front, impossible
 from flagcore.report.text import plan_text
 from flagcore.stages.learn import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
@@ -27,19 +27,19 @@ COUNTS = Counts(
 
 
 def plan(*trials: Trial, objective: str = OBJECTIVE, limits: dict[str, float] = LIMITS) -> Plan:
-    lessons = learn(trials)
+    search_state = learn(trials)
     return Plan(
         chip="x",
         devices=8,
         objective=objective,
         counts=COUNTS,
-        trials=lessons.trials,
-        repeats=lessons.repeats,
-        baseline=lessons.baseline,
-        best=lessons.best,
-        gains=gains(lessons),
+        trials=search_state.trials,
+        repeats=search_state.repeats,
+        baseline=search_state.baseline,
+        best=search_state.best,
+        gains=gains(search_state),
         stopped_because="all is tried",
-        fastest=lessons.fastest,
+        fastest=search_state.fastest,
         limits=limits,
     )
 

@@ -17,10 +17,10 @@ from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport, Forced, Refused
 from flagcore.domain.space import Axis, Columns, Merge, Rule, Space
 from flagcore.domain.spec import Task
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
 from flagcore.stages import build as build_module
 from flagcore.stages.build import build, check, refusals
-from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 MODELS = {

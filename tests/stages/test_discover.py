@@ -15,11 +15,11 @@ from flagcore.domain.chip import Chip, Device, Fact, Support
 from flagcore.domain.engine import EngineSupport, Refused
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.plugins import LoadedPlugins
 from flagcore.stages.discover import discover, present
-from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 SHARED = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)

@@ -10,13 +10,13 @@ FAST, SLOWER = trial(1, 200.0, ttft=1.5), trial(2, 150.0, ttft=0.9)
 
 
 def test_the_best_keeps_every_limit_though_another_is_faster() -> None:
-    lessons = learn((trial(0, 100.0, role=Role.BASELINE), FAST, SLOWER))
-    assert (lessons.best, lessons.fastest) == (SLOWER, FAST)
+    search_state = learn((trial(0, 100.0, role=Role.BASELINE), FAST, SLOWER))
+    assert (search_state.best, search_state.fastest) == (SLOWER, FAST)
 
 
 def test_without_a_candidate_that_keeps_the_limits_there_is_no_best() -> None:
-    lessons = learn((FAST,))
-    assert (lessons.best, lessons.fastest) == (None, FAST)
+    search_state = learn((FAST,))
+    assert (search_state.best, search_state.fastest) == (None, FAST)
 
 
 def test_a_candidate_that_breaks_a_limit_in_half_of_its_runs_is_not_the_best() -> None:

@@ -17,9 +17,9 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit, FailurePattern
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import FlagError
 from flagcore.stages.measure import HOPELESS, measure
-from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 TASK = small.task(control=Control(train_iters=5, warmup_iters=1), memory_bytes=1 << 30)

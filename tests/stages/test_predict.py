@@ -10,10 +10,10 @@ import pytest
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.prediction import Prediction
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.stages import predict as predict_module
 from flagcore.stages.build import build
 from flagcore.stages.predict import LIMITS, limit, predict, record
-from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 

@@ -18,12 +18,12 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.probe import Probe
 from flagcore.domain.trial import TrialState
+from flagcore.engines.megatron.adapter import Megatron
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.discover import side_by_side
 from flagcore.stages.probe import probe
-from flagcore.workloads.megatron.adapter import Megatron
 from tests import small
-from tests.workloads.megatron.test_probing import METRICS
+from tests.engines.megatron.test_probing import METRICS
 
 TASK = small.task(devices=4)
 CANDIDATE = small.candidate(pipeline_model_parallel_size=4, data_parallel_size=1)

@@ -10,18 +10,18 @@ import pytest
 
 from flagcore.contracts import PruningRule
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.knowledge import Pruned
 from flagcore.domain.plan import count
 from flagcore.domain.prediction import Predictions
+from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import BoolArray, Columns, Space
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.stages import prune as prune_module
 from flagcore.stages.build import build
 from flagcore.stages.learn import learn
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import AS_MUCH_MEMORY, AS_MUCH_WORK, prune
 from flagcore.stages.rank import untried
-from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 TASK = small.task(space={"recompute_granularity": ("full",)})
@@ -194,13 +194,13 @@ def test_books_balance_after_any_trials_and_untried_is_what_is_left(seed: int) -
         trial(SPACE.candidate(int(row)), states[int(draw.integers(len(states)))], n) for n, row in enumerate(rows)
     ]
     found = pruned(trials, of=predictions(float(np.quantile(predictions().device_used_bytes, 0.8))))
-    lessons = learn(trials)
-    counts = count(SPACE, found, lessons)
+    search_state = learn(trials)
+    counts = count(SPACE, found, search_state)
     interrupted = sum(each.state is TrialState.INTERRUPTED for each in trials)
     interrupted_and_open = sum(
         each.state is TrialState.INTERRUPTED and SPACE.find(each.candidate) in found.open_rows for each in trials
     )
     assert counts.balanced
-    assert counts.untried == untried(SPACE, found, lessons).size - interrupted_and_open
+    assert counts.untried == untried(SPACE, found, search_state).size - interrupted_and_open
     assert counts.measured + counts.stopped + counts.failed == 12
     assert counts.failed >= interrupted

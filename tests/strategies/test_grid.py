@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.flagscale_rules import FlagScale
 from flagcore.domain.trial import Role, Trial
-from flagcore.strategies.grid import STRATEGY
-from tests.strategies.scenes import SPACE, predictions, ran, scene
+from flagcore.importers.flagscale.grid import STRATEGY
+from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 KNOWN = predictions()
 
@@ -23,7 +23,7 @@ def walked(fits: np.ndarray, baseline: int | None = None) -> tuple[list[int], li
         trials.append(replace(ran(baseline, float(KNOWN.step_time_s[baseline]), 0), role=Role.BASELINE))
     while True:
         rows = [row for trial in trials if (row := SPACE.find(trial.candidate)) is not None]
-        seen = scene(KNOWN, trials)
+        seen = search_context(KNOWN, trials)
         if not seen.open_rows.size:
             return rows, reasons
         choice = STRATEGY.next(seen)

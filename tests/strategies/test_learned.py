@@ -14,14 +14,14 @@ from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.learning.costs import whole_seconds
 from flagcore.learning.trials import LEAST_NOISE, PROBE_NOISE, observed_memory, observed_times
 from flagcore.strategies.learned import STRATEGY
-from tests.strategies.scenes import SPACE, distorted, predictions, ran, scene
+from tests.strategies.contexts import SPACE, distorted, predictions, ran, search_context
 
 
 def search(known: Predictions, real: FloatArray, capacity: float = np.inf, memory: float = 1.0) -> list[Trial]:
     """Run the strategy to its end against made-up truth."""
     trials: list[Trial] = []
     while len(trials) < len(SPACE):
-        row = STRATEGY.next(scene(known, trials)).row
+        row = STRATEGY.next(search_context(known, trials)).row
         if row is None:
             break
         need = memory * float(known.device_used_bytes[row])
@@ -56,7 +56,7 @@ def test_without_any_predicted_time_the_trials_alone_teach() -> None:
     blind = replace(known, step_time_s=nothing, low_s=nothing, high_s=nothing)
     trials: list[Trial] = []
     for number in range(25):
-        row = STRATEGY.next(scene(blind, trials)).row
+        row = STRATEGY.next(search_context(blind, trials)).row
         if row is None:
             break
         trials.append(ran(row, float(known.step_time_s[row]), number))
@@ -79,7 +79,7 @@ def test_trials_that_ran_out_of_memory_teach_to_avoid_their_like() -> None:
 def test_it_says_how_likely_a_gain_is_left_when_it_ends() -> None:
     known = predictions()
     trials = search(known, known.step_time_s)
-    told = STRATEGY.next(scene(known, trials))
+    told = STRATEGY.next(search_context(known, trials))
     assert told.row is None
     assert "the chance that an untried candidate is more than 1% faster than the best is" in told.because
 
@@ -87,7 +87,7 @@ def test_it_says_how_likely_a_gain_is_left_when_it_ends() -> None:
 def test_a_choice_tells_what_is_believed_of_it() -> None:
     known = predictions()
     first = int(np.argmin(known.step_time_s))
-    chosen = STRATEGY.next(scene(known, [ran(first, 2.0 * float(known.step_time_s[first]), 0)]))
+    chosen = STRATEGY.next(search_context(known, [ran(first, 2.0 * float(known.step_time_s[first]), 0)]))
     assert chosen.row is not None
     step = chosen.belief["step_time_s"]
     assert isinstance(step, dict)
@@ -103,7 +103,7 @@ def test_probes_count_as_less_sure_trials_until_their_candidate_runs() -> None:
     known = predictions()
     step, need = known.step_time_s, known.device_used_bytes
     probes = (probed(3, 1.5 * step[3], 0, 2 * need[3]), probed(4, 1.5 * step[4], 1), probed(5, None, 2))
-    seen = replace(scene(known, [ran(4, 1.2 * step[4], 3)]), probes=probes)
+    seen = replace(search_context(known, [ran(4, 1.2 * step[4], 3)]), probes=probes)
     times = observed_times(seen)
     assert np.exp(times.log_ratio).tolist() == pytest.approx([1.2, 1.5])
     assert times.noise.tolist() == [LEAST_NOISE, PROBE_NOISE]
@@ -115,15 +115,17 @@ def test_probes_count_as_less_sure_trials_until_their_candidate_runs() -> None:
 
 def test_before_any_run_probes_decide_what_is_the_fastest() -> None:
     known = predictions()
-    first = STRATEGY.next(scene(known)).row
+    first = STRATEGY.next(search_context(known)).row
     assert first is not None
-    slow = STRATEGY.next(replace(scene(known), probes=[probed(first, 3.0 * float(known.step_time_s[first]), 0)]))
+    slow = STRATEGY.next(
+        replace(search_context(known), probes=[probed(first, 3.0 * float(known.step_time_s[first]), 0)])
+    )
     assert slow.belief["step_time_s"]["value"] > 1.5 * known.step_time_s[slow.row]  # type: ignore[index]
 
 
 def test_all_probes_cost_the_same_however_long_the_step() -> None:
     known = predictions()
-    seen = scene(known, [ran(0, float(known.step_time_s[0]), 0)])
+    seen = search_context(known, [ran(0, float(known.step_time_s[0]), 0)])
     control = replace(seen.task.spec.control, fidelity=PROBE)
     task = replace(seen.task, spec=replace(seen.task.spec, control=control))
     alike = replace(seen, task=task)
@@ -137,14 +139,14 @@ def test_what_a_failed_trial_measured_says_nothing_of_time(state: TrialState) ->
     known = predictions()
     first = ran(0, float(known.step_time_s[0]), 0)
     broken = replace(ran(1, 0.1 * float(known.step_time_s[1]), 1), state=state)
-    assert observed_times(scene(known, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
+    assert observed_times(search_context(known, [first, broken])).log_ratio.tolist() == pytest.approx([0.0])
 
 
 def broken_by(known: Predictions, real: FloatArray, fails: np.ndarray, most: int) -> list[Trial]:
     """Run the strategy, where what `fails` marks fails."""
     trials: list[Trial] = []
     while len(trials) < most:
-        row = STRATEGY.next(scene(known, trials)).row
+        row = STRATEGY.next(search_context(known, trials)).row
         if row is None:
             break
         done = ran(row, float(real[row]), len(trials))
@@ -173,7 +175,7 @@ def test_where_failing_costs_the_whole_time_limit_what_may_not_fit_is_avoided_mo
     chances = []
     for seconds in (1.0, 3000.0):
         lost = replace(ran(out, None, 1), duration_s=seconds)
-        choice = STRATEGY.next(scene(known, [replace(fit, duration_s=60.0), lost]))
+        choice = STRATEGY.next(search_context(known, [replace(fit, duration_s=60.0), lost]))
         chances.append(choice.belief["chance_to_fit"])
     assert chances[0] < 0.99 * chances[1]  # type: ignore[operator]
 
@@ -181,26 +183,30 @@ def test_where_failing_costs_the_whole_time_limit_what_may_not_fit_is_avoided_mo
 def test_what_earlier_runs_teach_does_not_end_a_run_before_it_has_measured_a_few() -> None:
     known = predictions()
     rows = np.arange(len(SPACE))
+    features = search_context(known).features(rows)
     taught = Observed(
-        scene(known).features(rows), np.zeros(rows.size), np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64)
+        features,
+        np.zeros(rows.size),
+        np.full(rows.size, 0.01),
+        np.ones(rows.size, dtype=np.int64),
     )
     past = replace(Past.nothing(), time=taught)
     best = int(np.argmin(known.step_time_s))
     trials = [ran(best, float(known.step_time_s[best]), 0)]
-    assert STRATEGY.next(scene(known, trials, past=past)).row is not None
+    assert STRATEGY.next(search_context(known, trials, past=past)).row is not None
 
 
 def test_nothing_that_fits_is_told_without_a_figure_that_is_none() -> None:
     known = replace(predictions(), capacity_bytes=1.0)
     trials = [ran(row, float(known.step_time_s[row]), row, 0.5) for row in range(3)]
-    assert "nan" not in STRATEGY.next(scene(known, trials)).because
+    assert "nan" not in STRATEGY.next(search_context(known, trials)).because
 
 
 def test_no_trial_starts_that_takes_longer_than_what_is_left() -> None:
     known = predictions()
     first = int(np.argmax(known.step_time_s))
-    seen = scene(known, [ran(first, float(known.step_time_s[first]), 0)])
+    seen = search_context(known, [ran(first, float(known.step_time_s[first]), 0)])
     assert STRATEGY.next(replace(seen, seconds_left=1e6)).row is not None
     told = STRATEGY.next(replace(seen, seconds_left=1e-6))
     assert told.row is None
-    assert told.because.startswith("no trial fits into the 0 s that are left")
+    assert told.because.startswith("no trial fits in the remaining 0 s")

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flagcore.contracts import Scene
+from flagcore.contracts import SearchContext
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.trial import Trial
 from flagcore.strategies.learned import STRATEGY
-from tests.strategies.scenes import SPACE, predictions, ran, scene
+from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 LIMIT = {"ttft_s.p99": 1.0}
 WORK = ServeSpec(engine="vllm", loads=(Load(concurrency=8),), slo=LIMIT)
@@ -25,8 +25,8 @@ def known() -> Predictions:
     return dataclasses.replace(made, figures={"ttft_s.p99": 2.0 - 1.5 * place / place.max()})
 
 
-def under_limits(trials: Sequence[Trial] = ()) -> Scene:
-    seen = scene(known(), trials)
+def under_limits(trials: Sequence[Trial] = ()) -> SearchContext:
+    seen = search_context(known(), trials)
     return dataclasses.replace(
         seen, task=dataclasses.replace(seen.task, spec=dataclasses.replace(seen.task.spec, work=WORK))
     )

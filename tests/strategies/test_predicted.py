@@ -7,19 +7,19 @@ from dataclasses import replace
 import numpy as np
 
 from flagcore.strategies import chance, predicted
-from tests.strategies.scenes import SPACE, scene
+from tests.strategies.contexts import SPACE, search_context
 
 
 def test_the_fastest_predicted_comes_first() -> None:
-    seen = scene(open_rows=np.arange(0, len(SPACE), 2))
+    seen = search_context(open_rows=np.arange(0, len(SPACE), 2))
     chosen = predicted.STRATEGY.next(seen).row
     assert chosen in seen.open_rows
     assert seen.predictions.step_time_s[chosen] == seen.predictions.step_time_s[seen.open_rows].min()
 
 
 def test_of_equal_times_the_one_that_needs_less_memory_goes_first() -> None:
-    known = scene().predictions
-    seen = scene(replace(known, step_time_s=np.ones_like(known.step_time_s)))
+    known = search_context().predictions
+    seen = search_context(replace(known, step_time_s=np.ones_like(known.step_time_s)))
     chosen = predicted.STRATEGY.next(seen).row
     assert known.device_used_bytes[chosen] == known.device_used_bytes.min()
 
@@ -27,11 +27,11 @@ def test_of_equal_times_the_one_that_needs_less_memory_goes_first() -> None:
 def test_unknown_times_are_tried_last() -> None:
     unknown = np.full(len(SPACE), np.nan)
     unknown[3] = 1.0
-    assert predicted.STRATEGY.next(scene(replace(scene().predictions, step_time_s=unknown))).row == 3
+    assert predicted.STRATEGY.next(search_context(replace(search_context().predictions, step_time_s=unknown))).row == 3
 
 
 def test_chance_draws_open_rows_and_the_same_again() -> None:
-    seen = scene(open_rows=np.arange(3, len(SPACE), 7))
+    seen = search_context(open_rows=np.arange(3, len(SPACE), 7))
     rows = [chance.STRATEGY.next(seen).row for _ in range(2)]
     assert rows[0] == rows[1]
     assert rows[0] in seen.open_rows

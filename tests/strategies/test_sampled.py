@@ -11,7 +11,7 @@ from optuna.samplers import BaseSampler
 from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
 from flagcore.strategies.sampled import GP, TPE, Sampled
-from tests.strategies.scenes import SPACE, predictions, ran, scene
+from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 KNOWN = predictions()
 
@@ -19,7 +19,7 @@ KNOWN = predictions()
 def search(strategy: Sampled, most: int) -> list[Trial]:
     trials: list[Trial] = []
     while len(trials) < min(most, len(SPACE)):
-        row = strategy.next(scene(KNOWN, trials)).row
+        row = strategy.next(search_context(KNOWN, trials)).row
         assert row is not None
         trials.append(ran(row, float(KNOWN.step_time_s[row]), len(trials)))
     return trials
@@ -39,7 +39,7 @@ def test_a_sampler_without_what_it_needs_says_so() -> None:
         raise ImportError("no module named torch")
 
     with pytest.raises(UsageError, match="strategy gp needs what is not installed: no module named torch"):
-        Sampled("gp", missing).next(scene(KNOWN))
+        Sampled("gp", missing).next(search_context(KNOWN))
 
 
 def test_tpe_tries_open_rows_and_learns_from_what_they_took() -> None:
@@ -53,12 +53,12 @@ def test_tpe_tries_open_rows_and_learns_from_what_they_took() -> None:
 def test_a_run_that_goes_on_chooses_as_if_it_had_not_stopped() -> None:
     trials = search(TPE, 14)
     again = importlib.reload(importlib.import_module("flagcore.strategies.sampled")).TPE
-    assert again.next(scene(KNOWN, trials[:12])).row == SPACE.find(trials[12].candidate)
+    assert again.next(search_context(KNOWN, trials[:12])).row == SPACE.find(trials[12].candidate)
 
 
 def test_what_is_not_open_is_never_chosen() -> None:
     only = np.array([5])
-    told = TPE.next(scene(KNOWN, open_rows=only))
+    told = TPE.next(search_context(KNOWN, open_rows=only))
     assert told.row == 5
 
 
@@ -66,7 +66,7 @@ def test_a_trial_that_ran_out_of_memory_counts_as_slow() -> None:
     small = float(np.median(KNOWN.device_used_bytes))
     trials: list[Trial] = []
     for _ in range(30):
-        row = TPE.next(scene(KNOWN, trials)).row
+        row = TPE.next(search_context(KNOWN, trials)).row
         assert row is not None
         fits = KNOWN.device_used_bytes[row] <= small
         trials.append(ran(row, float(KNOWN.step_time_s[row]) if fits else None, len(trials)))

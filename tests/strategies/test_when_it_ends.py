@@ -11,7 +11,7 @@ from flagcore.domain.experience import Observed, Past
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial
 from flagcore.strategies.learned import LEAST_GAIN, STRATEGY
-from tests.strategies.scenes import distorted, predictions, ran, scene
+from tests.strategies.contexts import distorted, predictions, ran, search_context
 
 KNOWN = predictions()
 NEAR = np.argsort(KNOWN.step_time_s)[:100]
@@ -26,7 +26,7 @@ def misleading(rows: IntArray, seed: int) -> Past:
     """A past with smooth errors, in which other parts of a step are slow than in the task at hand."""
     real = distorted(KNOWN, 100 + seed, spread=0.02)
     ratio = np.log(real[rows] / KNOWN.step_time_s[rows])
-    features = scene(KNOWN).features(rows)
+    features = search_context(KNOWN).features(rows)
     time = Observed(features, ratio, np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64))
     return replace(Past.nothing(), time=time)
 
@@ -36,7 +36,7 @@ def lost_by_ending(real: FloatArray, rows: IntArray, past: Past) -> bool:
     slowest = int(rows[np.argmax(KNOWN.step_time_s[rows])])
     trials: list[Trial] = [ran(slowest, float(real[slowest]), 0)]
     while len(trials) < rows.size:
-        row = STRATEGY.next(scene(KNOWN, trials, open_rows=rows, past=past)).row
+        row = STRATEGY.next(search_context(KNOWN, trials, open_rows=rows, past=past)).row
         if row is None:
             break
         trials.append(ran(row, float(real[row]), len(trials)))

@@ -1,7 +1,7 @@
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.vendorkit.chipfile import read_chip
+from flagcore.vendorkit.chip_file import read_chip
 
 GOOD = """
 chip: X1

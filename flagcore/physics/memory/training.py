@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.memory.buffers import buffers, left_over, step_bytes, unsharded, workspaces
-from flagcore.physics.memory.keeping import Kinds, held, held_parts
+from flagcore.physics.memory.kept_activations import Kinds, held, held_parts
 from flagcore.physics.memory.states import LINEAR_PARTS, State, padding, state
 from flagcore.physics.memory.states import split_parameters as split_parameters
 from flagcore.physics.pipeline import Stage, stage, stages

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 
-from flagcore.physics.schedules.running import Orders, Pass
+from flagcore.physics.schedules.execution import Orders, Pass
 
 
 def one_forward_one_backward(p: int, m: int, warm: Callable[[int], int] | None = None, kind: str = "BW") -> Orders:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.domain.space import FloatArray
+from flagcore.physics.serving.closed_loop import ClosedLoop
 from flagcore.physics.serving.iteration import IterationCosts, at
-from flagcore.physics.serving.steady import ClosedLoop
 from flagcore.physics.serving.work import Overheads
 
 PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")

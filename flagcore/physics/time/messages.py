@@ -10,7 +10,7 @@ from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Layout, Training
 from flagcore.physics.placement import Placement
-from flagcore.physics.schedules.named import SCHEDULES
+from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.time.exchange import integers
 from flagcore.physics.transformer import layer_input_bytes
 

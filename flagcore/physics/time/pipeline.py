@@ -11,8 +11,8 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.layout import Layout, Training, pick
 from flagcore.physics.pipeline import Stage
 from flagcore.physics.placement import Placement
-from flagcore.physics.schedules import named
-from flagcore.physics.schedules.named import SCHEDULES, StageTimes
+from flagcore.physics.schedules import catalogue
+from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes
 from flagcore.physics.time.messages import Messages
 from flagcore.physics.time.passes import StageTime
 
@@ -66,7 +66,7 @@ def pipeline_time(
             paired=of(paired) if paired else None,
         )
         barrier = not SCHEDULES[name].post_validation
-        total[rows] = named.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
+        total[rows] = catalogue.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
     return total, np.where(layout.pipeline > 1.0, mean, 0.0)
 
 

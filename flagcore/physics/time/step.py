@@ -10,9 +10,9 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.passes import Passes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.kernels.longer import LongerKernels
+from flagcore.physics.kernels.scaled import LongerKernels
 from flagcore.physics.layout import Layout, Training, pick
-from flagcore.physics.memory.keeping import offloaded_bytes
+from flagcore.physics.memory.kept_activations import offloaded_bytes
 from flagcore.physics.memory.training import split_parameters, stage_parameters
 from flagcore.physics.pipeline import Stage, stage, stages
 from flagcore.physics.placement import Placement

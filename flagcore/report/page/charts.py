@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagcore.language.width import columns, pieces
+from flagcore.i18n.width import columns, pieces
 from flagcore.report.formats import shown
-from flagcore.report.page.spoken import told
+from flagcore.report.page.translation import told
 
 COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
 """Each at least 3:1 against light and dark paper (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flagcore.domain.knowledge import DOES_NOT_FIT
+from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.trial import PROBE
 from flagcore.report.page.blocks import Chart, Section, Text, cell, table
 from flagcore.report.page.charts import MARGIN, bars, label, rows_layout
 from flagcore.report.page.run import RunData
-from flagcore.report.page.spoken import told
+from flagcore.report.page.translation import told
 from flagcore.report.text import repeats_text
 
 

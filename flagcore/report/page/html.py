@@ -14,10 +14,10 @@ from importlib.resources import files
 
 from flagcore import __version__
 from flagcore.errors import UsageError
-from flagcore.language import said, spoken
+from flagcore.i18n import said, spoken
 from flagcore.report.page.blocks import Block, Chart, Page
 from flagcore.report.page.charts import drawn
-from flagcore.report.page.spoken import colon, in_words
+from flagcore.report.page.translation import colon, in_words
 
 TEMPLATES = files("flagcore.report.page") / "templates"
 TAGS = {"en": "en", "zh": "zh-CN"}

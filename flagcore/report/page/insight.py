@@ -16,7 +16,7 @@ from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import Task
 from flagcore.errors import FlagError
 from flagcore.problem import Problem
-from flagcore.report.page.whatif import what_if
+from flagcore.report.page.what_if import what_if
 from flagcore.stages.build import refusals
 from flagcore.stages.prune import LEARNED
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from flagcore.language import said
+from flagcore.i18n import said
 from flagcore.report.page.blocks import Block, Cell, Chart, Code, Facts, Folded, Page, Table, Text
-from flagcore.report.page.spoken import colon, in_words
+from flagcore.report.page.translation import colon, in_words
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
 

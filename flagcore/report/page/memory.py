@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flagcore.report.explained import COMPONENTS, HEADINGS
+from flagcore.report.explanation import COMPONENTS, HEADINGS
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
 from flagcore.report.page.charts import bars, limit_line, points, rows_layout

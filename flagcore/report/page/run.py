@@ -13,9 +13,9 @@ from statistics import median_high
 from typing import Any
 
 from flagcore.domain.objective import SERVING, told
-from flagcore.domain.secret import plain_without_secrets, without_secrets
+from flagcore.domain.secrets import plain_without_secrets, without_secrets
 from flagcore.files import open_regular, read_regular
-from flagcore.report import served
+from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.text import values_text
 
@@ -111,7 +111,7 @@ class RunData:
     def why_broken(self, trial: Mapping[str, Any]) -> str:
         """Return which limits a trial broke, or its repeats did; nothing where all kept them."""
         found = [(each["number"], (each["measured"] or {}).get("broken") or []) for each in self.runs(trial)]
-        return served.broken_text(trial["number"], [(number, "; ".join(why)) for number, why in found if why])
+        return serving_text.broken_text(trial["number"], [(number, "; ".join(why)) for number, why in found if why])
 
     @property
     def nearest(self) -> Mapping[str, Any] | None:
@@ -133,7 +133,7 @@ class RunData:
     @property
     def unit(self) -> str:
         """What the objective is called, with its unit."""
-        return served.heading(self.objective) if self.serves else "tokens/s/device"
+        return serving_text.heading(self.objective) if self.serves else "tokens/s/device"
 
     def trial_folder(self, trial: Mapping[str, Any]) -> Path:
         """Return the folder of a trial's files."""

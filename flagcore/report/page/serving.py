@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flagcore.report import served
+from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, table
 from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
+from flagcore.report.page.latency_distribution import LATENCIES, spread
 from flagcore.report.page.run import RunData, configuration, name_of, number
-from flagcore.report.page.spread import LATENCIES, spread
 
 RATE = "output_tokens_per_s"
 
@@ -24,7 +24,7 @@ def serving(run: RunData) -> Section | None:
         return None
     limits: Mapping[str, float] = run.result.get("limits") or {}
     blocks: list[Block] = [
-        Text(f"Limits: {served.limits_text(limits)}." if limits else "No limits of latency were given.")
+        Text(f"Limits: {serving_text.limits_text(limits)}." if limits else "No limits of latency were given.")
     ]
     for latency in _wanted(limits):
         blocks += _against(run, points_of, latency, limits.get(latency))
@@ -50,14 +50,18 @@ def _against(
     ]
     if not known:
         return
-    name, short = served.name_of(latency), served.SHORT_RATES[RATE]
+    name, short = serving_text.name_of(latency), serving_text.SHORT_RATES[RATE]
     front = _front([(x, y) for _, _, x, y in known])
     rows = []
     for trial, point, x, y in known:
         kept = "" if limit is None else "keeps it" if x <= limit else "breaks it"
         beaten = "" if (x, y) in front else "beaten"
         link = f"#trial-{trial['number']}"
-        row = [Cell(name_of(run, trial), float(trial["number"]), link), configuration(trial), served.load_text(point)]
+        row = [
+            Cell(name_of(run, trial), float(trial["number"]), link),
+            configuration(trial),
+            serving_text.load_text(point),
+        ]
         rows.append([*row, cell(y), cell(x), beaten or "not beaten", *([kept] if limit is not None else [])])
     headings = ["trial", "configuration", "load", short, f"{name}, s", "by another load point"]
     held = table(
@@ -77,7 +81,7 @@ def _against(
         traces[0]["line"] |= {"shape": "hv"}
     for group, series, size, mine in groups:
         if mine:
-            text = [f"trial {trial['number']}: {served.load_text(point)}" for trial, point, _, _ in mine]
+            text = [f"trial {trial['number']}: {serving_text.load_text(point)}" for trial, point, _, _ in mine]
             trace = points(group, series, [x for *_, x, _ in mine], [y for *_, y in mine], text=text)
             traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     shapes: list[Any] = []

@@ -7,9 +7,9 @@ from typing import Any
 
 from flagcore.domain.passes import Passes
 from flagcore.errors import NotModelled
-from flagcore.physics.schedules.named import SCHEDULES
-from flagcore.physics.schedules.play import foretold_seconds, play, step_seconds
-from flagcore.physics.schedules.running import Done
+from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.schedules.execution import Done
+from flagcore.physics.schedules.replay import foretold_seconds, play, step_seconds
 from flagcore.report.formats import shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
 from flagcore.report.page.charts import COLOURS, bars, rows_layout

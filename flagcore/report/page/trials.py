@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.report import served
+from flagcore.report import serving_text
 from flagcore.report.formats import lookup
 from flagcore.report.page.blocks import Cell, Code, Facts, Folded, Section, Text, cell, percent, table
 from flagcore.report.page.run import RunData, configuration, name_of, number
@@ -57,7 +57,12 @@ def _says(value: Any) -> bool:
 def _headings(run: RunData) -> list[str]:
     if not run.serves:
         return [*FIGURES, "against the baseline"]
-    return [run.unit, f"~{run.unit}", "against the baseline", *(f"{served.name_of(name)}, s" for name in LATENCIES)]
+    return [
+        run.unit,
+        f"~{run.unit}",
+        "against the baseline",
+        *(f"{serving_text.name_of(name)}, s" for name in LATENCIES),
+    ]
 
 
 def _figures(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
@@ -66,7 +71,7 @@ def _figures(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
     if not run.serves:
         figures = [cell(number(lookup(trial, key))) for key in FIGURES.values()]
         return [*figures, percent(told, signed=True)]
-    gain = Cell(served.gain_text(run.objective, told).split()[0], told) if told is not None else cell(None)
+    gain = Cell(serving_text.gain_text(run.objective, told).split()[0], told) if told is not None else cell(None)
     known = [number(lookup(trial, f"measured.figures.{name}")) for name in LATENCIES]
     return [cell(run.figure(trial)), cell(run.predicted(trial)), gain, *map(cell, known)]
 

@@ -11,7 +11,7 @@ from typing import Any
 from flagcore.testing.facts import facts_of
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
-from flagcore.vendorkit.parts import SOURCE_SAYS
+from flagcore.vendorkit.fields import SOURCE_SAYS
 
 KINDS = {*SOURCE_SAYS, "user"}
 DATE = re.compile(r"\d{4}(-\d{2}){0,2}")

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import EngineSupport
+from flagcore.engines.serving.vllm import knobs
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
 from flagcore.spec.limits import PRECISIONS
@@ -18,7 +19,6 @@ from flagcore.stages.build import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
-from flagcore.workloads.serving.engines import vllm_knobs
 
 
 def engine_support_is_answered_as_its_hook_promises(plugin: Subject) -> Iterator[Problem]:
@@ -129,7 +129,7 @@ def _is_known(chip: Chip, engine: str, knob: str, values: tuple[object, ...]) ->
     if knob in JOB_KEYS:
         return True
     if engine == "vllm":
-        known = vllm_knobs.BY_NAME.get(knob)
+        known = knobs.BY_NAME.get(knob)
         return known is not None and (not known.words or set(values) <= set(known.words))
     if engine != "megatron":
         return True

@@ -16,7 +16,7 @@ from flagcore.testing import fakes
 from flagcore.testing.examples import task_on
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
-from flagcore.vendorkit.parts import SOURCE_SAYS
+from flagcore.vendorkit.fields import SOURCE_SAYS
 from flagcore.vendorkit.variables import Variable
 
 EVERYONES = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from flagcore.domain.maturity import Claim
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
-from flagcore.vendorkit.parts import SOURCE_SAYS
+from flagcore.vendorkit.fields import SOURCE_SAYS
 from flagcore.vendorkit.quirks import Failure, Known, Must, Note, Refusal
 
 MARK = "TODO"

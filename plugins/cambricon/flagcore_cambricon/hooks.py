@@ -12,8 +12,8 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.maturity import Maturity
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
-from flagcore.vendorkit.chipfile import load_chips
-from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.chip_file import load_chips
+from flagcore.vendorkit.cost_file import kernel_costs
 from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import failure_patterns, forced, notes, reason, refused
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable

@@ -15,8 +15,8 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.maturity import Maturity
 from flagcore.domain.trial import TrialState
 from flagcore.hooks import hookimpl
-from flagcore.vendorkit.chipfile import load_chips
-from flagcore.vendorkit.costfile import kernel_costs
+from flagcore.vendorkit.chip_file import load_chips
+from flagcore.vendorkit.cost_file import kernel_costs
 from flagcore.vendorkit.maturity import maturity
 from flagcore_cpu import discover
 from flagcore_cpu.machine import Processor, this_machine

@@ -6,7 +6,7 @@ from flagcore_cpu.machine import Processor, this_machine
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import NodeGroup
-from flagcore.vendorkit.chipfile import load_chips
+from flagcore.vendorkit.chip_file import load_chips
 
 CPUINFO = """\
 processor\t: {row}

@@ -15,9 +15,9 @@ from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
 from flagcore.physics.collectives.topology import topology_of
-from flagcore.vendorkit.chipfile import load_chips
-from flagcore.vendorkit.collectivefile import collective_table
-from flagcore.vendorkit.costfile import kernel_costs, serving_costs
+from flagcore.vendorkit.chip_file import load_chips
+from flagcore.vendorkit.collective_file import collective_table
+from flagcore.vendorkit.cost_file import kernel_costs, serving_costs
 from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import failure_patterns, forced, notes, refused

@@ -12,7 +12,7 @@ from flagcore.domain.chip import Chip
 from flagcore.physics.kernels.roofline import RUNS_AS, Roofline
 from flagcore.physics.kernels.sheet import KernelSheet, Rows
 from flagcore.physics.kernels.table import KernelTable
-from flagcore.vendorkit.costfile import read_curve, read_kernels, read_provenance
+from flagcore.vendorkit.cost_file import read_curve, read_kernels, read_provenance
 
 COSTS = files("flagcore_nvidia").joinpath("costs").joinpath("h200")
 FOLDS = 8

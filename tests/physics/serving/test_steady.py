@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from flagcore.physics.serving.closed_loop import ClosedLoop, steady
 from flagcore.physics.serving.price import Lane, Price
 from flagcore.physics.serving.simulation import simulate
-from flagcore.physics.serving.steady import ClosedLoop, steady
 from tests.served import OVER, times
 
 

@@ -16,7 +16,7 @@ import yaml
 from flagcore import api
 from flagcore.contracts import Event
 from flagcore.errors import EveryTrialFailed, Interrupted
-from flagcore.language import choose
+from flagcore.i18n import choose
 from tests.cli.conftest import MODEL, Project
 from tests.report.page.reading import Read, read
 

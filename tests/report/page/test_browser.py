@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from flagcore.physics.schedules.named import SCHEDULES
-from flagcore.physics.schedules.play import play
+from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.schedules.replay import play
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.html import as_html
 from tests.report.page.conftest import KINDS, Runs

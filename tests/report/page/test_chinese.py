@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flagcore import api, language
-from flagcore.language import choose
+from flagcore import api, i18n
+from flagcore.i18n import choose
 from tests.report.page.conftest import KINDS, Runs
 from tests.report.page.reading import Element, read
 
@@ -94,8 +94,8 @@ def test_from_python_the_environment_says_the_language(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, asked: str, lang: str
 ) -> None:
     folder = runs("dense").folder
-    monkeypatch.setattr(language, "_name", "")
-    monkeypatch.setattr(language, "_phrases", None)
+    monkeypatch.setattr(i18n, "_name", "")
+    monkeypatch.setattr(i18n, "_phrases", None)
     monkeypatch.setenv("FLAGCORE_LANG", asked)
     assert f'<html lang="{lang}">' in api.report(folder)
 

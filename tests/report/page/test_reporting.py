@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flagcore import api
-from flagcore.api import reporting
+from flagcore.api.reporting import report
 from flagcore.errors import RunError
 from tests.cli.conftest import Ran, flag, project  # noqa: F401 (fixtures)
 from tests.report.page.conftest import FINISHED, KINDS, Runs
@@ -37,7 +37,7 @@ def test_a_tune_leaves_the_page_that_the_command_writes(runs: Runs, kind: str) -
 
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "known", lambda *given: pytest.fail("it was predicted again"))
+    monkeypatch.setattr(report, "known", lambda *given: pytest.fail("it was predicted again"))
     assert api.report(runs(kind).folder) == runs(kind).html
 
 
@@ -139,7 +139,7 @@ def test_a_page_that_cannot_be_made_loses_no_run(
     def broken(*given: object) -> str:
         raise ZeroDivisionError("of the page")
 
-    monkeypatch.setattr(reporting, "as_html", broken)
+    monkeypatch.setattr(report, "as_html", broken)
     found = api.tune(project.spec(control={"max_trials": 2, "repeats": 0}), run_dir=tmp_path / "run")  # type: ignore[attr-defined]
     assert not found.reported
     assert found.plan.best is not None

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from flagcore.domain.passes import Passes
+from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NotModelled
-from flagcore.physics.schedules.named import SCHEDULES
-from flagcore.physics.schedules.play import foretold_seconds, pipe_of, play, step_seconds
-from flagcore.physics.schedules.running import Done
+from flagcore.physics.schedules.catalogue import SCHEDULES
+from flagcore.physics.schedules.execution import Done
+from flagcore.physics.schedules.replay import foretold_seconds, pipe_of, play, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.timeline import KINDS, MOST_PASSES, fewest, pipeline
-from flagcore.workloads.megatron.adapter import WORKLOAD
 from tests import small
 
 PASSES = Passes(
@@ -82,7 +82,7 @@ def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
 
 
 WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe": 0.06, "dualpipev": 0.06}
-"""How far a played step is from the formula that predicts steps; see `flagcore.physics.schedules.named`."""
+"""How far a played step is from the formula that predicts steps; see `flagcore.physics.schedules.catalogue`."""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,0 +1,156 @@
+"""A spec or a run's folder, understood: what is predicted and, of a run, what its trials taught."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flagcore import plugins
+from flagcore.api.common.inputs import UNNAMED, SpecLike, given
+from flagcore.api.common.runs import SPEC, Run, load_run
+from flagcore.api.common.warnings import loaded_plugins, parsed, tell_of_problem
+from flagcore.api.tuning.transfer import past as past_of
+from flagcore.calibration import Experience
+from flagcore.contracts import SearchContext, Workload
+from flagcore.domain.experience import Past
+from flagcore.domain.prediction import of_row
+from flagcore.domain.search_state import Pruned, SearchState
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import RunError, UsageError
+from flagcore.plugins import LoadedPlugins
+from flagcore.problem import Problem, build_problem
+from flagcore.stages.learn import learn
+from flagcore.stages.missing_costs import no_time
+from flagcore.stages.predict import record
+from flagcore.stages.prune import prune
+from flagcore.stages.rank import search_context
+from flagcore.store import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A problem and what is known of it; of a spec only what is predicted, and then `run` is None.
+
+    `pruned` is what rules and trials removed, `context` what the search would see now.
+    """
+
+    where: Path
+    problem: Problem
+    workload: Workload
+    search_state: SearchState
+    pruned: Pruned
+    context: SearchContext
+    run: Run | None = None
+
+    @property
+    def task(self) -> Task:
+        """What is to be done, and on what."""
+        return self.problem.platform.task
+
+    def pruned_by(self, columns: Columns) -> list[str]:
+        """Return what the rules say that call one candidate, in the space or not, not worth a trial."""
+        predicted = self.workload.predict(self.task, columns, self.problem.platform.costs)
+        return [f"{rule.name}: {rule.says}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
+
+    def record(self, columns: Columns) -> dict[str, Any]:
+        """Return what is predicted of one candidate, in the space or not, by component of its worst stage, too."""
+        task, costs = self.task, self.problem.platform.costs
+        predicted = self.workload.predict(task, columns, costs)
+        components = self.workload.components(task, columns, predicted.worst_stage, costs)
+        figures = replace(predicted.row(0), components=of_row(components, 0))
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
+        return why | record(task, figures)
+
+
+def build_problem_of_spec(
+    spec: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None
+) -> tuple[Problem, Workload]:
+    """Return the problem that a spec poses, for another chip if one is named. Raises the errors of a spec."""
+    wanted = _spec(spec, chip, without, data)
+    workload = plugins.workload_of(wanted.work)
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(wanted, loaded, workload)
+    tell_of_problem(problem, workload)
+    return problem, workload
+
+
+def known(where: SpecLike, chip: str | None, without: Collection[str]) -> Known:
+    """Return what is known of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
+    place = UNNAMED if isinstance(where, Mapping) else Path(where)
+    if isinstance(where, Mapping) or not place.is_dir():
+        problem, workload = build_problem_of_spec(where, chip, without)
+        return _known(place, problem, workload, learn(()), Past.nothing())
+    run = load_run(place)
+    if chip is not None:
+        raise UsageError(f"--chip {chip} goes with a spec; the run {place} has a chip of its own")
+    home = run_home(run)
+    said = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
+    spec = _as_it_ran(_spec(home / SPEC, None, without), said)
+    workload = plugins.workload_of(spec.work)
+    with loaded_plugins(without) as loaded:
+        problem = build_problem(spec, loaded, workload)
+        _understand(run, problem)
+        past = _past(problem, workload, loaded, said["run"])
+        found = _known(place, problem, workload, run.knows, past)
+    tell_of_problem(problem, workload)
+    return replace(found, run=run)
+
+
+def run_home(run: Run) -> Path:
+    """Return the folder in which a run's trials are: that of the engine that won, where several were tuned."""
+    return run.folder / str(run.data["engine"]) if run.engines else run.folder
+
+
+def _as_it_ran(spec: Spec, said: Mapping[str, Any]) -> Spec:
+    """Return the spec of a run with the hardware and the baseline that it had, whatever is on this machine."""
+    spec = replace(spec, baseline=said["fixed"].get("baseline"))
+    hardware = said["task"].get("hardware") or {}
+    if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():
+        return spec
+    chip, devices = str(hardware["chip"]), int(hardware["devices_per_node"])
+    return replace(spec, cluster=replace(spec.cluster, chip=chip, devices_per_node=devices))
+
+
+def _understand(run: Run, problem: Problem) -> None:
+    """Raise RunError for a trial with a value that its knob does not have here: the run is of another version."""
+    for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
+        values = trial.candidate.as_dict()
+        for axis in problem.space.axes:
+            value = values.get(axis.knob, axis.neutral)
+            try:
+                axis.encode(value)
+            except ValueError:
+                told = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
+                raise RunError(f"{run.folder} cannot be told: {told}") from None
+
+
+def _known(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Known:
+    space, predictions = problem.space, problem.predictions
+    taught = search_state.trials, problem.pruned, search_state.probes
+    pruned = prune(space, predictions, workload, problem.rules, *taught)
+    context = search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past)
+    return Known(
+        where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned, context=context
+    )
+
+
+def _past(problem: Problem, workload: Workload, loaded: LoadedPlugins, name: str) -> Past:
+    spec, cluster = problem.platform.task.spec, problem.platform.task.cluster
+    if not spec.control.use_experience:
+        return Past.nothing()
+    chip = cluster.groups[0].chip
+    records = Experience.of_user().records(chip, spec.work.engine, but=name)
+    return past_of(records, chip, loaded, workload, spec.objective, problem.platform.knobs)
+
+
+def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:
+    file, told = given(asked, data)
+    spec = parsed(told, file=str(file), base=file.parent, without=without)
+    if chip is None:
+        return spec
+    if spec.cluster.groups:
+        raise UsageError(f"--chip {chip} goes with a spec of one chip, but {file} gives cluster.groups")
+    return replace(spec, cluster=replace(spec.cluster, chip=chip))

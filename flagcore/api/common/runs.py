@@ -1,0 +1,218 @@
+"""A run's folder as it is kept: what was tried, what is best, and how far predictions were off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.plan import gains
+from flagcore.domain.search_state import SearchState
+from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
+from flagcore.errors import RunError
+from flagcore.files import read_regular
+from flagcore.report.notebook import as_html
+from flagcore.report.result import SCHEMA_VERSION
+from flagcore.report.text import candidate_columns, candidate_text
+from flagcore.spec import spec_as_data
+from flagcore.stages.learn import learn
+from flagcore.store import RunDirectory, kept_trials
+
+RESULT, SPEC = "result.json", "spec.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Run:
+    """What a run's folder holds: finished, interrupted, or still going on.
+
+    `spec` is the spec's data with absolute paths, `data` what `result.json` says, empty where a kill came before it was
+    written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best and its rivals
+    at the end, `probes` those of a lower fidelity, `imported` what another tool told. Seconds and bytes, as in
+    `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of each
+    engine, where several were tuned: all else is then of the one that won. `knows` is what the trials teach.
+    """
+
+    folder: Path
+    spec: Mapping[str, Any]
+    data: Mapping[str, Any]
+    fidelity: str
+    trials: tuple[Trial, ...]
+    repeats: tuple[Trial, ...]
+    probes: tuple[Trial, ...]
+    imported: tuple[Trial, ...]
+    baseline: Trial | None
+    best: Trial | None
+    gains: tuple[float, ...]
+    knows: SearchState
+    engines: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float | None:
+        """The gain to tell, the least of the rounds: 0.25 is a quarter more tokens a second. None if unknown."""
+        return min(self.gains, default=None)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more trials have ended than its result tells, or it has none: it is tuned on, or was killed."""
+        if self.engines or self.fidelity == ESTIMATE:
+            return False
+        return not self.data or len(self.trials) + len(self.repeats) + len(self.probes) > told_trials(self.data)
+
+    @property
+    def stopped_because(self) -> str | None:
+        """Why the search ended; None if it goes on, or was killed before it could say."""
+        why = self.data.get("stopped_because")
+        return None if why is None or self.goes_on else str(why)
+
+    @property
+    def predictions(self) -> tuple[Mapping[str, Any], ...]:
+        """A record a trial: its `number`, `candidate`, `state`, and its step in seconds as `predicted` before it ran,
+        as `believed` after the trials before it, and as `measured`; None where that is not known."""
+        return tuple(_compared(trial) for trial in self.trials)
+
+    def __repr__(self) -> str:
+        best = f"best trial {self.best.number}: {candidate_text(self.best.candidate)}" if self.best else "no best"
+        gain = "" if self.gain is None else f", gain {self.gain:+.1%}"
+        return f"<Run {self.folder}: {len(self.trials)} trials, {best}{gain}>"
+
+    def _repr_html_(self) -> str:
+        columns = {"trial": "number", **candidate_columns(self.predictions), **STEPS}
+        return as_html(repr(self).strip("<>"), self.predictions, columns)
+
+
+STEPS = {"state": "state", "step s": "measured", "~step s": "predicted", "~believed s": "believed"}
+
+
+def load_run(folder: Path | str) -> Run:
+    """Read a run's folder. Nothing is written, no plugin is asked, and it may still be tuned meanwhile.
+
+    Raises RunError for a folder that holds no run, or one that cannot be read, or whose journal was cut or is gone.
+    """
+    run = as_kept(Path(folder))
+    for each in run.engines.values() or (run,):
+        _whole(each)
+    return run
+
+
+def as_kept(path: Path) -> Run:
+    """Read a run's folder as `load_run` does, also with fewer trials in its journal than its result tells."""
+    data = _result(path)
+    if isinstance(data.get("engines"), Mapping):
+        return _of_several(path, data)
+    known = RunDirectory(path).known()
+    if known is None:
+        raise RunError(f"{path} holds no run; `flag tune` makes one, `--run-dir` says where")
+    kept = kept_trials(path, known["run"], known["fixed"].get("storage"))
+    said = [each.fidelity for each in kept if each.fidelity in FIDELITIES and not each.source]
+    fidelity = str(data.get("fidelity") or max(said, key=FIDELITIES.index, default=RUN))
+    if fidelity == ESTIMATE:
+        return _foretold(path, data)
+    knows = learn(kept, fidelity)
+    return Run(
+        folder=path,
+        spec=spec_as_data(path / SPEC),
+        data=data,
+        fidelity=fidelity,
+        trials=knows.trials,
+        repeats=knows.repeats,
+        probes=knows.probes,
+        imported=tuple(trial for trial in kept if trial.source),
+        baseline=knows.baseline,
+        best=knows.best,
+        gains=gains(knows),
+        knows=knows,
+    )
+
+
+def _result(path: Path) -> Mapping[str, Any]:
+    file = path / RESULT
+    try:
+        data = json.loads(read_regular(file))
+        if data["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema_version {data['schema_version']}, not {SCHEMA_VERSION}")
+        return dict(data)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{file} cannot be read ({why}); `flag tune` writes it") from None
+
+
+def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
+    """Return the run of several engines: that of the winner, and all of them by name."""
+    try:
+        names = [name for name, each in data["engines"].items() if "error" not in each]
+        won = str(data["engine"])
+        if won not in names:
+            raise ValueError(f"engine = {won} is none of those that ran")
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
+    runs = {name: as_kept(path / name) for name in names}
+    figures = {name: getattr(runs[won], name) for name in Run.__slots__ if name not in ("folder", "data", "engines")}
+    return Run(folder=path, data=data, engines=runs, **figures)
+
+
+def told_trials(data: Mapping[str, Any]) -> int:
+    """Return how many trials a result tells. Raises TypeError for what is no result."""
+    return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
+
+
+def _whole(run: Run) -> None:
+    """Raise RunError if the result of a run tells trials that its journal has lost: what is left says too little."""
+    try:
+        told = told_trials(run.data)
+    except TypeError as error:
+        raise RunError(f"{run.folder / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
+    if (kept := len(run.trials) + len(run.repeats) + len(run.probes)) < told:
+        lost = f"the journal has {kept} of the {told} trials that result.json tells, so it was cut or is another one"
+        raise RunError(f"{run.folder}: {lost}; put it back, or read result.json and its page by themselves")
+
+
+def _foretold(path: Path, data: Mapping[str, Any]) -> Run:
+    """Return a run of which nothing ran: its trials are predictions, which only the result keeps."""
+    try:
+        trials = {each["number"]: _as_predicted(each) for each in data["trials"]}
+        baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
+        gains = tuple(float(each) for each in data["gains"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
+    return Run(
+        folder=path,
+        spec=spec_as_data(path / SPEC),
+        data=data,
+        fidelity=ESTIMATE,
+        trials=tuple(trials.values()),
+        repeats=(),
+        probes=(),
+        imported=(),
+        gains=gains,
+        knows=learn((), ESTIMATE),
+        baseline=baseline,
+        best=best,
+    )
+
+
+def _as_predicted(data: Mapping[str, Any]) -> Trial:
+    return Trial(
+        number=int(data["number"]),
+        candidate=Candidate.of(data["candidate"]),
+        role=Role(data["role"]),
+        state=TrialState(data["state"]),
+        predicted=dict(data["predicted"]),
+        fidelity=ESTIMATE,
+    )
+
+
+def _compared(trial: Trial) -> Mapping[str, Any]:
+    told: Any = trial.predicted
+    steps = {"predicted": told.get("step_time_s"), "believed": (told.get("believed") or {}).get("step_time_s")}
+    return {
+        "number": trial.number,
+        "candidate": trial.candidate.as_dict(),
+        "state": trial.state.value,
+        "measured": trial.measurement.step_time_s if trial.measurement else None,
+        **{name: step.get("value") if isinstance(step, Mapping) else None for name, step in steps.items()},
+    }

@@ -1,0 +1,1 @@
+"""Why a candidate won or lost, and how two candidates differ."""

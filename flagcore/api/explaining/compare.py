@@ -1,0 +1,271 @@
+"""Two candidates, part by part: where they differ, what was predicted and measured, and what explains the gap."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flagcore.api.common.context import Known, known
+from flagcore.api.common.inputs import SpecLike
+from flagcore.api.explaining.candidate_report import Account, account
+from flagcore.api.explaining.neighbors import differing
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.noise import noise, significant
+from flagcore.domain.objective import SERVING
+from flagcore.domain.serving import LATENCIES, ServeSpec
+from flagcore.domain.trial import Trial
+from flagcore.errors import UsageError
+from flagcore.report.comparison import compared_text
+from flagcore.report.explanation import memory_parts, part_name
+from flagcore.report.formats import lookup
+from flagcore.report.notebook import as_html
+from flagcore.store.directory import differences
+
+SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
+"""How sure it is which of two is faster: all runs of one are, by more than their noise; not so; not both were measured,
+and trials of both their runs taught what to believe, or did not; no times."""
+MOST_DIFFERENCES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Comparison:
+    """Two candidates `a` and `b`, part by part, as plain data: seconds and GiB, each pair in this order.
+
+    `a` and `b` have `name`, `where`, `candidate`, `state`, `predicted`, `believed` (what trials made of that; None
+    of one that ran), and `measured` (`step_time_s`: the median of
+    `runs` runs, `spread_s` of the steps within a run, `between_s` from the fastest run to the slowest one, None of a
+    single run, `noise` as a share, `device_used_gib` where it is known; None where nothing was measured).
+    `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
+    part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
+    of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
+    BELIEVED, PREDICTED, UNKNOWN. `because` says in words what explains it.
+    """
+
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+    objective: str
+    differs: Mapping[str, tuple[KnobValue, KnobValue]]
+    tasks: tuple[str, ...]
+    time: Mapping[str, tuple[float, float]]
+    memory: Mapping[str, tuple[float, float]]
+    figures: Mapping[str, tuple[float, float]]
+    gap: float | None
+    sure: str
+    because: tuple[str, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as plain data for JSON."""
+        return {name: getattr(self, name) for name in Comparison.__slots__}
+
+    def __str__(self) -> str:
+        return compared_text(self.as_data())
+
+    def __repr__(self) -> str:
+        gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.sure}"
+        return f"<Comparison of {self.a['name']} and {self.b['name']}: {gap}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self).strip("<>"), [], {}, below=str(self))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    known: Known
+    account: Account
+
+    @property
+    def runs(self) -> tuple[Trial, ...]:
+        return self.known.search_state.runs_of(Candidate.of(self.account.candidate))
+
+    @property
+    def unit(self) -> float:
+        """What a step is divided by so that two tasks can be compared: tokens and device, or 1 for a server."""
+        spec = self.known.task.spec
+        if isinstance(spec.work, ServeSpec):
+            return 1.0
+        return spec.train.global_batch_size * spec.train.seq_length / self.known.task.cluster.devices
+
+    @property
+    def steps_s(self) -> list[float]:
+        """The seconds of a step of each run."""
+        return [run.measurement.step_time_s for run in self.runs if run.measurement]
+
+    @property
+    def measured_s(self) -> float | None:
+        speed = self.known.search_state.speed_of(Candidate.of(self.account.candidate))
+        return 1.0 / speed if speed else None
+
+    @property
+    def predicted_s(self) -> float | None:
+        step = lookup(self.account.predicted or {}, "step_time_s.value")
+        return step if isinstance(step, float) else None
+
+    def data(self) -> dict[str, Any]:
+        told = self.account
+        return {
+            "name": told.name,
+            "where": told.where,
+            "candidate": told.candidate,
+            "chip": told.chip,
+            "devices": told.devices,
+            "state": told.state,
+            "because": list(told.because),
+            "predicted": told.predicted,
+            "believed": told.believed,
+            "measured": self._measured(),
+        }
+
+    def _measured(self) -> dict[str, Any] | None:
+        figures = [run.measurement for run in self.runs if run.measurement]
+        if not figures:
+            return None
+        used = max((each.device_used_bytes or each.peak_reserved_bytes or 0 for each in figures), default=0)
+        return {
+            "step_time_s": self.measured_s,
+            "spread_s": median(each.spread_s for each in figures),
+            "between_s": max(self.steps_s) - min(self.steps_s) if len(figures) > 1 else None,
+            "runs": len(figures),
+            "noise": noise(self.runs),
+            "fidelity": self.runs[0].fidelity,
+            **({"device_used_gib": used / 2**30} if used else {}),
+        }
+
+
+def compare(
+    a: str, b: str, *, spec: SpecLike | None = None, chip: str | None = None, without: Collection[str] = ()
+) -> Comparison:
+    """Compare two candidates: `RUN:CANDIDATE`, or `RUN` for its best; a spec file may stand for RUN, and `b` may be
+    CANDIDATE alone, of the same.
+
+    With `spec` both are candidates of that file. CANDIDATE is as in `explain_candidate`; `chip` goes with specs.
+    Raises the errors of `flagcore.errors`.
+    """
+    where, name = _place(a) if spec is None else (spec, a)
+    there, other = _place(b, where) if spec is None else (spec, b)
+    found = known(where, chip, without)
+    beside = found if where == there else known(there, chip, without)
+    first, second = _Side(found, account(found, name)), _Side(beside, account(beside, other))
+    return _compared(first, second)
+
+
+def _place(text: str, of: SpecLike | None = None) -> tuple[SpecLike, str]:
+    """Return where a candidate is, and which it is: of the run `of`, if there is one and no other is named."""
+    where, colon, name = text.rpartition(":")
+    if not Path(text).exists() and colon and Path(where).exists():
+        return Path(where), name
+    if Path(text).exists():
+        return Path(text), "best"
+    if of is not None and not colon and os.sep not in text:
+        return of, text
+    raise UsageError(f"{text} is no run; give RUN or RUN:CANDIDATE, or --spec SPEC and two candidates")
+
+
+def _compared(a: _Side, b: _Side) -> Comparison:
+    specs = [side.known.task.spec for side in (a, b)]
+    if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
+        raise UsageError(f"{a.known.where} and {b.known.where} cannot be compared: one trains, the other serves")
+    gap, sure = _gap(a, b)
+    told = [side.account.predicted or {} for side in (a, b)]
+    if not all(told):
+        told = [{}, {}]
+    time = _pairs(*(each.get("time", {}) for each in told))
+    memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in told))
+    figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in told]
+    return Comparison(
+        a=a.data(),
+        b=b.data(),
+        objective=specs[0].objective,
+        differs=differing(a.account.candidate, b.account.candidate),
+        tasks=_tasks(a.known, b.known),
+        time=time,
+        memory=memory,
+        figures=_pairs(*figures),
+        gap=gap,
+        sure=sure,
+        because=tuple(_because(a, b, time, gap, sure)),
+    )
+
+
+def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
+    """Return how much longer `b` takes as a share, and how sure that is."""
+    if a.known.task.spec.objective != b.known.task.spec.objective and a.unit == b.unit == 1.0:
+        return None, UNKNOWN
+    if a.measured_s and b.measured_s:
+        gap = b.measured_s / b.unit / (a.measured_s / a.unit) - 1.0
+        longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
+        return gap, SURELY if significant(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
+    taught = all(side.known.search_state.trials or side.known.search_state.probes for side in (a, b))
+    if taught and a.account.expected_s and b.account.expected_s:
+        return b.account.expected_s / b.unit / (a.account.expected_s / a.unit) - 1.0, BELIEVED
+    if a.predicted_s and b.predicted_s:
+        return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
+    return None, UNKNOWN
+
+
+def _overlap(a: _Side, b: _Side) -> bool:
+    """Return whether some run of the slower one was as fast as some run of the faster one."""
+    first, second = ([step / side.unit for step in side.steps_s] for side in (a, b))
+    return max(first) >= min(second) and max(second) >= min(first)
+
+
+def _tasks(a: Known, b: Known) -> tuple[str, ...]:
+    """Return what differs between two tasks beside the candidates, `key: a -> b`."""
+    if a is b:
+        return ()
+    first, second = (
+        {"chip": each.task.cluster.chips, "devices": each.task.cluster.devices, "objective": each.task.spec.objective}
+        | {"model": _plain(each.task.spec.model), "work": _plain(each.task.spec.work)}
+        for each in (a, b)
+    )
+    found = list(differences(first, second))
+    more = [f"and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
+    return (*found[:MOST_DIFFERENCES], *more)
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    return {name: _simple(getattr(record, name)) for name in record.__slots__}
+
+
+def _simple(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _simple(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_simple(each) for each in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the figures of two sides by name; one that only one of them has is 0 at the other."""
+    names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) or b.get(name)]
+    return {name: (float(a.get(name) or 0.0), float(b.get(name) or 0.0)) for name in names}
+
+
+def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
+    """Return what explains the gap, in words."""
+    sides = (("A", a), ("B", b))
+    refused = [f"{name} is illegal: {side.account.because[0]}" for name, side in sides if not side.account.predicted]
+    if refused or gap is None:
+        return refused
+    first, second = a.predicted_s, b.predicted_s
+    if not first or not second:
+        return ["nobody can tell a time of both"]
+    expected = second / b.unit / (first / a.unit) - 1.0
+    lines = []
+    if sure == BELIEVED:
+        lines.append(f"believed after trials {gap:+.1%} in time, predicted {expected:+.1%}")
+    if sure in (SURELY, PERHAPS):
+        lines.append(f"measured {gap:+.1%} in time, predicted {expected:+.1%}")
+    if sure in (SURELY, BELIEVED) and gap * expected < 0:
+        return [*lines, "the prediction has it the other way round, so its parts do not explain the gap"]
+    shares = {name: (y / b.unit - x / a.unit) * a.unit for name, (x, y) in time.items()}
+    total = sum(shares.values())
+    order = sorted((name for name in shares if shares[name] * total > 0), key=lambda name: -abs(shares[name]))
+    if total and order:
+        several = ", ".join(f"{part_name(name)} {shares[name]:+.3g} s" for name in order[:3])
+        whose = "of a request's time" if a.known.task.spec.objective in SERVING else "of a step"
+        lines.append(f"predicted are {total:+.3g} s {whose}, most of it {several}")
+    return lines

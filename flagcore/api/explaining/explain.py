@@ -1,0 +1,95 @@
+"""Where every combination of a spec or of a run went."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flagcore.api.common.context import known
+from flagcore.api.common.inputs import SpecLike
+from flagcore.api.common.plugin_notes import knob_record, plugin_notes
+from flagcore.api.common.runs import Run
+from flagcore.api.explaining.elimination import legality
+from flagcore.api.planning.estimate import before_trials
+from flagcore.domain.plan import Counts, count, lost_repeats
+from flagcore.domain.trial import RUN
+from flagcore.errors import NothingFits, RunError
+from flagcore.problem import require_candidate
+from flagcore.report.notebook import as_html
+from flagcore.stages.prune import LEARNED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation:
+    """Where all combinations went, what each rule that can remove one says, by its name, and why a run ended.
+
+    `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
+    plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
+    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
+    `fidelity` is that of a run's trials.
+    """
+
+    counts: Counts
+    says: Mapping[str, str]
+    ended_because: str | None = None
+    nothing_fits: str | None = None
+    knobs: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    lost_repeats: Mapping[int, str] = field(default_factory=dict)
+    fidelity: str = RUN
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
+
+    def _repr_html_(self) -> str:
+        took = {**self.counts.illegal, "does_not_fit": self.counts.does_not_fit, **self.counts.pruned}
+        rows = [{"rule": name, "took": number, "says": self.says.get(name, "")} for name, number in took.items()]
+        return as_html(repr(self).strip("<>"), rows, {"rule": "rule", "took": "took", "says": "says"})
+
+
+def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:
+    """Tell where every combination of a spec file went, or of a run's folder with what its trials taught.
+
+    Raises the errors of `flagcore.errors`.
+    """
+    found = known(where, chip, without)
+    problem, workload, task = found.problem, found.workload, found.task
+    counts, because, lost = before_trials(problem), None, dict[int, str]()
+    if found.run is not None:
+        lost = lost_repeats(found.run.repeats)
+        counts, because = (
+            _kept(found.run) or count(problem.space, found.pruned, found.search_state),
+            found.run.stopped_because,
+        )
+    pruning = (*workload.pruning_rules(task), *problem.platform.pruning_rules)
+    says = {rule.name: rule.says for rule in legality(problem, workload)} | {rule.name: rule.says for rule in pruning}
+    nothing_fits = None
+    try:
+        require_candidate(problem)
+    except NothingFits as error:
+        nothing_fits = str(error)
+    return Explanation(
+        counts=counts,
+        says=says | LEARNED,
+        ended_because=because,
+        nothing_fits=nothing_fits,
+        knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
+        notes=plugin_notes(problem.platform),
+        lost_repeats=lost,
+        fidelity=RUN if found.run is None else found.run.fidelity,
+    )
+
+
+def _kept(run: Run) -> Counts | None:
+    """Return the counts that a run kept when it ended, None for one that goes on. Raises RunError."""
+    if run.goes_on:
+        return None
+    try:
+        counts = Counts(**run.data["counts"])
+        if not counts.balanced:
+            raise ValueError("its counts do not add up")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        told = f"{run.folder / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
+        raise RunError(told) from None
+    return counts

@@ -1,0 +1,1 @@
+"""Devices, chips and calibrations of this machine."""

@@ -1,0 +1,247 @@
+"""Measure the devices of this machine, keep what was found, and predict with it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flagcore import __version__, plugins
+from flagcore.api.common.warnings import loaded_plugins, tell
+from flagcore.api.hardware.machine_load import Load, busy
+from flagcore.api.hardware.unlisted_chips import VENDOR, facts_of, uncatalogued
+from flagcore.calibration import Calibration, Calibrations, Experience
+from flagcore.contracts import Running
+from flagcore.domain.chip import Chip, Device
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Exit, Launch
+from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
+from flagcore.plugins import LoadedPlugins
+from flagcore.stages.discover import best_chip
+
+PROGRAM = "flagcore.microbench"
+SECONDS = 90.0
+GRACE_SECONDS = 120.0
+"""What start and end of the program may take beside the measuring."""
+
+UNPUBLISHED = ("bf16", "fp16", "fp32")
+"""What is measured of a chip whose rates nobody published."""
+
+
+def calibrate(
+    *,
+    seconds: float = SECONDS,
+    devices: int | None = None,
+    without: Collection[str] = (),
+    on_start: Callable[[str], object] | None = None,
+) -> tuple[Calibration, Path]:
+    """Measure kernels and collectives on this machine's devices in about `seconds`, and keep the result.
+
+    `devices` measures on the first few only. Predictions for the chip use the result from then on. `on_start` is
+    told in a line what is going to be measured. Returns the result and its file. Raises NoDevice if nothing can be
+    measured, UsageError if there are fewer devices, RunError if the measurement fails or cannot be kept, Interrupted.
+    """
+    if find_spec("torch") is None:
+        raise NoDevice("measuring needs torch, not installed here; pip install 'flagcore[megatron]'")
+    with loaded_plugins(without) as loaded:
+        chip, support, here, engine = _target(loaded)
+        if devices is not None and devices > len(here):
+            raise UsageError(
+                f"--devices {devices}: this machine has {len(here)} x {chip.name}; use {len(here)} or fewer"
+            )
+        count = devices or len(here)
+        environment = dict(loaded.environment(chip, engine))
+    kept = Calibrations.of_user()
+    kept.ready()
+    if on_start is not None:
+        on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
+    tell(_too_few(chip, support, len(here), count))
+    with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
+        job = Path(folder, "job.json")
+        output = Path(folder, "found.json")
+        job.write_text(json.dumps(_job(chip, support, here, count, seconds, output)), encoding="utf-8")
+        launch = Launch(
+            argv=(sys.executable, "-m", PROGRAM, str(job)),
+            folder=folder,
+            environment=environment,
+            timeout_seconds=2.0 * seconds + GRACE_SECONDS,
+        )
+        load = Load()
+        _run(launch)
+        others = load.by_others()
+        try:
+            found = json.loads(output.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RunError(f"the measurement ended without a result ({error})") from None
+    tell(busy(others))
+    made = _calibration(chip, here[0], count, found, others)
+    if chip.vendor == VENDOR:
+        made = replace(made, facts=facts_of(chip, support))
+    return made, kept.keep(made)
+
+
+def calibrations() -> list[dict[str, Any]]:
+    """Return a record for each calibration that is kept, and warn of files that are none. Raises RunError."""
+    kept_here = Calibrations.of_user()
+    tell(error for _, error in kept_here.unreadable())
+    return [
+        {
+            "chip": kept.chip,
+            "devices": kept.devices,
+            "torch": kept.torch,
+            "driver": kept.driver or None,
+            "date": kept.date,
+            "kernels": sum("kernel" in row for row in kept.rows),
+            "collectives": sum("collective" in row for row in kept.rows),
+            "file": str(path),
+        }
+        for path, kept in kept_here.all()
+    ]
+
+
+def summary(calibration: Calibration) -> list[dict[str, Any]]:
+    """Return a record a kind of kernel: how many were measured, the best rate (a launch's time), the usual spread.
+
+    The spread is the median over the kernels of what lies between the quartiles of a kernel's samples, in percent of
+    their median.
+    """
+    kinds: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in calibration.rows:
+        name = str(row.get("kernel") or row["collective"])
+        which = str(row.get("precision") or row.get("name") or f"{row.get('ranks')} ranks")
+        kinds.setdefault((name, which), []).append(row)
+    records = []
+    for (name, which), rows in kinds.items():
+        best, unit = _best(name, rows)
+        spread = 100.0 * median(float(row["spread"]) for row in rows)
+        told = {"what": f"{name} {which}", "measured": len(rows), "best": best, "unit": unit}
+        records.append(told | {"spread_percent": spread})
+    return records
+
+
+def _best(name: str, rows: list[Mapping[str, Any]]) -> tuple[float, str]:
+    if name == "launch":
+        return min(float(row["us"]) for row in rows), "us"
+    if "bytes" in rows[0]:
+        return max(float(row["bytes"]) / float(row["us"]) for row in rows) / 1e3, "GB/s"
+    if name == "gemm":
+        return max(2e-6 * row["m"] * row["n"] * row["k"] / row["us"] for row in rows), "TFLOP/s"
+    products = 1e-6 * (10.0 if name == "attention_backward" else 4.0) * 0.5
+    work = (products * r["batch"] * r["heads"] * r["queries"] * r["keys"] * r["head_dim"] / r["us"] for r in rows)
+    return max(work), "TFLOP/s"
+
+
+def forget(chip: str) -> list[str]:
+    """Delete the calibrations of `chip`, and what trials on it were measured at, and return their files.
+
+    Raises RunError, UsageError if there are none.
+    """
+    kept = Calibrations.of_user()
+    gone = (*kept.forget(chip), *Experience.of_user().forget(chip))
+    if gone:
+        return [str(path) for path in gone]
+    names = sorted({each.chip for _, each in kept.all()})
+    near = get_close_matches(chip.casefold(), [name.casefold() for name in names], n=1)
+    there = f"kept are those of {', '.join(names)}" if names else "none is kept of any chip"
+    hint = f"did you mean {next(name for name in names if name.casefold() == near[0])}?" if near else there
+    raise UsageError(f"no calibration of {chip!r} is kept in {kept.folder}; {hint}")
+
+
+def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:
+    """Return the chip to measure, how torch runs on it, its devices, and the engine that says so.
+
+    One that no plugin catalogues goes before a plain CPU.
+    """
+    found = loaded.devices()
+    known = [chip for device in found if (chip := loaded.find_chip(device.chip))]
+    if all(loaded.engine_support(chip, "megatron").shared_devices for chip in known) and (
+        strange := uncatalogued(loaded)
+    ):
+        return (*strange, "megatron")
+    reasons = []
+    for engine in plugins.names(plugins.WORKLOADS):
+        chip = best_chip(found, loaded, engine)
+        support = loaded.engine_support(chip, engine)
+        if support.device_type is not None and support.distributed_backend is not None:
+            return chip, support, tuple(device for device in found if chip.answers_to(device.chip)), engine
+        reasons.append(support.reason)
+    raise NoDevice("; ".join(reasons) or "no engine is installed that says how torch runs here")
+
+
+def _job(
+    chip: Chip, support: EngineSupport, here: tuple[Device, ...], count: int, seconds: float, output: Path
+) -> dict[str, object]:
+    memory = [device.memory_bytes for device in here if device.memory_bytes]
+    known = chip.memory_bytes
+    return {
+        "kind": support.device_type,
+        "backend": support.distributed_backend,
+        "preload": list(support.preload),
+        "devices": count,
+        "shared": support.shared_devices,
+        "threads": len(here) // count,
+        "precisions": list(chip.dense_flops_per_second) or list(UNPUBLISHED),
+        "memory_bytes": min(memory) if memory else int(known.value) if known else 1 << 30,
+        "seconds": seconds,
+        "output": str(output),
+    }
+
+
+def _run(launch: Launch) -> None:
+    """Run the program to its end. Raises RunError with its last words if it fails, Interrupted."""
+    running: Running | None = None
+    ended: Exit | None = None
+    try:
+        running = plugins.launcher("local").start(launch)
+        while ended is None:
+            ended = running.wait(60.0)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; nothing was kept") from None
+    finally:
+        if running is not None and ended is None:
+            running.stop()
+    if ended.code == 0:
+        return
+    words = ""
+    with suppress(OSError):
+        lines = Path(launch.folder, "stderr.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        words = f": {lines[-1][:300]}" if lines else ""
+    why = "took too long" if ended.ended_by == "timeout" else f"ended with status {ended.code}"
+    raise RunError(f"the measurement {why}{words}")
+
+
+def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[str]:
+    """Return what cannot be measured with so few devices: collectives between more of them."""
+    usual = chip.devices_per_node
+    if support.shared_devices or min(here, count) >= usual:
+        return []
+    whose = f"{here} x {chip.name} found" if count == here else f"{count} of {here} x {chip.name} measured"
+    return [
+        f"{whose}, where a node has {usual}: collectives among more than {count} are not measured; "
+        "run it on a whole node"
+    ]
+
+
+def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:
+    how = f"flag calibrate of flagcore {__version__} in {found['seconds']:.0f} s, Python {platform.python_version()}"
+    return Calibration(
+        chip=chip.name,
+        aliases=chip.aliases,
+        driver=device.driver,
+        torch=str(found["torch"]),
+        devices=count,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        how=f"{how}, {platform.platform()}, others on {others:.0%} of the processors",
+        rows=tuple(found["rows"]),
+        others=others,
+    )

@@ -1,0 +1,1 @@
+"""Predictions without trials, and probes of single ranks."""

@@ -1,0 +1,143 @@
+"""Predict without running: the candidates of a spec, and where they went."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flagcore.api.common.context import build_problem_of_spec
+from flagcore.api.common.inputs import SpecLike
+from flagcore.api.common.plugin_notes import plugin_notes
+from flagcore.contracts import Workload
+from flagcore.domain.plan import Counts, count
+from flagcore.domain.prediction import of_row
+from flagcore.domain.search_state import SearchState
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import IntArray
+from flagcore.domain.spec import Task
+from flagcore.problem import Problem, fastest, require_candidate
+from flagcore.report.formats import lookup
+from flagcore.report.notebook import as_html
+from flagcore.report.text import candidate_columns, candidate_line
+from flagcore.stages.missing_costs import no_time
+from flagcore.stages.predict import model_table, record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Estimate:
+    """The best predicted candidates of a spec, and where all others went.
+
+    A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
+    the candidates whose time nobody can tell, and `no_time` says why; `runs` says what would run them, `notes` what
+    plugins say of engine and chip.
+    """
+
+    chip: str
+    devices: int
+    counts: Counts
+    baseline: Mapping[str, Any]
+    candidates: tuple[Mapping[str, Any], ...]
+    model: tuple[Mapping[str, Any], ...]
+    untimed: int = 0
+    no_time: str = ""
+    runs: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        best = candidate_line("best", self.candidates[0]) if self.candidates else "nothing fits"
+        return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
+
+    def _repr_html_(self) -> str:
+        columns = {"#": "number", **candidate_columns(self.candidates), **FIGURES}
+        shown = {name: key for name, key in columns.items() if any(lookup(each, key) for each in self.candidates)}
+        return as_html(repr(self).strip("<>"), self.candidates, shown)
+
+
+FIGURES = {
+    "~step s": "step_time_s.value",
+    "~objective": "objective.value",
+    "~tok/s/dev": "tokens_per_second_per_device.value",
+    "~used GiB": "memory.device_used_gib",
+    "limited by": "limit",
+}
+"""What a notebook shows of each candidate, as far as it is there."""
+
+
+def estimate(
+    spec: SpecLike,
+    *,
+    chip: str | None = None,
+    top: int = 10,
+    without: Collection[str] = (),
+    data: Mapping[str, Any] | None = None,
+) -> Estimate:
+    """Predict all candidates of a spec and return the `top` fastest. Nothing runs, no hardware is needed.
+
+    `chip` names a chip to plan for instead of the spec's, `data` is what the file says if it was imported. Raises the
+    errors of `flagcore.errors`.
+    """
+    problem, workload = build_problem_of_spec(spec, chip, without, data)
+    require_candidate(problem)
+    order = fastest(problem)
+    untimed = np.isnan(problem.predictions.step_time_s[order])
+    baseline = problem.space.find(problem.baseline)
+    assert baseline is not None
+    task = problem.platform.task
+    return Estimate(
+        chip=task.cluster.chips,
+        devices=task.cluster.devices,
+        counts=before_trials(problem),
+        baseline=_records(problem, workload, np.array([baseline]))[0],
+        candidates=tuple(
+            {"number": n, **each} for n, each in enumerate(_records(problem, workload, order[:top]), start=1)
+        ),
+        model=tuple(model_table(workload.parts(task))),
+        untimed=int(untimed.sum()),
+        no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
+        runs=_runs(task),
+        notes=plugin_notes(problem.platform),
+    )
+
+
+def _runs(task: Task) -> str:
+    """Return what a prediction of a spec is of: the user's own command, or what stands in for one."""
+    if isinstance(task.spec.work, ServeSpec):
+        return f"as {task.spec.work.engine} serves the load of serve.profile"
+    train = task.spec.train
+    if train.command is not None:
+        return "as train.command runs it"
+    if train.implementation == "transformer_engine":
+        if train.settings:
+            return "with train.settings, for the rest as Megatron-LM runs it with transformer-engine's layers"
+        return "as Megatron-LM runs it with transformer-engine's layers; train.settings plan another run"
+    if train.settings:
+        return (
+            "with train.settings, for the rest as flagcore's own trial program runs it: megatron-core's own layers, "
+            "nothing else overlaps; train.implementation plans another run"
+        )
+    return (
+        "as flagcore's own trial program runs it: megatron-core's own layers, nothing overlaps; "
+        "train.implementation and train.settings plan another run"
+    )
+
+
+def before_trials(problem: Problem) -> Counts:
+    """Return where every combination went before anything ran."""
+    nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
+    return count(problem.space, problem.pruned, nothing)
+
+
+def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
+    """Return candidates with their predictions and, by component, what their worst stages hold."""
+    task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
+    stages = problem.predictions.worst_stage[rows]
+    components = workload.components(task, columns, stages, problem.platform.costs)
+    records = []
+    for place, row in enumerate(rows):
+        figures = replace(problem.predictions.row(int(row)), components=of_row(components, place))
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, problem.platform.costs)}"}
+        records.append({"candidate": space.candidate(int(row)).as_dict(), **why, **record(task, figures)})
+    return records

@@ -1,0 +1,232 @@
+"""Predict job records, those of one task together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from flagcore import plugins
+from flagcore.api.common.warnings import loaded_plugins
+from flagcore.contracts import Costs, Workload
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import unknown_chip, with_network
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.job import Job
+from flagcore.domain.prediction import of_row
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.space import Columns, IntArray, Rule
+from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
+from flagcore.errors import FlagError, NotModelled, SpecError
+from flagcore.plugins import LoadedPlugins
+from flagcore.spec import read_job
+from flagcore.spec.unused_keys import assumed_in_job, unused_in_job
+from flagcore.stages.build import canonical, refusals
+from flagcore.stages.discover import costs
+from flagcore.stages.missing_costs import no_time
+from flagcore.stages.predict import model_table, rank_record, record
+
+AT_ONCE = 1024
+
+OFF = (None, False, 0, 1)
+"""Values of a knob that go without saying."""
+
+Answer = dict[str, Any]
+Line = Mapping[str, Any] | SpecError
+"""A record, or what is wrong with the line that should have held one."""
+
+
+def estimate_jobs(
+    lines: Iterable[Line],
+    *,
+    without: Collection[str] = (),
+    at_once: int = AT_ONCE,
+    with_model: bool = False,
+) -> Iterator[Answer]:
+    """Predict job records, in order. A bad record, or the error of a line, gives a status and a reason.
+
+    `at_once` lines are read before the first of them is answered. With `with_model`, answers have the weights of
+    their models by parts and the candidates, too.
+    """
+    with loaded_plugins(without) as loaded:
+        jobs, rest, seen = _Jobs(loaded, with_model), iter(lines), set[str]()
+        while some := list(islice(rest, at_once)):
+            for line, answer in zip(some, jobs.answers(some), strict=True):
+                name = _name(line)
+                if name in seen:
+                    again = f"an earlier record has the id {name}"
+                    answer = {**answer, "warnings": [*answer.get("warnings", ()), again]}
+                seen |= {name} if name is not None else set()
+                yield {"id": name, **answer}
+
+
+def _name(line: object) -> str | None:
+    """Return the id of a job record as text that can be printed."""
+    name = line.get("id") if isinstance(line, Mapping) else None
+    return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
+
+
+def _job(line: Line) -> Job:
+    if isinstance(line, SpecError):
+        raise line
+    return read_job(line)
+
+
+def _refused(error: FlagError) -> Answer:
+    """Return what is said of a record that cannot be predicted."""
+    return {"status": "invalid" if isinstance(error, SpecError) else "unknown", "reason": str(error)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Platform:
+    """What plugins say of a cluster."""
+
+    group: NodeGroup
+    costs: Costs
+    support: EngineSupport
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One job, ready to be predicted. `warnings` tell what in it does nothing and what was assumed, `noted` names the
+    settings that its source's notes tell of.
+    """
+
+    place: int
+    task: Task
+    values: Mapping[str, KnobValue]
+    columns: Columns
+    warnings: tuple[str, ...]
+    noted: frozenset[str]
+    rank: int | None
+
+
+class _Jobs:
+    """Predicts jobs; what plugins say is asked once."""
+
+    def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
+        self._loaded, self._with_model = loaded, with_model
+        self._platform = lru_cache(maxsize=None)(self._ask)
+
+    def answers(self, lines: Sequence[Line]) -> list[Answer]:
+        """Return status and figures of each line."""
+        answers: dict[int, Answer] = {}
+        groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
+        for place, line in enumerate(lines):
+            try:
+                self._sort(place, _job(line), groups)
+            except FlagError as error:
+                answers[place] = _refused(error)
+        for platform, workload, rows in groups.values():
+            try:
+                answers |= _predicted(platform, workload, rows)
+                if self._with_model:
+                    for row in rows:
+                        answers[row.place] |= _described(workload, row)
+            except FlagError as error:
+                answers |= {row.place: _refused(error) for row in rows}
+        return [answers[place] for place in range(len(lines))]
+
+    def _sort(self, place: int, job: Job, groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]]) -> None:
+        """Put a job with those of the same task. Raises FlagError."""
+        chip = self._loaded.find_chip(job.chip)
+        if chip is None:
+            hint = unknown_chip(job.chip, self._loaded.chips())
+            raise NotModelled(f"no installed plugin knows the chip {job.chip!r}; {hint}")
+        devices = min(job.devices_per_node, job.devices)
+        if job.devices % devices:
+            problem = f"is no multiple of cluster.devices_per_node = {job.devices_per_node}"
+            fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
+            raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
+        cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine
+        platform, workload = self._platform(*cluster), plugins.workload_of(job.work)
+        spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
+        if isinstance(job.work, ServeSpec):
+            spec = replace(spec, objective="output_tokens_per_s")
+        bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
+        task, values, noted = workload.published(bare, job.candidate, job.notes)
+        warnings: tuple[str, ...] = ()
+        if isinstance(job.work, TrainSpec):
+            assumed = assumed_in_job({*job.work.settings, *noted}, task.spec.train.settings)
+            warnings = (*unused_in_job(job.work.settings, values), *assumed)
+        row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
+        key = cluster, job.model, repr(task.spec.work)
+        groups.setdefault(key, (platform, workload, []))[2].append(row)
+
+    def _ask(self, chip: str, nodes: int, devices: int, network: float | None, engine: str) -> _Platform:
+        known = self._loaded.find_chip(chip)
+        assert known is not None
+        known = with_network(known, network)
+        group = NodeGroup(chip=known, nodes=nodes, devices_per_node=devices)
+        made = costs(Cluster(groups=(group,)), self._loaded, engine)
+        return _Platform(group, made, self._loaded.engine_support(known, engine))
+
+
+def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
+    """Return the answers to jobs of one task, by their places."""
+    task = rows[0].task
+    columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
+    broken: list[list[Rule]] = [[] for _ in rows]
+    for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support, task.spec)):
+        for number in np.flatnonzero(rule.broken(columns)).tolist():
+            if rule.name not in rows[number].noted:
+                broken[number].append(rule)
+    answers = {
+        row.place: {"status": "invalid", "reason": _why(rules, row.values, columns, number)}
+        for number, (row, rules) in enumerate(zip(rows, broken, strict=True))
+        if rules
+    }
+    legal = np.array([number for number, rules in enumerate(broken) if not rules], dtype=np.int64)
+    if legal.size:
+        answers |= _figures(platform, workload, [rows[int(number)] for number in legal], _taken(columns, legal))
+    return answers
+
+
+def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
+    """Return what the rules that a row breaks say, and the values of their knobs; those that are off or 1 left out."""
+    found: dict[str, KnobValue] = {}
+    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.says))]
+    for knob in named:
+        given = values.get(knob)
+        found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
+    told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
+    return "; ".join(rule.says for rule in rules) + (f" (here {told})" if told else "")
+
+
+def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
+    task = rows[0].task
+    columns = canonical(columns, workload.merges(task))
+    predictions = workload.predict(task, columns, platform.costs)
+    components = workload.components(task, columns, predictions.worst_stage, platform.costs)
+    answers: dict[int, Answer] = {}
+    untimed = no_time(task, platform.costs) if not np.isfinite(predictions.step_time_s).all() else ""
+    for number, row in enumerate(rows):
+        figures = replace(predictions.row(number), components=of_row(components, number))
+        why = {} if figures.step_time_s is not None else {"reason": f"no time: {untimed}"}
+        told = {"warnings": list(row.warnings)} if row.warnings else {}
+        answers[row.place] = {"status": "ok", **why, **told, **record(task, figures)}
+        if row.rank is not None:
+            only = _taken(columns, np.array([number]))
+            answers[row.place]["rank"] = rank_record(workload.rank(task, only, row.rank, platform.costs))
+    return answers
+
+
+def _described(workload: Workload, row: _Row) -> Answer:
+    """Return a job's configuration and the weights of its model by parts."""
+    cluster, work = row.task.cluster, row.task.spec.work
+    return {
+        "chip": cluster.groups[0].chip.name,
+        "devices": cluster.devices,
+        "candidate": {knob: value for knob, value in row.values.items() if value is not None},
+        "settings": dict(work.settings if isinstance(work, TrainSpec) else work.engine_args),
+        "model": model_table(workload.parts(row.task)),
+    }
+
+
+def _taken(columns: Columns, rows: IntArray) -> dict[str, IntArray]:
+    return {knob: values[rows] for knob, values in columns.items()}

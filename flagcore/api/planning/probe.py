@@ -1,0 +1,169 @@
+"""Probe candidates: one device of this machine plays single ranks of worlds of any size."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagcore import plugins
+from flagcore.api.common.warnings import loaded_plugins, parsed, tell_of_problem
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.probe import Probe, RankProbe
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import Spec
+from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
+from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
+from flagcore.spec import spec_as_data
+from flagcore.stages.combine import combine
+from flagcore.stages.discover import present, side_by_side
+from flagcore.stages.predict import GIB, rank_record, record
+from flagcore.stages.probe import probe as probe_candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """A candidate: what was predicted, what was probed, and the prediction that both together give, as plain data."""
+
+    candidate: Mapping[str, Any]
+    predicted: Mapping[str, Any]
+    combined: Mapping[str, Any]
+    ranks: tuple[Mapping[str, Any], ...]
+    chip: str
+    devices: int
+
+
+def probe(
+    spec_file: Path | str,
+    *,
+    candidate: str | None = None,
+    top: int = 1,
+    ranks: Sequence[int] = (),
+    chip: str | None = None,
+    seconds: float | None = None,
+    folder: Path | str | None = None,
+    without: Collection[str] = (),
+    on_rank: Callable[[str], object] | None = None,
+) -> list[Probed]:
+    """Probe candidates of `spec_file` on one device of this machine, rank by rank.
+
+    `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
+    without it the `top` fastest predicted are probed. `ranks` are global ones; by default those that tell most. A
+    candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
+    `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
+    """
+    spec, given = _spec(Path(spec_file), candidate, without)
+    if isinstance(spec.work, ServeSpec):
+        fix = "predict servers with `flag estimate`, measure them with `flag tune`"
+        raise UsageError(f"{spec_file} serves, and a probe plays ranks of training; {fix}")
+    if spec.cluster.groups:
+        raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
+    if chip is not None:
+        spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
+    workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
+    workload.ready(spec, probe=True)
+    limit = seconds or spec.control.max_time_per_task
+    with loaded_plugins(without) as loaded, ExitStack() as stack:
+        problem = build_problem(spec, loaded, workload)
+        require_launchable(problem)
+        tell_of_problem(problem, workload)
+        here = loaded.devices()
+        present(problem.platform, here, needed=1)
+        devices = side_by_side(problem.platform, here)
+        world = problem.platform.task.cluster.devices
+        wrong = [rank for rank in ranks if not 0 <= rank < world]
+        if wrong:
+            raise UsageError(f"--rank {wrong[0]}: the ranks of {world} devices are 0 to {world - 1}")
+        place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
+        found = []
+        for number, each in enumerate(_chosen(problem, "baseline" if given else candidate, top)):
+            where = str((place / f"candidate-{number}").resolve())
+            tell = _teller(on_rank, each, world)
+            try:
+                several = problem.platform, workload, launcher, each, where, limit, ranks, tell
+                probed = probe_candidate(*several, devices=devices)
+            except KeyboardInterrupt:
+                raise Interrupted("interrupted") from None
+            found.append((each, probed))
+        if not any(probed.measured or probed.out_of_memory for _, probed in found):
+            last = found[-1][1].ranks[-1]
+            raise EveryTrialFailed(f"no rank gave a result; the last one: {last.state.value}: {last.reason}")
+        return [_told(problem, *pair) for pair in found]
+
+
+def _spec(file: Path, candidate: str | None, without: Collection[str]) -> tuple[Spec, bool]:
+    """Return the spec, and whether its baseline is a candidate that was given by its knobs."""
+    data, given = spec_as_data(file), _knobs(candidate)
+    if given is not None:
+        data = {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "baseline": given}}
+    return parsed(data, file=str(file), base=file.parent, without=without), given is not None
+
+
+def _knobs(candidate: str | None) -> dict[str, KnobValue] | None:
+    """Return the knobs that a text names, None for a place in the list. Raises UsageError."""
+    if candidate is None or candidate == "baseline" or candidate.isdecimal():
+        return None
+    try:
+        if candidate.lstrip().startswith("{"):
+            return dict(json.loads(candidate))
+        pairs = (pair.partition("=") for pair in candidate.split(","))
+        return {name.strip(): yaml.safe_load(value) if equals else None for name, equals, value in pairs}
+    except (ValueError, yaml.YAMLError):
+        raise UsageError(f"--candidate {candidate}: give a number, baseline, or knobs as name=value,...") from None
+
+
+def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
+    if candidate == "baseline":
+        return [problem.baseline]
+    require_candidate(problem)
+    order = fastest(problem)
+    if candidate is not None:
+        number = int(candidate)
+        if not 1 <= number <= order.size:
+            raise UsageError(f"--candidate {candidate}: there are {order.size} candidates")
+        order = order[number - 1 : number]
+    return [problem.space.candidate(int(row)) for row in order[:top]]
+
+
+def _teller(on_rank: Callable[[str], object] | None, candidate: Candidate, world: int) -> Callable[[int], object]:
+    from flagcore.report.text import candidate_text
+
+    def tell(rank: int) -> None:
+        if on_rank is not None:
+            on_rank(f"probing rank {rank} of {world}: {candidate_text(candidate)}")
+
+    return tell
+
+
+def _told(problem: Problem, candidate: Candidate, probed: Probe) -> Probed:
+    task, memory = problem.platform.task, problem.platform.costs.memory
+    row = problem.space.find(candidate)
+    assert row is not None, "every candidate that is probed is in the space"
+    prediction = problem.predictions.row(row)
+    return Probed(
+        candidate=candidate.as_dict(),
+        predicted=record(task, prediction),
+        combined=record(task, combine(prediction, probed, memory)),
+        ranks=tuple(rank_probe_record(rank) for rank in probed.ranks),
+        chip=task.cluster.groups[0].chip.name,
+        devices=task.cluster.devices,
+    )
+
+
+def rank_probe_record(probed: RankProbe) -> dict[str, Any]:
+    """Return the probe of a rank as plain data: GiB, seconds."""
+    data: dict[str, Any] = {"rank": probed.rank, "state": probed.state.value, "reason": probed.reason}
+    if probed.measured is not None:
+        figures = asdict(probed.measured)
+        data["stage"] = figures.pop("stage")
+        data["measured"] = {
+            name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
+            for name, value in figures.items()
+        }
+    return {**data, "predicted": rank_record(probed.predicted), "duration_s": probed.duration_s}

@@ -1,0 +1,1 @@
+"""Tools for plugin authors: conformance checks and a scaffold."""

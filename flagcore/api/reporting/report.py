@@ -1,0 +1,147 @@
+"""The page of a run: written when a tune ends, or later from its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flagcore.api.common.context import Known, known, run_home
+from flagcore.api.common.runs import SPEC, as_kept, told_trials
+from flagcore.api.common.warnings import tell
+from flagcore.contracts import Workload
+from flagcore.domain.plan import Plan, summarise
+from flagcore.domain.secrets import secrets_of, secrets_within
+from flagcore.domain.trial import ESTIMATE
+from flagcore.errors import FlagError, RunError
+from flagcore.files import read_regular
+from flagcore.loop import Ending
+from flagcore.problem import Problem
+from flagcore.report.page.assembly import page
+from flagcore.report.page.html import as_html
+from flagcore.report.page.insight import SCHEMA_VERSION, insight
+from flagcore.report.page.markdown import as_markdown
+from flagcore.report.page.run import INSIGHT, RunData, json_file
+from flagcore.report.result import result
+from flagcore.store.directory import write
+
+REPORT = "report.html"
+FORMS = {"html": as_html, "markdown": as_markdown}
+DIFFERENT = "Here the best is predicted otherwise than when the run was made: what was not kept of that is left out."
+SAME = 1e-6
+"""Two predictions of one candidate are the same if they differ by less, as a share."""
+
+
+def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] = ()) -> str:
+    """Return the page of the run in a folder, as `html` or `markdown`. Nothing is written.
+
+    What result.json lacks is in insight.json; where that is missing, it is predicted anew, and left out where this
+    machine predicts something else. A run that was killed, or that goes on, is told by its journal. `without` names
+    plugins to leave out of that. Raises RunError if the folder has no run that can be read.
+    """
+    try:
+        return FORMS[form](page(_data(Path(run_dir), without)))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RunError(f"{run_dir} holds a result that cannot be told ({error!r})") from error
+
+
+def keep_report(run_dir: Path, ending: Ending, workload: Workload, data: Mapping[str, Any]) -> bool:
+    """Write the page of a run that has just ended, and what it needs to be written again. Return whether it is there.
+
+    A run is none the worse if that fails: it is told.
+    """
+    try:
+        best = ending.plan.best.candidate if ending.plan.best else None
+        found = insight(ending.problem, workload, best)
+        write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
+        shown = RunData.to_hand_on(data, found, _secrets(run_dir), folder=run_dir, called=str(run_dir))
+        write(run_dir / REPORT, as_html(page(shown)))
+    except Exception as error:
+        _tell_of_none(run_dir, error)
+        return False
+    return True
+
+
+def keep_report_of_engines(run_dir: Path) -> bool:
+    """Write the page of a run over several engines; like `keep_report`."""
+    try:
+        write(run_dir / REPORT, report(run_dir))
+    except Exception as error:
+        _tell_of_none(run_dir, error)
+        return False
+    return True
+
+
+def _tell_of_none(run_dir: Path, error: Exception) -> None:
+    why = f"{type(error).__name__}: {error}"
+    tell([f"{run_dir / REPORT} was not written ({why}); the result is none the worse, try `flag report {run_dir}`"])
+
+
+def _data(folder: Path, without: Collection[str]) -> RunData:
+    """Return what the page of the run in a folder is made of."""
+    run = as_kept(folder)
+    home, found, notes = run_home(run), run.data, list[str]()
+    held = json_file(home / INSIGHT)
+    usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
+    ended = len(run.trials) + len(run.repeats) + len(run.probes)
+    more = ended - told_trials(found) if run.fidelity != ESTIMATE else 0
+    if not found or not usable or more > 0:
+        understood, why = _understood(folder, without)
+        if not found and understood is None:
+            raise RunError(f"{folder} has no result yet, and its trials cannot be told: {why}")
+        if understood is None:
+            notes.append(f"{more} more trials have ended since this result." if more > 0 else "")
+            notes.append("" if usable else f"What result.json does not keep is left out: {why}")
+        elif not found or more > 0:
+            found, usable = result(_so_far(understood), str(folder)), {}
+            notes.append("This run goes on, or was killed: it is told by the trials that have ended.")
+        if understood is not None and not usable:
+            usable = _predicted_again(understood, found)
+            notes.append("" if usable else DIFFERENT)
+    told = tuple(filter(None, notes))
+    return RunData.to_hand_on(found, usable, _secrets(home), folder=home, called=str(folder), notes=told)
+
+
+def _secrets(folder: Path) -> tuple[str, ...]:
+    """Return what a page must not show: secrets of this shell and of the run's spec."""
+    try:
+        spec = yaml.safe_load(read_regular(folder / SPEC))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        spec = None
+    return tuple(dict.fromkeys((*secrets_of(os.environ), *secrets_within(spec))))
+
+
+def _understood(folder: Path, without: Collection[str]) -> tuple[Known | None, str]:
+    """Return what is known of a run here, or why nothing is."""
+    try:
+        found = known(folder, None, without)
+    except FlagError as error:
+        return None, str(error)
+    return found, ""
+
+
+def _so_far(found: Known) -> Plan:
+    """Return the plan of the trials that have ended."""
+    return summarise(found.task, found.problem.space, found.pruned, found.search_state, because="")
+
+
+def _predicted_again(understood: Known, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is predicted now, nothing if that is not what was predicted then."""
+    problem, run = understood.problem, understood.run
+    best = run.best.candidate if run and run.best else None
+    if best is not None and found.get("best"):
+        row, predicted = problem.space.find(best), found["best"]["predicted"]
+        if row is None or not _same(predicted, problem, row):
+            return {}
+    return insight(problem, understood.workload, best)
+
+
+def _same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:
+    now = problem.predictions.row(row)
+    step, memory = predicted.get("step_time_s") or {}, predicted.get("memory") or {}
+    pairs = [(step.get("value"), now.step_time_s), (memory.get("device_used_gib"), now.device_used_bytes / 2**30)]
+    return all(old is None or (new is not None and abs(new - old) <= SAME * abs(old)) for old, new in pairs)

@@ -1,0 +1,1 @@
+"""Tune a spec, export the best configuration and start it."""

@@ -1,0 +1,155 @@
+"""What a tune leaves behind: the result, and the best configuration in every form in which it can be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flagcore.api.common.warnings import tell
+from flagcore.api.tuning.script import MEETING_PLACE, SECRETS, Hidden, directory, excuse, script, secrets_script
+from flagcore.api.tuning.serve_best import serve
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.launch import Launch
+from flagcore.domain.plan import Plan
+from flagcore.domain.secrets import plain_without_secrets, secrets_of, secrets_within, without_secrets
+from flagcore.domain.trial import RUN
+from flagcore.errors import NoDevice, RunError, SpecError, UsageError
+from flagcore.loop import Ending
+from flagcore.problem import Problem, why_not_launched
+from flagcore.report.formats import as_yaml
+from flagcore.report.notebook import as_html
+from flagcore.report.result import result
+from flagcore.report.text import candidate_text, plan_text
+from flagcore.stages.launch import prepared
+from flagcore.store.directory import writable, write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Outcome:
+    """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
+
+    `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
+    stands, `reported` that the run's page was written.
+    """
+
+    plan: Plan
+    run_dir: Path
+    data: Mapping[str, Any]
+    run_best: bool
+    can_start: bool = True
+    heading: str = ""
+    reported: bool = False
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))
+
+    def __repr__(self) -> str:
+        best = self.plan.best
+        told = f"best trial {best.number}: {candidate_text(best.candidate)}" if best else "no best"
+        gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
+        return f"<Outcome in {self.run_dir}: {told}{gain}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self).strip("<>"), [], {}, below=str(self))
+
+
+def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+    """Write the result and, where there is one, the best configuration in every form in which it can be used."""
+    plan, problem = ending.plan, ending.problem
+    cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
+    data = plain_without_secrets(result(plan, str(run_dir)), secrets_of(os.environ))
+    private = bool(secrets_within(spec))
+    with writable(run_dir):
+        write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+        write(run_dir / "report.txt", without_secrets(plan_text(plan), secrets_of(os.environ)) + "\n")
+        if plan.best:
+            folder = run_dir.resolve() / "best"
+            folder.mkdir(exist_ok=True)
+            if cannot:
+                write(run_dir / "best.sh", excuse(plan, cannot))
+            else:
+                planned = workload.launch(problem.platform, plan.best.candidate, str(folder), for_real=True)
+                launch = prepared(problem.platform, planned)
+                hidden = Hidden.of(launch)
+                write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
+                if hidden.kept:
+                    write(folder / SECRETS, secrets_script(hidden), private=True)
+                write(run_dir / "best.sh", script(plan, launch, hidden, folder))
+            (run_dir / "best.sh").chmod(0o755)
+            write(run_dir / "best.yaml", _best_spec(plan.best.candidate, spec), private=private)
+    wanted = problem.platform.task.spec.control.run_best and plan.fidelity == RUN
+    return Outcome(plan=plan, run_dir=run_dir, data=data, run_best=wanted, can_start=not cannot)
+
+
+def run_best(
+    run_dir: Path | str, *, stdout: int | None = None, on_ready: Callable[[str], object] | None = None
+) -> NoReturn:
+    """Become the best configuration of a run, for real: this process is replaced by it.
+
+    Servers it starts instead, and ends with them; they end with it, however that is. `on_ready` is told their URL when
+    they can be asked. `stdout` is a file descriptor for output. Raises RunError if the run has no best configuration,
+    UsageError if it cannot be started.
+    """
+    file = Path(run_dir) / "best" / "launch.json"
+    try:
+        launch = json.loads(file.read_text(encoding="utf-8"))
+        argv, environment, folder = list(launch["argv"]), dict(launch["environment"]), str(launch["directory"])
+        ready = tuple(map(str, launch.get("ready", ())))
+        lacking = [str(name) for name in launch.get("needs", ()) if not os.environ.get(str(name))]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
+        raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
+    if lacking:
+        raise UsageError(f"{', '.join(lacking)} must be set: the best needs it, and a secret of your shell is not kept")
+    sys.stdout.flush()
+    if ready:
+        server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
+        sys.exit(serve(server, 1 if stdout is None else stdout, on_ready or str))
+    if stdout is not None:
+        os.dup2(stdout, 1)
+    goes = f"what it prints comes here, what it keeps goes to {launch.get('folder', folder)}"
+    try:
+        os.chdir(folder)
+        program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
+        tell([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
+        os.execvpe(program, argv, variables)
+    except (OSError, ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
+
+
+def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str | None:
+    """Return why the best of a plan cannot be started as it stands on any machine, None if it can."""
+    platform, values = problem.platform, best.as_dict()
+    for knob in platform.task.knobs:
+        if why := why_not_launched(platform.task, knob, values.get(knob.name, knob.off)):
+            return f"{knob.name} = {values[knob.name]}: {why}"
+    try:
+        workload.ready(platform.task.spec)
+    except SpecError as error:
+        return str(error)
+    except NoDevice:
+        pass  # the engine is not installed on this machine
+    if platform.task.spec.work.command is None and platform.support.device_type is None:
+        return f"no installed plugin says how {workload.name} runs on {platform.task.cluster.chips}"
+    return None
+
+
+def _as_json(launch: Launch, hidden: Hidden) -> str:
+    """Return a launch as JSON; variables that this shell has with the same secret are named, for whoever starts it."""
+    given = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
+    needs = [name for name in hidden.inherited if name in launch.environment]
+    return json.dumps(
+        {**asdict(launch), "environment": given, "needs": needs, "directory": directory(launch)}, indent=1
+    )
+
+
+def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:
+    """Return the user's spec with every knob fixed to the best value."""
+    tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
+    return as_yaml({**spec, "auto_tuner": {**tuner, "space": candidate.as_dict()}}) + "\n"

@@ -1,0 +1,94 @@
+"""Tune several serving engines for one load, one after the other, and keep the best of all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flagcore.api.common.warnings import tell
+from flagcore.domain.objective import is_rate
+from flagcore.domain.secrets import secrets_within
+from flagcore.errors import FlagError, Interrupted
+from flagcore.report.formats import as_yaml
+from flagcore.spec.serving import only
+from flagcore.store.directory import writable, write
+
+WINNERS = ("best", "best.sh", "best.yaml")
+"""What a run keeps of its best: copied from the folder of the engine that won."""
+
+
+def each_engine(
+    data: Mapping[str, Any],
+    engines: tuple[str, ...],
+    run_dir: Path,
+    tune_one: Callable[[dict[str, Any], Path], Any],
+) -> Any:
+    """Tune `data` with each of `engines` in a folder of its own below `run_dir`, and return the outcome of the best.
+
+    Each has an equal share of the trials and of the time. An engine that cannot be tuned is told and costs only
+    itself; if none can, the error of the first is raised.
+    """
+    done: dict[str, Any] = {}
+    failed: dict[str, FlagError] = {}
+    for engine in engines:
+        try:
+            done[engine] = tune_one(_share(only(data, engine), len(engines)), run_dir / engine)
+        except Interrupted:
+            raise
+        except FlagError as error:
+            tell([f"{engine}: {error}"])
+            failed[engine] = error
+    if not done:
+        raise next(iter(failed.values()))
+    sign = -1.0 if is_rate(next(iter(done.values())).plan.objective) else 1.0
+    order = sorted(done, key=lambda engine: sign * _figure(done[engine].data))
+    winner = done[order[0]]
+    told = {
+        **winner.data,
+        "run_dir": str(run_dir),
+        "engine": order[0],
+        "engines": {engine: done[engine].data for engine in order} | {e: {"error": str(failed[e])} for e in failed},
+    }
+    with writable(run_dir):
+        for name in WINNERS:
+            source, target = run_dir / order[0] / name, run_dir / name
+            if source.is_dir():
+                shutil.copytree(source, target, dirs_exist_ok=True)
+            elif source.exists():
+                shutil.copy2(source, target)
+        write(run_dir / "result.json", json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+        write(run_dir / "spec.yaml", as_yaml(dict(data)) + "\n", private=bool(secrets_within(data)))
+    return replace(winner, run_dir=run_dir, data=told, heading=_heading(order, done, failed))
+
+
+def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
+    """Return a spec's data with a share of its budget."""
+    tuner = dict(data.get("auto_tuner") or {})
+    control = dict(tuner.get("control") or {})
+    if isinstance(control.get("max_trials", 20), int):
+        control["max_trials"] = max(1, control.get("max_trials", 20) // parts)
+    if isinstance(control.get("max_time"), (int, float)):
+        control["max_time"] = control["max_time"] / parts
+    return {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def _figure(data: Mapping[str, Any]) -> float:
+    """Return the median seconds, or the rate, of a run's best."""
+    best = data["best"]
+    medians = {each["trial"]: each for each in data["noise"]["medians"]}
+    name = data["objective"]["name"]
+    if best["number"] in medians:
+        return float(medians[best["number"]][name])
+    measured = best["measured"]
+    told = measured["step_time_s"]["median"] if measured else best["predicted"]["step_time_s"]["value"]
+    return 1.0 / told if is_rate(name) else float(told)
+
+
+def _heading(order: list[str], done: Mapping[str, Any], failed: Mapping[str, FlagError]) -> str:
+    lines = [f"Best engine: {order[0]}"]
+    lines += [f"  {engine}: {_figure(done[engine].data):,.4g} {done[engine].plan.objective}" for engine in order]
+    return "\n".join([*lines, *(f"  {engine}: {error}" for engine, error in failed.items())])

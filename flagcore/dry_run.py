@@ -1,0 +1,52 @@
+"""What a tune finds where nothing runs: the plan that predictions make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.domain.plan import Plan, summarise
+from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
+from flagcore.errors import NoDevice
+from flagcore.problem import Problem, fastest
+from flagcore.stages.learn import learn
+from flagcore.stages.missing_costs import no_time
+from flagcore.stages.predict import record
+
+
+def require_predicted_time(problem: Problem) -> None:
+    """Raise NoDevice unless the time of some candidate is predicted: a probe needs that of communication, too."""
+    if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
+        raise NoDevice(f"no time can be told: {no_time(problem.platform.task, problem.platform.costs)}")
+
+
+def dry_run(problem: Problem) -> Plan:
+    """Return the plan that predictions make: the baseline and the fastest candidates, `max_trials` in all."""
+    task, row = problem.platform.task, problem.space.find(problem.baseline)
+    assert row is not None, "the baseline is in the space"
+    order = [int(each) for each in fastest(problem)]
+    rows = dict.fromkeys([row, *order[: task.spec.control.max_trials]])
+    trials = [
+        Trial(
+            number=number,
+            candidate=problem.space.candidate(each),
+            role=Role.SEARCH if number else Role.BASELINE,
+            state=TrialState.PREDICTED,
+            predicted=record(task, problem.predictions.row(each)),
+            fidelity=ESTIMATE,
+        )
+        for number, each in enumerate(rows)
+    ]
+    best, base = (problem.predictions.row(each) for each in (order[0], row))
+    gains: tuple[float, ...] = ()
+    if best.step_time_s and base.step_time_s and base.fits is not False:
+        gains = (base.step_time_s / best.step_time_s - 1.0,)
+    plan = summarise(task, problem.space, problem.pruned, learn((), ESTIMATE), "nothing was to be run")
+    return replace(
+        plan,
+        trials=tuple(trials),
+        baseline=trials[0],
+        best=trials[list(rows).index(order[0])],
+        gains=gains,
+    )

@@ -1,0 +1,190 @@
+"""From settings, precision and implementation to the options of physics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from flagcore.domain.spec import SettingValue, Task, TrainSpec
+from flagcore.engines.megatron.flags import settings_of_command
+from flagcore.engines.megatron.recompute import recompute_modules, words
+from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
+from flagcore.errors import NotModelled, SpecError
+from flagcore.physics.options import Options
+from flagcore.physics.schedules.catalogue import SCHEDULES
+
+Settings = Mapping[str, SettingValue]
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+TRIAL, COMMAND = "trial", "command"
+DEFAULTS: Mapping[str, Settings] = {
+    TRIAL: {"moe_token_dispatcher_type": "alltoall", "cp_comm_type": "all_gather"},
+    COMMAND: {"moe_token_dispatcher_type": "allgather"},
+}
+"""Defaults that differ by what runs: flagcore's own trial program, and Megatron-LM."""
+
+
+def runs(train: TrainSpec) -> str:
+    """Return what runs a job: flagcore's trial program, or a command of Megatron-LM, the user's or one imagined."""
+    return TRIAL if train.command is None and train.implementation in (None, "local") else COMMAND
+
+
+def settings_in_force(train: TrainSpec) -> Settings:
+    """Return the defaults, what a user's own command says, and what the spec says, the latter first.
+
+    Raises SpecError where spec and command contradict each other.
+    """
+    command = settings_of_command(train.command or ())
+    for key, value in command.items():
+        if train.settings.get(key, value) != value:
+            raise SpecError(
+                key=f"train.settings.{key}",
+                value=train.settings[key],
+                problem=f"contradicts train.command, which says {value}",
+                fix="remove one of the two",
+            )
+    return {**DEFAULTS[runs(train)], **command, **train.settings}
+
+
+def options(task: Task) -> Options:
+    """Return the options of a task. Raises SpecError for settings that exclude each other, NotModelled."""
+    train, model = task.spec.train, task.spec.model
+    given = settings_in_force(train)
+    check(task, given)
+
+    def on(key: str) -> bool:
+        return bool(given.get(key, False))
+
+    def width(key: str) -> int:
+        return BYTES[str(given.get(key, "fp32"))]
+
+    dispatcher = str(given["moe_token_dispatcher_type"])
+    layout = given.get(LAYOUT)
+    return Options(
+        schedule=schedule(given.get("pipeline_schedule")),
+        stage_layout=parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else (),
+        account_for_embedding=on(EMBEDDING),
+        account_for_loss=on(LOSS),
+        recompute_modules=recompute_modules(given),
+        recompute_stage_layers=numbers(given.get("recompute_num_layers_per_stage")),
+        grad_bytes=_grad_bytes(train.precision, given),
+        main_grad_bytes=width("main_grads_dtype"),
+        main_param_bytes=width("main_params_dtype"),
+        exp_avg_bytes=width("exp_avg_dtype"),
+        exp_avg_sq_bytes=width("exp_avg_sq_dtype"),
+        precision_aware_optimizer=on("use_precision_aware_optimizer"),
+        fp8_param_gather=on("fp8_param_gather"),
+        optimizer_offload_fraction=_offloaded(given),
+        offload_modules=words(given.get("offload_modules"))
+        if on("fine_grained_activation_offloading")
+        else frozenset(),
+        offload_stages=numbers(given.get("offload_stages")),
+        fsdp=on("use_megatron_fsdp"),
+        adapters=given.get("trainable") == "adapters",
+        overlap_grad_reduce=on("overlap_grad_reduce"),
+        overlap_param_gather=on("overlap_param_gather"),
+        tp_comm_overlap=on("tp_comm_overlap"),
+        overlap_p2p_comm=bool(given.get("overlap_p2p_comm", True)),
+        overlap_expert_comm=on("overlap_moe_expert_parallel_comm"),
+        delay_weight_gradient=on("delay_wgrad_compute"),
+        overlap_shared_expert=on("moe_shared_expert_overlap"),
+        dispatcher=dispatcher,
+        deduplicated_dispatch=dispatcher == "flex",
+        grouped_gemm=on("moe_grouped_gemm"),
+        pad_experts_to_capacity=on("moe_pad_expert_input_to_capacity"),
+        expert_imbalance=_imbalance(given),
+        cp_comm=str(given.get("cp_comm_type", "p2p")),
+        cuda_graph=_graph(given),
+        cross_entropy_fusion=on("cross_entropy_loss_fusion"),
+        dropout=on("attention_dropout") or on("hidden_dropout"),
+    )
+
+
+def check(task: Task, given: Settings) -> None:
+    """Raise SpecError for a setting that Megatron refuses beside the others, whatever the candidate.
+
+    Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
+    """
+    modules, model = recompute_modules(given), task.spec.model
+    on = {key for key, value in given.items() if value not in (False, "fp32", 0, "none")}
+    flex = given.get("moe_token_dispatcher_type") == "flex"
+    aware, shared = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
+    needs = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), aware)
+    needs |= {
+        "optimizer_cpu_offload": aware,
+        "delay_wgrad_compute": "overlap_moe_expert_parallel_comm",
+        "offload_modules": "fine_grained_activation_offloading",
+        "fine_grained_activation_offloading": "offload_modules",
+        "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor",
+    }
+    for key, other in needs.items():
+        if key in on and other not in on:
+            raise refused(key, given, f"needs {other}")
+    wrong = {
+        "moe_pad_expert_input_to_capacity": (flex, "does not go with moe_token_dispatcher_type: flex"),
+        shared: (given.get("moe_token_dispatcher_type") != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
+        "recompute_modules": (
+            ("mla_up_proj" in modules and not model.multi_latent_attention)
+            or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in on)
+            or ("shared_experts" in modules and shared in on),
+            "need: mla_up_proj latent attention, moe_act moe_grouped_gemm, shared_experts no moe_shared_expert_overlap",
+        ),
+        LAYOUT: (
+            bool({EMBEDDING, LOSS, "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & on),
+            "is the only setting that may say how layers are split",
+        ),
+    }
+    for key, (is_wrong, problem) in wrong.items():
+        if is_wrong and key in on:
+            raise refused(key, given, problem)
+
+
+def refused(key: str, given: Settings, problem: str) -> SpecError:
+    """Return the error of one setting."""
+    return SpecError(key=f"train.settings.{key}", value=given.get(key), problem=problem)
+
+
+def schedule(name: SettingValue) -> str | None:
+    """Return the model's name of a pipeline schedule; None is the engine's own. Raises NotModelled."""
+    spelt = re.sub(r"^zb-?(?=[hv12])", "zb-", str(name or "1f1b").lower().replace("_", "-"))
+    if spelt in ("1f1b", "interleaved", "1f1b-i", "interleaved-1f1b"):
+        return None
+    if spelt not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise NotModelled(f"train.settings.pipeline_schedule = {name} is not modelled; these are: {known}")
+    return spelt
+
+
+def numbers(text: SettingValue) -> tuple[int, ...]:
+    """Return the numbers of a list."""
+    return tuple(int(part) for part in str(text).split(",")) if text is not None else ()
+
+
+def _grad_bytes(precision: str, given: Settings) -> int:
+    """Return the width of gradient buffers: as wide as the weights, but fp32 where these are bf16.
+
+    Source: Megatron-LM `arguments.py`, which turns fp32 accumulation on for bf16 unless told otherwise.
+    """
+    if precision == "fp32" or given.get("accumulate_allreduce_grads_in_fp32"):
+        return 4
+    fp32 = precision != "fp16" and given.get("accumulate_allreduce_grads_in_fp32", True)
+    return 4 if fp32 and not given.get("grad_reduce_in_bf16") else 2
+
+
+def _offloaded(given: Settings) -> float:
+    return float(given.get("optimizer_offload_fraction", 1.0) or 0.0) if given.get("optimizer_cpu_offload") else 0.0
+
+
+def _imbalance(given: Settings) -> float:
+    """Return the load of the busiest expert rank over the mean; a capacity bounds it, and filling up reaches it."""
+    load, capacity = float(given.get("moe_expert_imbalance") or 1.0), given.get("moe_expert_capacity_factor")
+    if not capacity:
+        return load
+    return float(capacity) if given.get("moe_pad_expert_input_to_capacity") else min(load, max(1.0, float(capacity)))
+
+
+def _graph(given: Settings) -> str:
+    scope = words(given.get("cuda_graph_scope"))
+    if given.get("cuda_graph_impl", "none") == "none":
+        return ""
+    return "iteration" if "full_iteration" in scope else "layer"

@@ -1,0 +1,179 @@
+"""From knob columns to the inputs of physics, and back to predictions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Predictions, RankPrediction
+from flagcore.domain.space import Columns, FloatArray, IntArray
+from flagcore.domain.spec import Task
+from flagcore.engines.megatron.flags import implementation_of_command
+from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE
+from flagcore.engines.megatron.options import options, settings_in_force
+from flagcore.engines.megatron.split import Split
+from flagcore.physics.layout import Layout, Training
+from flagcore.physics.memory.device_usage import memory_in_use
+from flagcore.physics.memory.training import component_table, rank_memory, stage_of_rank
+from flagcore.physics.placement import Placement
+from flagcore.physics.time import step
+from flagcore.physics.time.step import rank_time, step_time
+from flagcore.physics.transformer import model_flops
+
+BLOCK_ROWS = 1 << 15
+"""Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""
+
+DENSE, EXPERTS, GUESSED, SHARED = (0.87, 1.17), (0.80, 1.25), (0.76, 1.39), (0.87, 1.60)
+"""Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
+over predicted where a source's runs had no part in the fit (`benchmarks/fitted.json`), of dense models and of mixtures
+of experts; of chips whose kernels nobody measured, from the same runs without the fitted curves; and of ranks that
+share a plain processor and disturb each other."""
+
+
+def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
+    """Return memory (bytes of one device) and time (seconds of one step) of every row of `columns`."""
+    train, layout = training(task), layout_of(task, columns)
+    rows = layout.data.size
+    blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)] or [slice(0, 0)]
+    return Predictions.join([_predict(train, layout.rows(block), costs) for block in blocks])
+
+
+def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
+    """Return the weights that a rank of each row's stage holds, and the bytes of its worst moment, by component."""
+    train, layout = training(task), layout_of(task, columns)
+    index = stages.astype(np.float64)
+    workspaces = [np.array(each.memory.workspace_bytes()) for each in costs.groups]
+    table = component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
+    return {
+        name: {
+            "params": row.params,
+            "weights_bytes": row.weights,
+            "gradients_bytes": row.gradients,
+            "main_params_bytes": row.main_parameters,
+            "optimizer_bytes": row.optimizer,
+            "activation_bytes": row.activation,
+        }
+        for name, row in table.items()
+    }
+
+
+def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
+    """Return the sizes of a device's matrix products: tokens of a micro-batch, width of the model, and its split."""
+    train, layout = training(task), layout_of(task, columns)
+    width = np.full_like(layout.tensor, float(train.model.hidden_size))
+    return {
+        "tokens": np.log2(layout.tokens(train.sequence)),
+        "hidden_size": np.log2(width),
+        "tensor_model_parallel_size": np.log2(layout.tensor),
+    }
+
+
+def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+    """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
+    train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
+    costs = costs.groups[sum(rank >= first for first in costs.further)]
+    held = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
+    reserved = costs.memory.reserved_bytes(held.peak)
+    times = [float(time[0]) for time in rank_time(train, layout, costs, stage_of_rank(layout, rank))]
+    compute, optimizer = (time if np.isfinite(time) else None for time in times)
+    return RankPrediction(
+        rank=rank,
+        static_bytes=float(held.static[0]),
+        peak_allocated_bytes=float(held.peak[0]),
+        reserved_bytes=float(reserved[0]),
+        device_used_bytes=float(costs.memory.device_used_bytes(reserved)[0]),
+        compute_time_s=compute,
+        optimizer_time_s=optimizer,
+    )
+
+
+def passes(task: Task, columns: Columns, costs: Costs) -> Passes | None:
+    """Return the passes of the first row's pipeline, None where they are not known."""
+    return step.passes(training(task), layout_of(task, columns), costs)
+
+
+def training(task: Task) -> Training:
+    """Return what all candidates of `task` share.
+
+    Without a named implementation flagcore's own trial program runs megatron-core's local layers with plain
+    activation functions, and a user's own command runs Megatron-LM, by default with transformer-engine.
+    """
+    train = task.spec.train
+    kind = train.implementation or (
+        "trial" if train.command is None else implementation_of_command(train.command) or "transformer_engine"
+    )
+    return Training(
+        model=task.spec.model,
+        sequence=train.seq_length,
+        global_batch=train.global_batch_size,
+        precision=train.precision,
+        flash=train.attention == "flash",
+        fused_activation=kind != "trial",
+        transformer_engine=kind == "transformer_engine",
+        repeated_keys=kind == "trial",
+        options=options(task),
+    )
+
+
+def layout_of(task: Task, columns: Columns) -> Layout:
+    """Return how each row splits the work. Knobs of job records that are absent have Megatron's defaults."""
+
+    def count(knob: str) -> FloatArray:
+        return columns[knob].astype(np.float64)
+
+    data, tensor, micro_batch = (
+        count("data_parallel_size"),
+        count("tensor_model_parallel_size"),
+        count("micro_batch_size"),
+    )
+    granularity = columns["recompute_granularity"] * columns["use_recompute"]
+    full, block = granularity == FULL, columns["recompute_method"] == BLOCK
+    layers = np.maximum(count("recompute_num_layers"), 1.0)
+    split = Split.of(task)
+    first, last = split.ends(columns)
+    given = columns.get("expert_tensor_parallel_size", np.zeros_like(columns["data_parallel_size"]))
+    fixed = float(settings_in_force(task.spec.train).get("expert_tensor_parallel_size") or 0)
+    return Layout(
+        data=data,
+        tensor=tensor,
+        pipeline=count("pipeline_model_parallel_size"),
+        virtual=split.virtual(columns).astype(np.float64),
+        context=count("context_parallel_size"),
+        expert=count("expert_model_parallel_size"),
+        expert_tensor=np.where(given > 0, given, fixed or tensor),
+        micro_batch=micro_batch,
+        microbatches=np.maximum(task.spec.train.global_batch_size / (micro_batch * data), 1.0),
+        sharded_optimizer=count("use_distributed_optimizer"),
+        sequence_parallel=count("sequence_parallel"),
+        selective=(granularity == SELECTIVE).astype(np.float64),
+        uniform=np.where(full & ~block, layers, 0.0),
+        block=np.where(full & block, layers, 0.0),
+        first_layers=first.astype(np.float64),
+        last_layers=last.astype(np.float64),
+    )
+
+
+def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
+    found = memory_in_use(train, layout, costs)
+    time_s = step_time(train, layout, costs)
+    total = sum(time_s.values(), np.zeros(()))
+    known = DENSE if train.model.num_moe_experts is None else EXPERTS
+    bounds = [known]
+    for each in costs.groups:
+        bounds += [SHARED] if each.synchronous else [GUESSED] if each.guessed else []
+    low, high = min(bound[0] for bound in bounds), max(bound[1] for bound in bounds)
+    return Predictions(
+        step_time_s=total,
+        low_s=total * low,
+        high_s=total * high,
+        time_s=time_s,
+        static_bytes=found.memory.static,
+        activation_bytes=found.memory.activation,
+        peak_allocated_bytes=found.memory.peak,
+        reserved_bytes=found.reserved,
+        device_used_bytes=found.used,
+        worst_stage=found.memory.worst_stage,
+        capacity_bytes=found.capacity,
+        model_flops=model_flops(train),
+    )

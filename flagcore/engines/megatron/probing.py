@@ -1,0 +1,89 @@
+"""Probes of single ranks: which ones tell most, how one is started, and what it left."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Costs, Platform
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.launch import Launch
+from flagcore.domain.probe import RankMeasurement
+from flagcore.domain.space import Columns
+from flagcore.domain.spec import Task
+from flagcore.engines.megatron.launching import job, program
+from flagcore.engines.megatron.predict import layout_of, rank_figures, training
+from flagcore.engines.megatron.reading import METRICS, NOT_AS_AGREED, NoMetrics, metrics
+from flagcore.physics.pipeline import stage
+
+
+def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
+    """Return the first rank of the first and last stage, of the stages predicted to need most memory and to take
+    longest and, if all these are dense, of one with experts. `columns` have one row.
+    """
+    train, layout = training(task), layout_of(task, columns)
+    width, stages = (
+        int(layout.tensor[0] * layout.context[0] * layout.data[0]),
+        int(layout.pipeline[0]),
+    )
+    figures = [rank_figures(task, columns, each * width, costs) for each in range(stages)]
+    chosen = {
+        0,
+        stages - 1,
+        max(range(stages), key=lambda each: figures[each].device_used_bytes),
+        max(range(stages), key=lambda each: figures[each].compute_time_s or 0.0),
+    }
+    experts = [
+        each
+        for each in range(stages)
+        if float(stage(train.model, layout, np.array([float(each)]), train.options).moe[0]) > 0
+    ]
+    if experts and chosen.isdisjoint(experts):
+        chosen.add(experts[0])
+    return tuple(each * width for each in sorted(chosen))
+
+
+def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int) -> Launch:
+    """Return how to start the trial program as one rank. Raises LaunchError if its job cannot be written."""
+    return program(job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
+
+
+def read_probe(task: Task, folder: str) -> RankMeasurement:
+    """Return what the trial program measured as one rank. Raises NoMetrics."""
+    data = metrics(Path(folder, METRICS))
+    try:
+        steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]
+        if not steps:
+            raise NoMetrics(f"it left {len(data['steps'])} steps, and all of them are warm-up")
+        compute, compute_spread = _middle([float(step["compute_s"]) for step in steps])
+        optimizer, optimizer_spread = _middle([float(step["optimizer_s"]) for step in steps])
+        reserved = data["peak_reserved_bytes"]
+        return RankMeasurement(
+            stage=int(data["stage"]),
+            static_bytes=int(data["static_bytes"]),
+            peak_forward_backward_bytes=int(data["peak_forward_backward_bytes"]),
+            peak_optimizer_bytes=int(data["peak_optimizer_bytes"]),
+            peak_allocated_bytes=int(data["peak_allocated_bytes"]),
+            reserved_bytes=None if reserved is None else int(reserved),
+            device_used_bytes=int(data["device_used_bytes"]),
+            compute_time_s=compute,
+            compute_spread_s=compute_spread,
+            optimizer_time_s=optimizer,
+            optimizer_spread_s=optimizer_spread,
+            steps=len(steps),
+            microbatches=int(data["num_microbatches"]),
+            microbatches_run=int(data["microbatches_run"]),
+            versions={name: str(version) for name, version in data["versions"].items()},
+        )
+    except NOT_AS_AGREED as error:
+        raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
+
+
+def _middle(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return median and interquartile range."""
+    quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [0.0, 0.0, 0.0]
+    return statistics.median(seconds), quarters[2] - quarters[0]

@@ -1,0 +1,169 @@
+"""From what a trial left in its folder to a measurement, for the trial program and for a user's own command."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.devices import SPEED_TEST
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement
+from flagcore.engines.megatron.logs import MegatronLog, read_logs, read_on
+from flagcore.errors import FlagError
+from flagcore.files import read_regular
+
+STEPS, METRICS = "steps.jsonl", "metrics.json"
+LOGS = ("stdout.log", "stderr.log")
+NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What reading somebody else's JSON may raise."""
+
+
+class NoMetrics(FlagError):
+    """A trial ended without the figures that it should have left."""
+
+
+def program_progress(folder: str) -> tuple[float, ...]:
+    """Return the seconds of the steps that the trial program has finished."""
+    return tuple(step["step_time_s"] for step in _steps(Path(folder, STEPS)))
+
+
+class CommandProgress:
+    """Tells the seconds of the steps that a user's command has printed. Each line is read once."""
+
+    def __init__(self, folder: str) -> None:
+        self._logs = MegatronLog()
+        self._places = {Path(folder, name): 0 for name in LOGS}
+
+    def __call__(self) -> tuple[float, ...]:
+        """Return them all so far."""
+        for file, place in self._places.items():
+            self._places[file] = read_on(file, place, self._logs)
+        return tuple(self._logs.step_times_s)
+
+
+def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
+    """Return what the trial program measured. Raises NoMetrics if it did not write its figures."""
+    if partial:
+        steps = _steps(Path(folder, STEPS))
+        return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
+    data = metrics(Path(folder, METRICS))
+    try:
+        ranks: list[dict[str, Any]] = data["ranks"]
+        return measurement(
+            task,
+            [float(step["step_time_s"]) for step in data["steps"]],
+            losses=[_loss(step) for step in data["steps"]],
+            peak_allocated_bytes=_most(ranks, "peak_allocated_bytes"),
+            peak_reserved_bytes=_most(ranks, "peak_reserved_bytes"),
+            device_used_bytes=_most(ranks, "device_used_bytes"),
+            effective=dict(data["effective"]),
+            versions={name: str(version) for name, version in data["versions"].items()},
+            devices=tuple(
+                {"device": int(rank["rank"]), SPEED_TEST: float(rank[SPEED_TEST])}
+                for rank in ranks
+                if rank.get(SPEED_TEST) is not None
+            ),
+        )
+    except NOT_AS_AGREED as error:
+        raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
+
+
+def read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
+    """Return what a user's own Megatron command printed. Raises NoMetrics if no step time is in its logs."""
+    log = read_logs(Path(folder, name) for name in LOGS)
+    return measurement(
+        task,
+        log.step_times_s,
+        losses=log.losses,
+        peak_allocated_bytes=log.peak_allocated_bytes,
+        peak_reserved_bytes=log.peak_reserved_bytes,
+        effective=_effective(candidate, log),
+    )
+
+
+def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Measurement:
+    """Return the measurement of a run from the times of all its steps. Raises NoMetrics if too few are left.
+
+    The warm-up is dropped; the step time is the median of the rest, its spread their interquartile range.
+    """
+    spec, warmup = task.spec, task.spec.control.warmup_iters
+    counted = tuple(step_times_s[warmup:])
+    if not counted:
+        raise NoMetrics(f"it left {len(step_times_s)} step times, and the first {warmup} are warm-up")
+    if not all(isinstance(step, float) and math.isfinite(step) and step > 0 for step in counted):
+        raise NoMetrics("a step time is not a positive number")
+    median = statistics.median(counted)
+    quarters = statistics.quantiles(counted, n=4, method="inclusive") if len(counted) > 1 else [0.0, 0.0, 0.0]
+    tokens = spec.train.global_batch_size * spec.train.seq_length
+    if not math.isfinite(tokens / median):
+        raise NoMetrics(f"a step time of {median} s cannot be")
+    losses = tuple(figures.pop("losses"))
+    return Measurement(
+        step_times_s=counted,
+        step_time_s=median,
+        spread_s=quarters[2] - quarters[0],
+        tokens_per_second_per_device=tokens / median / task.cluster.devices,
+        losses=losses,
+        **figures,
+    )
+
+
+def _steps(file: Path) -> list[dict[str, Any]]:
+    """Read the steps of a trial that may still write; a half-written last line does not count."""
+    steps = []
+    try:
+        lines = read_regular(file).decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            step = json.loads(line)
+            steps.append({"step_time_s": float(step["step_time_s"]), "loss": _loss(step)})
+        except NOT_AS_AGREED:
+            break
+    return steps
+
+
+def _loss(step: Mapping[str, Any]) -> float | None:
+    """Return the loss of a step, None where it is not finite."""
+    loss = step["loss"]
+    return float(loss) if loss is not None and math.isfinite(loss) else None
+
+
+def metrics(file: Path) -> dict[str, Any]:
+    """Return what the trial program wrote at its end. Raises NoMetrics."""
+    if not file.exists():
+        raise NoMetrics(f"it ended with exit code 0 but wrote no {METRICS}")
+    try:
+        data = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
+    if not isinstance(data, dict):
+        raise NoMetrics(f"{METRICS} is not an object")
+    return data
+
+
+def _most(ranks: Sequence[Mapping[str, Any]], figure: str) -> int | None:
+    known = [int(rank[figure]) for rank in ranks if rank.get(figure) is not None]
+    return max(known) if known else None
+
+
+def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
+    """Return the values that Megatron printed for the candidate's knobs, in the candidate's own types."""
+    effective: dict[str, KnobValue] = {}
+    for knob, wanted in candidate.items:
+        printed = log.arguments.get(knob)
+        if printed is None:
+            continue
+        if isinstance(wanted, bool):
+            effective[knob] = printed == "True"
+        elif printed == "None":
+            effective[knob] = None
+        else:
+            effective[knob] = int(printed) if printed.isdecimal() else printed
+    return effective

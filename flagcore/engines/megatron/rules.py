@@ -1,0 +1,320 @@
+"""What Megatron refuses, and which candidates are the same to it.
+
+Sources: megatron-core 0.16 `parallel_state.py`, `transformer_config.py`, `num_microbatches_calculator.py`,
+`pipeline_parallel/schedules.py`, `multi_token_prediction.py`; Megatron-LM core_v0.16 `arguments.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, UNIFORM
+from flagcore.engines.megatron.split import FIRST, LAST, Split
+from flagcore.engines.megatron.split import VIRTUAL as CHUNKS
+from flagcore.engines.megatron.stages import LAYOUT
+
+DP, TP, PP = "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CP, EP = "context_parallel_size", "expert_model_parallel_size"
+MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_optimizer"
+VIRTUAL = "num_layers_per_virtual_pipeline_stage"
+RECOMPUTE, GRANULARITY = "use_recompute", "recompute_granularity"
+METHOD, RECOMPUTE_LAYERS = "recompute_method", "recompute_num_layers"
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return the legality rules of training `task` with Megatron, each applied as soon as its knobs are known."""
+    return (*_batch(task), *_width(task), *_groups(task), *_pipeline(task), *_experts(task), *_recompute(task))
+
+
+def _batch(task: Task) -> Sequence[Rule]:
+    devices, batch = task.cluster.devices, task.spec.train.global_batch_size
+    return (
+        Rule(
+            name="world_size",
+            knobs=(DP, TP, PP, CP),
+            says=f"{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}",
+            broken=lambda c: c[DP] * c[TP] * c[PP] * c[CP] != devices,
+        ),
+        Rule(
+            name="global_batch_size",
+            knobs=(DP, MBS),
+            says=f"global_batch_size = {batch} must be a multiple of {MBS} x {DP}",
+            broken=lambda c: batch % (c[MBS] * c[DP]) != 0,
+        ),
+    )
+
+
+def _width(task: Task) -> Sequence[Rule]:
+    model, length = task.spec.model, task.spec.train.seq_length
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    widths = [model.moe_shared_expert_intermediate_size or 0]
+    if model.num_moe_experts is None or model.moe_first_dense_layers:
+        widths.append(model.ffn_hidden_size)
+    expert_width = model.moe_ffn_hidden_size or 0
+    expert_tensor = int(task.spec.train.settings.get("expert_tensor_parallel_size") or 0)
+    keys_values = 2 * groups * model.kv_channels
+    return (
+        Rule(
+            name="attention_heads",
+            knobs=(TP,),
+            says=f"{TP} must divide num_attention_heads = {heads}",
+            broken=lambda c: heads % c[TP] != 0,
+        ),
+        Rule(
+            name="query_groups",
+            knobs=(TP,),
+            says=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+            broken=lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0),
+        ),
+        Rule(
+            name="qkv_width",
+            knobs=(TP,),
+            says=f"{TP} must divide the width of keys and values, {keys_values}",
+            broken=lambda c: (keys_values % c[TP] != 0) & (not model.multi_latent_attention),
+        ),
+        Rule(
+            name="ffn_width",
+            knobs=(TP,),
+            says=f"{TP} must divide the width of the feed-forward layers, {max(widths)}",
+            broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
+        ),
+        Rule(
+            name="expert_width",
+            knobs=(TP,),
+            says=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
+            broken=lambda c: expert_width % _expert_width(c, expert_tensor) != 0,
+        ),
+        Rule(
+            name="context_length",
+            knobs=(CP,),
+            says=f"seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1",
+            broken=lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0),
+        ),
+        Rule(
+            name="sequence_length",
+            knobs=(TP, CP, SP),
+            says=f"seq_length = {length} must be a multiple of {TP} x {CP} with {SP}",
+            broken=lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0),
+        ),
+        Rule(
+            name="moe_sequence_parallel",
+            knobs=(TP, SP),
+            says=f"a mixture of experts with {TP} > 1 trains only with {SP}",
+            broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (model.num_moe_experts is not None),
+        ),
+    )
+
+
+def _groups(task: Task) -> Sequence[Rule]:
+    """Return, for a mixed cluster, that no pipeline stage has devices of two groups: stages take ranks in order."""
+    cluster = task.cluster
+    if len(cluster.groups) == 1:
+        return ()
+    edges, devices = list(accumulate(group.devices for group in cluster.groups))[:-1], cluster.devices
+    fewest = math.lcm(*(devices // math.gcd(edge, devices) for edge in edges))
+    return (
+        Rule(
+            name="stages_in_one_group",
+            knobs=(PP,),
+            says=(
+                f"{PP} must be a multiple of {fewest}, so that no stage has devices of two node groups, "
+                f"{cluster.chips}: what splits a stage runs on chips of one kind"
+            ),
+            broken=lambda c: c[PP] % fewest != 0,
+        ),
+    )
+
+
+def _pipeline(task: Task) -> Sequence[Rule]:
+    split, batch = Split.of(task), task.spec.train.global_batch_size
+
+    def interleaved(c: Columns) -> BoolArray:
+        several: BoolArray = (split.virtual(c) > 1) | (c[VIRTUAL] > 0)
+        return several
+
+    return (
+        Rule(
+            name="pipeline_stages",
+            knobs=(PP,),
+            says=_says_split(split),
+            broken=split.uneven,
+        ),
+        Rule(
+            name="virtual_needs_pipeline",
+            knobs=(PP, VIRTUAL),
+            says=f"virtual pipeline stages need {PP} > 1",
+            broken=lambda c: interleaved(c) & (c[PP] == 1),
+        ),
+        Rule(
+            name="virtual_stages",
+            knobs=(PP, VIRTUAL),
+            says=f"{VIRTUAL} (or {CHUNKS}) must divide num_layers / {PP}",
+            broken=split.ragged,
+        ),
+        Rule(
+            name="interleaved_microbatches",
+            knobs=(DP, MBS, PP, VIRTUAL),
+            says=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
+            broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
+        ),
+    )
+
+
+def _experts(task: Task) -> Sequence[Rule]:
+    experts, devices = task.spec.model.num_moe_experts, task.cluster.devices
+    expert_tensor = int(task.spec.train.settings.get("expert_tensor_parallel_size") or 0)
+    return (
+        Rule(
+            name="experts_exist",
+            knobs=(EP,),
+            says=f"{EP} > 1 needs a model with experts",
+            broken=lambda c: (c[EP] > 1) & (experts is None),
+        ),
+        Rule(
+            name="experts_divide",
+            knobs=(EP,),
+            says=f"{EP} must divide num_moe_experts = {experts}",
+            broken=lambda c: (experts or 0) % c[EP] != 0,
+        ),
+        Rule(
+            name="expert_world_size",
+            knobs=(TP, PP, EP),
+            says=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
+            broken=lambda c: (devices % (_expert_width(c, expert_tensor) * c[EP] * c[PP]) != 0) & (experts is not None),
+        ),
+    )
+
+
+def _says_split(split: Split) -> str:
+    if split.held:
+        return f"{PP} must divide the {len(split.held)} stages of the layout, with multi-token prediction at the end"
+    beside = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
+    return (
+        f"{PP} must divide num_layers = {split.layers}{beside}, or what {FIRST} and {LAST} leave of them "
+        f"(train.settings; {LAYOUT} there splits them freely)"
+    )
+
+
+def _recompute(task: Task) -> Sequence[Rule]:
+    split, depths = Split.of(task), task.spec.model.mtp_num_layers
+    return (
+        Rule(
+            name="recompute_granularity",
+            knobs=(RECOMPUTE, GRANULARITY),
+            says=f"{RECOMPUTE} needs {GRANULARITY}",
+            broken=lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0),
+        ),
+        Rule(
+            name="selective_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            says=f"selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}",
+            broken=lambda c: _recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
+        ),
+        Rule(
+            name="recompute_method",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD),
+            says=f"full recompute needs {METHOD}",
+            broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == 0),
+        ),
+        Rule(
+            name="uniform_recompute",
+            knobs=(PP, VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            says=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
+            broken=lambda c: (
+                _recomputes(c, FULL)
+                & (c[METHOD] == UNIFORM)
+                & (c[RECOMPUTE_LAYERS] > 0)
+                & _divides_none(c[RECOMPUTE_LAYERS], split.chunk_layers(c))
+            ),
+        ),
+        Rule(
+            name="multi_token_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
+            says=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
+            broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
+        ),
+        Rule(
+            name="recompute_num_layers",
+            knobs=(PP, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            says=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
+            broken=lambda c: (
+                _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
+            ),
+        ),
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return what Megatron treats as equal: knobs without effect, and two spellings of one schedule."""
+    split, dense = Split.of(task), task.spec.model.num_moe_experts is None
+
+    def virtual(c: Columns) -> dict[str, IntArray]:
+        one = (c[PP] == 1) | (c[VIRTUAL] * c[PP] == split.counted)
+        return {VIRTUAL: np.where(one, 0, c[VIRTUAL])}
+
+    def recompute_layers(c: Columns) -> dict[str, IntArray]:
+        block, number = c[METHOD] == BLOCK, c[RECOMPUTE_LAYERS]
+        every = block & (number >= split.chunk_layers(c)[0]) & (number <= split.stage_layers(c))
+        return {METHOD: np.where(every, UNIFORM, c[METHOD]), RECOMPUTE_LAYERS: np.where(every, 1, number)}
+
+    return (
+        Merge(
+            name="sequence_parallel_without_tensor_parallel",
+            knobs=(TP, SP),
+            canonical=lambda c: {SP: np.where(c[TP] == 1, 0, c[SP])},
+        ),
+        Merge(
+            name="distributed_optimizer_of_one",
+            knobs=(DP, CP, DIST_OPT),
+            canonical=lambda c: {DIST_OPT: np.where(c[DP] * c[CP] == 1, 0, c[DIST_OPT])},
+        ),
+        Merge(
+            name="experts_of_a_dense_model",
+            knobs=(EP,),
+            canonical=lambda c: {EP: np.ones_like(c[EP]) if dense else c[EP]},
+        ),
+        Merge(name="one_virtual_stage", knobs=(PP, VIRTUAL), canonical=virtual),
+        Merge(
+            name="granularity_without_recompute",
+            knobs=(RECOMPUTE, GRANULARITY),
+            canonical=lambda c: {GRANULARITY: c[GRANULARITY] * c[RECOMPUTE]},
+        ),
+        Merge(
+            name="method_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, METHOD),
+            canonical=lambda c: {METHOD: np.where(_recomputes(c, FULL), c[METHOD], 0)},
+        ),
+        Merge(
+            name="number_without_full_recompute",
+            knobs=(RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
+            canonical=lambda c: {RECOMPUTE_LAYERS: np.where(_recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
+        ),
+        Merge(
+            name="recompute_of_every_layer",
+            knobs=(PP, VIRTUAL, METHOD, RECOMPUTE_LAYERS),
+            canonical=recompute_layers,
+        ),
+    )
+
+
+def _recomputes(c: Columns, granularity: int) -> BoolArray:
+    does: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == granularity)
+    return does
+
+
+def _divides_none(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
+    """Return where `number` does not divide one of the other numbers."""
+    leaves: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in of])
+    return leaves
+
+
+def _expert_width(c: Columns, default: int = 0) -> IntArray:
+    """Return the expert tensor parallel size: the candidate's, the settings' or that of the other layers."""
+    given = c.get("expert_tensor_parallel_size", np.zeros_like(c[TP]))
+    return np.where(given > 0, given, default or c[TP])

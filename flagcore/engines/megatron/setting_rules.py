@@ -1,0 +1,96 @@
+"""What Megatron refuses of a candidate because of the task's settings. Each rule has the name of its setting.
+
+Sources: megatron-core 0.16 `transformer_config.py`, `distrib_optimizer.py`; Megatron-LM core_v0.16 `arguments.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, Columns, Rule
+from flagcore.domain.spec import SettingValue, Task
+from flagcore.engines.megatron.knobs import FULL
+from flagcore.engines.megatron.options import numbers, schedule, settings_in_force
+from flagcore.engines.megatron.rules import DIST_OPT, DP, EP, GRANULARITY, MBS, PP, RECOMPUTE, SP, VIRTUAL
+from flagcore.engines.megatron.split import Split
+from flagcore.physics.schedules.catalogue import SCHEDULES
+
+STAGES = "recompute_num_layers_per_stage"
+EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+def setting_rules(task: Task) -> tuple[Rule, ...]:
+    """Return the rules of those settings that are on."""
+    given, split = settings_in_force(task.spec.train), Split.of(task)
+    sharded = bool(given.get("use_megatron_fsdp"))
+    per_stage, offloaded = numbers(given.get(STAGES)), numbers(given.get("offload_stages"))
+
+    def no_sharding(c: Columns) -> BoolArray:
+        missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
+        return missing
+
+    def recomputes_fully(c: Columns) -> BoolArray:
+        fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
+        return fully
+
+    def no_chunks(c: Columns) -> BoolArray:
+        one: BoolArray = (c[PP] > 1) & (split.virtual(c) == 1)
+        return one
+
+    known = (
+        *(
+            Rule(name=name, knobs=(DIST_OPT,), says=f"{name} needs {DIST_OPT}", broken=no_sharding)
+            for name in ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
+        ),
+        Rule(name="tp_comm_overlap", knobs=(SP,), says=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
+        Rule(
+            name=EXPERT_OVERLAP,
+            knobs=(PP, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
+            says=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
+            broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | no_chunks(c),
+        ),
+        Rule(
+            name=STAGES,
+            knobs=(PP, RECOMPUTE, GRANULARITY),
+            says=f"{STAGES} needs full recompute and a number for each of the {PP} stages",
+            broken=lambda c: (c[PP] != len(per_stage)) | ~recomputes_fully(c),
+        ),
+        Rule(
+            name="offload_stages",
+            knobs=(PP,),
+            says=f"offload_stages must be below {PP}",
+            broken=lambda c: c[PP] <= max(offloaded, default=-1),
+        ),
+        _schedule_rule(given.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
+    )
+    return tuple(rule for rule in known if given.get(rule.name))
+
+
+def _schedule_rule(given: SettingValue, split: Split, batch: int) -> Rule:
+    """Return how many virtual stages a schedule takes: interleaved some, 1F1B any, all others their own number.
+
+    DualPipe and DualPipeV take two micro-batches a stage or more, DualPipe an even number of either (its repository).
+    """
+    name = schedule(given)
+    least = 2 if name is None and str(given or "1f1b").lower() != "1f1b" else 1
+    most = SCHEDULES[name].parts if name else None
+    dual = name in ("dualpipe", "dualpipev")
+    says = f"pipeline_schedule: {given} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
+    if name == "dualpipev":
+        says += ", and two micro-batches a stage or more"
+    if name == "dualpipe":
+        says += ", an even number of stages and of micro-batches, and two micro-batches a stage or more"
+
+    def broken(c: Columns) -> BoolArray:
+        virtual = split.virtual(c)
+        wrong = (virtual < least) if most is None else (virtual > 1) & (virtual != most)
+        if dual:
+            microbatches = batch // np.maximum(c[MBS] * c[DP], 1)
+            wrong |= microbatches < 2 * c[PP]
+            if name == "dualpipe":
+                wrong |= (c[PP] % 2 != 0) | (microbatches % 2 != 0)
+        result: BoolArray = (c[PP] > 1) & wrong
+        return result
+
+    knobs = (PP, VIRTUAL, DP, MBS) if dual else (PP, VIRTUAL)
+    return Rule(name="pipeline_schedule", knobs=knobs, says=says, broken=broken)

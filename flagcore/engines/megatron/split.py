@@ -1,0 +1,107 @@
+"""How a task's settings and a candidate's knobs deal out the layers to the stages of the pipeline, by columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.domain.space import BoolArray, Columns, IntArray
+from flagcore.domain.spec import Task
+from flagcore.engines.megatron.options import settings_in_force
+from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
+
+PIPELINE, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Layers of a model and the settings about their split. `held` are the layers of each stage of a layout.
+
+    `counted` is the number of layers in an even split: embedding and loss may count as one each. `last_stages` is how
+    many of the layout's last stages must be the last of a device: those from the one with multi-token prediction on.
+    """
+
+    layers: int
+    counted: int
+    held: tuple[int, ...]
+    last_stages: int
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, task: Task) -> Split:
+        """Read the settings. Raises SpecError for a layout that is none."""
+        model, given = task.spec.model, settings_in_force(task.spec.train)
+        layout = given.get(LAYOUT)
+        stages = parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else ()
+        mtp = [place for place, stage in enumerate(stages) if stage.mtp]
+        return cls(
+            layers=model.num_layers,
+            counted=model.num_layers + bool(given.get(EMBEDDING)) + bool(given.get(LOSS)),
+            held=tuple(stage.layers for stage in stages),
+            last_stages=len(stages) - mtp[0] if mtp else 0,
+            first=int(given.get(FIRST) or 0),
+            last=int(given.get(LAST) or 0),
+        )
+
+    def virtual(self, c: Columns) -> IntArray:
+        """Return the virtual stages of a device, 1 where stages are not interleaved; rounded down."""
+        if self.held:
+            return np.maximum(len(self.held) // c[PIPELINE], 1)
+        stage, each = self.counted // c[PIPELINE], c[EACH]
+        from_each = np.where(each > 0, np.maximum(stage // np.maximum(each, 1), 1), 1)
+        given = c.get(VIRTUAL)
+        return from_each if given is None else np.where(given > 0, given, from_each)
+
+    def ends(self, c: Columns) -> tuple[IntArray, IntArray]:
+        """Return the layers of the first and of the last stage where they are given, else 0."""
+        none = np.zeros_like(c[PIPELINE])
+        first, last = c.get(FIRST, none), c.get(LAST, none)
+        return np.where(first > 0, first, self.first), np.where(last > 0, last, self.last)
+
+    def uneven(self, c: Columns) -> BoolArray:
+        """Return where the layers do not divide over the pipeline stages, or a stage stays empty."""
+        if self.held:
+            broken: BoolArray = (len(self.held) % c[PIPELINE] != 0) | (c[PIPELINE] < self.last_stages)
+            return broken
+        middle, stages = self._middle(c)
+        first, last = self.ends(c)
+        complete: BoolArray = middle * stages + first + last == self.counted
+        empty: BoolArray = (stages > 0) & (middle < 1)
+        return ~complete | empty
+
+    def ragged(self, c: Columns) -> BoolArray:
+        """Return where a device's layers do not divide over its virtual stages."""
+        given, each = c.get(VIRTUAL, np.zeros_like(c[PIPELINE])), c[EACH]
+        if self.held:
+            other: BoolArray = (each > 0) | ((given > 0) & (given * c[PIPELINE] != len(self.held)))
+            return other
+        first, last = self.ends(c)
+        by_each = (each > 0) & (((self.counted // c[PIPELINE]) % np.maximum(each, 1) != 0) | (first > 0) | (last > 0))
+        by_number = sum((part % np.maximum(given, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
+        broken: BoolArray = np.where(given > 0, by_number > 0, by_each)
+        return broken
+
+    def stage_layers(self, c: Columns) -> IntArray:
+        """Return the layers of the largest pipeline stage."""
+        if self.held:
+            return max(self.held) * self.virtual(c)
+        first, last = self.ends(c)
+        largest: IntArray = np.maximum(np.maximum(first, last), self._middle(c)[0])
+        return largest
+
+    def chunk_layers(self, c: Columns) -> list[IntArray]:
+        """Return all numbers of layers that a virtual stage may have, the largest first."""
+        if self.held:
+            return [np.full_like(c[PIPELINE], number) for number in sorted(set(self.held), reverse=True)]
+        chunk = self.stage_layers(c) // self.virtual(c)
+        return [chunk] if self.counted == self.layers else [chunk, np.maximum(chunk - 1, 0)]
+
+    def _middle(self, c: Columns) -> tuple[IntArray, IntArray]:
+        """Return the layers of a stage whose number is not given, and how many such stages there are."""
+        first, last = self.ends(c)
+        stages = c[PIPELINE] - (first > 0) - (last > 0)
+        return np.where(stages > 0, (self.counted - first - last) // np.maximum(stages, 1), 0), stages

@@ -1,0 +1,99 @@
+"""Entry point: `python -m flagcore.engines.megatron.trial JOB.json`.
+
+Started alone, it forks the job's ranks, or the one that the job probes. Started by torchrun or any launcher
+that sets RANK and WORLD_SIZE, it is one rank and meets the others through MASTER_ADDR and MASTER_PORT. Exit
+codes: 0 measured, 2 invalid configuration, 3 out of memory, 1 anything else, 128 + signal when ended by one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+
+from flagcore.engines.megatron.trial import failures, ranks
+from flagcore.engines.megatron.trial.job import Job, JobError, load_job
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job named on the command line and return the exit code."""
+    try:
+        if len(arguments) != 1:
+            raise JobError("usage: python -m flagcore.engines.megatron.trial JOB.json")
+        job = load_job(Path(arguments[0]))
+    except JobError as error:
+        return failures.report(error)
+    prepare(job)
+    number = int(os.environ.get("RANK", 0))
+    try:
+        if number == 0:
+            clear(job.output)
+        if "RANK" in os.environ and job.probe is None:
+            return work(job, 0.0, number, None)
+        import_s = warm_up(job)
+    except Exception as error:
+        return failures.report(error)
+    return ranks.run_ranks(job.processes, partial(work, job, import_s))
+
+
+def clear(folder: Path) -> None:
+    """Make the output folder and remove an earlier run's results, which must not pass for this one's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("steps.jsonl", "metrics.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def prepare(job: Job) -> None:
+    """Set what the libraries read when they are imported."""
+    warnings.filterwarnings("ignore")  # megatron warns about each optional library that is absent
+    os.environ["OMP_NUM_THREADS"] = str(job.device.threads_per_rank)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
+    if job.device.type == "cpu":
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiled helpers need a C++ compiler and tens of seconds
+
+
+def warm_up(job: Job) -> float:
+    """Import torch and megatron once for all ranks, on a CPU only; returns the seconds that it took.
+
+    On an accelerator nothing is imported before the fork: a driver that was touched does not survive one,
+    and the ranks have cores enough to import side by side.
+    """
+    return import_rank(job) if job.device.type == "cpu" else 0.0
+
+
+def import_rank(job: Job) -> float:
+    """Import torch, then what teaches it the device, then all that a rank runs; returns the seconds."""
+    start = time.perf_counter()
+    program = "flagcore.engines.megatron.trial." + ("rank" if job.probe is None else "probe")
+    for name in ("torch", *job.device.preload, program):
+        importlib.import_module(name)
+    return time.perf_counter() - start
+
+
+def work(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
+    """Be rank `number`; returns the exit code, having explained a failure on stderr."""
+    try:
+        import_s += import_rank(job)
+        if job.probe is not None:
+            from flagcore.engines.megatron.trial.probe import probe_rank
+
+            probe_rank(job, job.probe, import_s)
+            return 0
+        from flagcore.engines.megatron.trial.rank import run_rank
+
+        run_rank(job, number, listener, import_s)
+    except BaseException as error:
+        return failures.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a failed rank must not wait for collectives that nobody will answer

@@ -1,0 +1,65 @@
+"""What a failure means: the exit code of a trial and the first line that it leaves on stderr."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import TracebackType
+
+from flagcore.engines.megatron.trial.job import JobError
+
+FAILED = 1
+INVALID = 2
+OUT_OF_MEMORY = 3
+
+
+def report(error: BaseException) -> int:
+    """Write the failure to stderr, its meaning first and its traceback after, and return the exit code.
+
+    A job that cannot be run is one line without a traceback: nothing in this program went wrong.
+    """
+    code = classify(error)
+    first_line = _first_line(error)
+    if code == INVALID:
+        print(f"invalid configuration: {first_line}", file=sys.stderr)
+    elif code == OUT_OF_MEMORY:
+        print(f"out of memory: {first_line}", file=sys.stderr)
+    if not isinstance(error, JobError):
+        traceback.print_exception(error)
+    sys.stderr.flush()
+    return code
+
+
+def classify(error: BaseException) -> int:
+    """Return the exit code for a failure: out of memory, an invalid configuration, or anything else.
+
+    A configuration is invalid when this program's own checks or Megatron's refuse it. Some of Megatron's
+    checks run only in the first step (schedules, token dispatch), so what counts is who raised it, not when.
+    """
+    text = str(error).lower()
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "OutOfMemoryError" in names or isinstance(error, MemoryError):
+        return OUT_OF_MEMORY
+    if isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text):
+        return OUT_OF_MEMORY
+    if isinstance(error, JobError):
+        return INVALID
+    refusal = isinstance(error, AssertionError | ValueError | NotImplementedError) or type(error) is RuntimeError
+    return INVALID if refusal and _raised_in(error.__traceback__).startswith("megatron.") else FAILED
+
+
+def _first_line(error: BaseException) -> str:
+    """The error in one line; for an assertion without a message of its own, the assertion."""
+    lines = str(error).strip().splitlines()
+    said = lines[0] if lines else type(error).__name__
+    if isinstance(error, AssertionError) and (not lines or said.startswith("when instantiating")):
+        frames = traceback.extract_tb(error.__traceback__)
+        return f"{frames[-1].line} ({said})" if frames else said
+    return said
+
+
+def _raised_in(trace: TracebackType | None) -> str:
+    """Name of the module whose code raised."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", "")) if trace is not None else ""

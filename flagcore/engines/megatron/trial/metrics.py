@@ -1,0 +1,118 @@
+"""What a trial writes: `steps.jsonl` while it runs and `metrics.json`, whole or not at all, at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import parallel_state as groups
+
+from flagcore.engines.megatron.trial.job import Job
+from flagcore.engines.megatron.trial.model import Built
+
+SCHEMA_VERSION = 1
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class StepLog:
+    """Appends each step to `steps.jsonl` as one line of JSON, at once, so that others can watch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "steps.jsonl").open("a", encoding="utf-8")
+
+    def write(self, step: Any) -> None:
+        """Append one step, a dataclass."""
+        print(json.dumps(dataclasses.asdict(step)), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
+    """Write `metrics.json` so that a reader sees all of it or none."""
+    draft = folder / ".metrics.json.tmp"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(metrics, file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(folder / "metrics.json")
+
+
+def own_parameters(built: Built) -> int:
+    """Number of parameters that this rank holds, copies included."""
+    return sum(weight.numel() for chunk in built.chunks for weight in chunk.parameters())
+
+
+def counted_parameters(built: Built) -> int:
+    """This rank's share of a count over the whole model in which each parameter counts once.
+
+    Summed over all ranks it gives the model's size, with the vocabulary as padded. A parameter is counted by
+    the first of the ranks that hold a copy; a tied embedding by the first pipeline stage.
+    """
+    first_dense = groups.get_data_parallel_rank(with_context_parallel=True) == 0
+    first_expert = groups.get_expert_data_parallel_rank() == 0
+    count = 0
+    for weight in (weight for chunk in built.chunks for weight in chunk.parameters()):
+        is_expert = not getattr(weight, "allreduce", True)
+        tensor_rank = groups.get_expert_tensor_parallel_rank() if is_expert else groups.get_tensor_model_parallel_rank()
+        whole = tensor_rank == 0 or getattr(weight, "tensor_model_parallel", False)
+        if (first_expert if is_expert else first_dense) and whole and not getattr(weight, "shared", False):
+            count += weight.numel()
+    return count
+
+
+def layers_here(built: Built) -> int:
+    """Number of transformer layers on this rank's pipeline stage, over all its model chunks."""
+    return sum(len(_gpt(chunk).decoder.layers) for chunk in built.chunks)
+
+
+def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
+    """The knobs as Megatron holds them, read from its own objects under the candidate's names."""
+    config, ddp_config = built.config, built.chunks[0].ddp_config
+    copies = groups.get_data_parallel_world_size()
+    chunks = groups.get_virtual_pipeline_model_parallel_world_size()
+    recomputes = config.recompute_granularity is not None
+    return {
+        "data_parallel_size": copies,
+        "tensor_model_parallel_size": groups.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": groups.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": groups.get_context_parallel_world_size(),
+        "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
+        "num_layers_per_virtual_pipeline_stage": layers_per_stage[0] // chunks if chunks else None,
+        "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
+        "layers_per_stage": layers_per_stage,
+        "micro_batch_size": job.train.global_batch_size // (num_microbatches * copies),
+        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+        "sequence_parallel": config.sequence_parallel,
+        "use_recompute": recomputes,
+        "recompute_granularity": config.recompute_granularity,
+        "recompute_method": config.recompute_method,
+        "recompute_num_layers": config.recompute_num_layers,
+        "recompute_modules": config.recompute_modules if config.recompute_granularity == "selective" else None,
+        "precision": _PRECISIONS[next(built.chunks[0].parameters()).dtype],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured."""
+    return {
+        "torch": str(torch.__version__),
+        "megatron-core": str(megatron.core.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def _gpt(chunk: Any) -> Any:
+    """The model inside its wrappers."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk

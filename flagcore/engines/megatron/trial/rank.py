@@ -1,0 +1,129 @@
+"""One rank's whole life: meet the others, build its part, train, and report through rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as groups
+
+from flagcore.domain.devices import SPEED_TEST
+from flagcore.engines.megatron.trial import cpu, metrics
+from flagcore.engines.megatron.trial.device import RankDevice, open_device
+from flagcore.engines.megatron.trial.job import Job, JobError
+from flagcore.engines.megatron.trial.model import Built, build
+from flagcore.engines.megatron.trial.speed import speed_test
+from flagcore.engines.megatron.trial.training import Step, train
+
+_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has lost its partner
+
+
+def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
+    """Run the job as rank `number`.
+
+    The ranks meet at `listener`, a socket that the parent opened, or where the environment says if it is
+    None. `import_s` is what importing took, for the record.
+    """
+    torch.set_num_threads(job.device.threads_per_rank)
+    rank_device = open_device(job.device.type, number)
+    if job.device.type == "cpu":
+        cpu.stand_in_for_cuda()
+
+    start = time.perf_counter()
+    _meet(job, number, listener)
+    make_groups(job)
+    rank_device.met()
+    groups_end = time.perf_counter()
+    built = build(job, rank_device.device)
+    rank_device.built()
+    build_end = time.perf_counter()
+
+    log = metrics.StepLog(job.output) if number == 0 else None
+    cpu_start = time.process_time()
+    steps: list[Step] = []
+    for step in train(job, built, rank_device):
+        steps.append(step)
+        if log is not None:
+            log.write(step)
+    cpu_time_s = time.process_time() - cpu_start
+    report = _report(job, built, steps, rank_device, cpu_time_s)
+    startup = {"import": import_s, "groups": groups_end - start, "build": build_end - groups_end}
+    if log is not None:
+        log.close()
+        metrics.write_metrics(job.output, {**report, "startup_s": startup})
+    dist.barrier()  # rank 0 may hold the meeting place: nobody leaves before it has written
+    dist.destroy_process_group()
+
+
+def _meet(job: Job, number: int, listener: socket.socket | None) -> None:
+    """Join the other ranks."""
+    if listener is None:
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size != job.world_size:
+            raise JobError(
+                f"WORLD_SIZE = {world_size} must be data * tensor * pipeline * context parallel = {job.world_size}"
+            )
+        dist.init_process_group(job.device.backend, timeout=_TIMEOUT)
+        return
+    host, port = listener.getsockname()
+    if job.device.backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks for the address of this host's name
+    store = dist.TCPStore(
+        host,
+        port,
+        job.world_size,
+        is_master=number == 0,
+        timeout=_TIMEOUT,
+        master_listen_fd=os.dup(listener.fileno()) if number == 0 else None,
+    )
+    dist.init_process_group(job.device.backend, store=store, rank=number, world_size=job.world_size, timeout=_TIMEOUT)
+
+
+def make_groups(job: Job) -> None:
+    """Make Megatron's process groups; it refuses sizes that do not fit together."""
+    candidate = job.candidate
+    groups.initialize_model_parallel(
+        tensor_model_parallel_size=candidate.tensor_model_parallel_size,
+        pipeline_model_parallel_size=candidate.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=job.virtual_stages,
+        context_parallel_size=candidate.context_parallel_size,
+        expert_model_parallel_size=candidate.expert_model_parallel_size,
+        expert_tensor_parallel_size=candidate.expert_tensor_parallel_size,
+        distributed_timeout_minutes=int(_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+
+
+def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, cpu_time_s: float) -> dict[str, Any]:
+    """Gather all ranks' numbers; every rank returns the same report."""
+    mine = {
+        "rank": dist.get_rank(),
+        "parameters": metrics.own_parameters(built),
+        **dataclasses.asdict(rank_device.memory()),
+        "cpu_time_s": cpu_time_s,
+        "own_steps": [
+            {"forward_backward_s": step.own_forward_backward_s, "optimizer_s": step.own_optimizer_s} for step in steps
+        ],
+        SPEED_TEST: speed_test(job, rank_device),
+    }
+    counted = metrics.counted_parameters(built)
+    stage = groups.get_pipeline_model_parallel_rank()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (mine, counted, stage, metrics.layers_here(built)))
+    layers = {stage: count for _, _, stage, count in gathered}
+    layers_per_stage = [layers[stage] for stage in sorted(layers)]
+    return {
+        "schema_version": metrics.SCHEMA_VERSION,
+        "steps": [dataclasses.asdict(step) for step in steps],
+        "parameters": sum(counted for _, counted, _, _ in gathered),
+        "num_microbatches": job.num_microbatches,
+        "ranks": [rank for rank, _, _, _ in gathered],
+        "effective": metrics.effective(job, built, job.num_microbatches, layers_per_stage),
+        "versions": metrics.versions(),
+    }

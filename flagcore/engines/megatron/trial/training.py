@@ -1,0 +1,153 @@
+"""The step loop: forward, backward and optimizer over the global batch, timed between barriers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as groups
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from flagcore.engines.megatron.trial.data import Batch, microbatches, repeat_for_chunks
+from flagcore.engines.megatron.trial.device import RankDevice
+from flagcore.engines.megatron.trial.job import Job
+from flagcore.engines.megatron.trial.model import Built
+
+LEARNING_RATE = 1e-3
+"""From the second step on. The first teaches nothing, as where a rate warms up, so that what is then watched are
+initial weights: a router that learnt from one batch alone would send most tokens to a few experts."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step as this rank saw it; seconds of wall time.
+
+    `step_time_s` runs from a barrier of all ranks to the next, so it is the slowest rank's time. The `own` times are
+    those of `RankDevice.clock`: on a CPU without waiting for others. `loss` is the mean over the global batch; None
+    where a number is not finite, or a norm was not taken because fp16 overflowed.
+    """
+
+    step: int
+    step_time_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    own_forward_backward_s: float
+    own_optimizer_s: float
+    loss: float | None
+    grad_norm: float | None
+
+
+def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
+    """Run `train_iters` steps, yielding each as it ends. All ranks must run this together."""
+    for number in range(job.train.train_iters):
+        set_learning_rate(built, LEARNING_RATE if number else 0.0)
+        batches = microbatches(job, number, rank_device.device, job.num_microbatches)
+        start = _meet(rank_device)
+        own_start = rank_device.clock()
+        clear_gradients(built)
+        losses = forward_backward(job, built, batches)
+        rank_device.synchronize()
+        middle, own_middle = time.perf_counter(), rank_device.clock()
+        _, grad_norm, _ = built.optimizer.step()
+        rank_device.synchronize()
+        optimizer_end, own_end = time.perf_counter(), rank_device.clock()
+        end = _meet(rank_device)
+        yield Step(
+            step=number,
+            step_time_s=end - start,
+            forward_backward_s=middle - start,
+            optimizer_s=optimizer_end - middle,
+            own_forward_backward_s=own_middle - own_start,
+            own_optimizer_s=own_end - own_middle,
+            loss=_finite(_mean_loss(losses, rank_device.device)),
+            grad_norm=_finite(grad_norm),
+        )
+        if number == 0 and rank_device.memory_needs_a_step:
+            watch(job, built, rank_device, batches)
+
+
+def watch(job: Job, built: Built, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
+    """Run one more step for its memory alone; returns the peaks of forward and backward, and of the optimizer."""
+    rank_device.start_peak()
+    clear_gradients(built)
+    forward_backward(job, built, batches)
+    rank_device.synchronize()
+    forward_backward_peak = rank_device.peak_bytes()
+    rank_device.start_peak()
+    built.optimizer.step()
+    rank_device.synchronize()
+    optimizer_peak = rank_device.peak_bytes()
+    rank_device.watched(max(forward_backward_peak, optimizer_peak))
+    return forward_backward_peak, optimizer_peak
+
+
+def set_learning_rate(built: Built, rate: float) -> None:
+    """Set it for the steps to come."""
+    for group in built.optimizer.param_groups:
+        group["lr"] = rate
+
+
+def clear_gradients(built: Built) -> None:
+    """Begin a step."""
+    for chunk in built.chunks:
+        chunk.zero_grad_buffer()
+    built.optimizer.zero_grad()
+
+
+def forward_backward(job: Job, built: Built, batches: list[Batch]) -> list[dict[str, torch.Tensor]]:
+    """Run Megatron's schedule over these micro-batches; returns the losses of the last pipeline stage."""
+    losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=_for_schedule(repeat_for_chunks(batches, len(built.chunks))),
+        model=_for_schedule(built.chunks),
+        num_microbatches=len(batches),
+        seq_length=job.train.seq_length,
+        micro_batch_size=job.candidate.micro_batch_size,
+        forward_only=False,
+    )
+    return losses
+
+
+def _meet(rank_device: RankDevice) -> float:
+    """Wait for the device and for all ranks; return the time."""
+    rank_device.synchronize()
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _for_schedule(items: list[Any]) -> Any:
+    """The interleaved schedule takes lists, the other schedules the one thing itself."""
+    return items if groups.get_virtual_pipeline_model_parallel_world_size() else items[0]
+
+
+def _forward_step(batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    batch = next(batches)
+    return model(batch.tokens, batch.positions, None, labels=batch.labels), _loss
+
+
+def _loss(token_losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean over this rank's tokens of one micro-batch.
+
+    The schedule multiplies it by the context-parallel size again, and divides it in place, hence the clone.
+    """
+    loss = token_losses.float().mean()
+    return loss / groups.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
+
+
+def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> float:
+    """Mean loss of the global batch, known to all ranks though only the last pipeline stage computed it."""
+    total = torch.zeros(2, device=device)
+    for loss in losses:
+        total[0] += loss["loss"]
+        total[1] += 1
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None

@@ -1,0 +1,176 @@
+"""The winner for users: one server as it is, or several behind a balancer that prefers the one with least in flight."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from flagcore.domain.launch import Launch
+from flagcore.domain.secrets import is_secret, secrets_in
+from flagcore.engines.serving.profile.contract import PORT
+from flagcore.engines.serving.trial.job import Instance
+
+FRONT_PORT = 8000
+"""Where users reach the winner: its only server, or the balancer; the servers behind it have the ports after it."""
+BALANCER = "flagcore.engines.serving.balancer"
+START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
+
+
+def launch(
+    instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str], health: str
+) -> Launch:
+    """Return how to start the winner for real. Several instances leave their files in `folder`. Raises OSError.
+
+    `common` is the environment that a launch has besides: containers need it spelt out. `health` is the path that
+    answers 200 when a server is ready.
+    """
+    if len(instances) == 1:
+        only = at_port(instances[0], FRONT_PORT)
+        ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
+        return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory, ready=ready)
+    fixed = [at_port(each, FRONT_PORT + number) for number, each in enumerate(instances, start=1)]
+    ports = [FRONT_PORT + number for number in range(1, len(fixed) + 1)]
+    Path(folder, NGINX).write_text(nginx_conf(ports), encoding="utf-8")
+    compose = compose_yaml(fixed, folder, directory, common)
+    start = Path(folder, START)
+    secret = any(secrets_in(each.argv) for each in fixed)
+    for file, text, mode in ((start, start_script(fixed, folder), 0o700), (Path(folder, COMPOSE), compose, 0o600)):
+        file.touch(mode=0o600)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(mode if secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
+    urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
+    return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory, ready=urls)
+
+
+def at_port(instance: Instance, port: int) -> Instance:
+    """Return an instance whose port is known."""
+    argv = tuple(word.replace(PORT, str(port)) for word in instance.argv)
+    environment = {name: value.replace(PORT, str(port)) for name, value in instance.environment.items()}
+    return replace(instance, argv=argv, environment=environment)
+
+
+def nginx_conf(ports: Sequence[int]) -> str:
+    """Return the balancer's settings: least connections, and answers passed on as they are streamed."""
+    servers = "\n".join(f"        server 127.0.0.1:{port} max_fails=0;" for port in ports)
+    return f"""\
+worker_processes auto;
+error_log stderr warn;
+pid /tmp/flagcore-nginx-{FRONT_PORT}.pid;
+events {{ worker_connections 65536; }}
+http {{
+    access_log off;
+    client_max_body_size 0;
+    upstream instances {{
+        least_conn;
+{servers}
+    }}
+    server {{
+        listen 127.0.0.1:{FRONT_PORT};
+        location / {{
+            proxy_pass http://instances;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            proxy_buffering off;
+            proxy_request_buffering off;
+            proxy_read_timeout 3600s;
+            proxy_next_upstream off;
+        }}
+    }}
+}}
+"""
+
+
+def start_script(instances: Sequence[Instance], folder: str) -> str:
+    """Return a shell script that runs all instances and the balancer, and ends them together."""
+    conf = shlex.quote(str(Path(folder, NGINX)))
+    ports = [str(FRONT_PORT + number) for number in range(1, len(instances) + 1)]
+    lines = [
+        "#!/bin/sh",
+        f"# {len(instances)} servers behind nginx at port {FRONT_PORT}; without it flagcore's own balancer.",
+        "pids=",
+        "trap 'trap - EXIT; kill $pids 2>/dev/null; wait' EXIT",
+        "trap 'exit 143' TERM",
+        "trap 'exit 130' INT",
+    ]
+    for instance in instances:
+        lines += [f"{shlex.join(_command(instance))} &", 'pids="$pids $!"']
+    lines += [
+        "if command -v nginx >/dev/null 2>&1; then",
+        f"    nginx -c {conf} -g 'daemon off;' &",
+        '    pids="$pids $!"',
+        "else",
+        "    echo 'nginx is not installed: a small balancer of flagcore stands in' >&2",
+        f"    {shlex.join((sys.executable, '-m', BALANCER, str(FRONT_PORT), *ports))} &",
+        '    pids="$pids $!"',
+        "fi",
+        "while sleep 1; do",
+        "    for pid in $pids; do",
+        '        kill -0 "$pid" 2>/dev/null || { echo "process $pid has ended: all are stopped" >&2; exit 1; }',
+        "    done",
+        "done",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> str:
+    """Return the same for docker compose: the host's network, and files where the commands look for them.
+
+    The program is the image's own of that name; what else the command names is shown to the container.
+    """
+    named = [word for instance in instances for word in instance.argv[1:]]
+    places = sorted({directory, *(place for word in named for place in _places(word))})
+    services: dict[str, object] = {
+        f"instance-{number}": {
+            "image": "${IMAGE:?set IMAGE to an image that has the engine}",
+            "network_mode": "host",
+            "ipc": "host",
+            "working_dir": directory,
+            "entrypoint": [_escaped(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
+            "environment": {
+                name: f"${{{name}:?set {name}: it is not kept here}}" if is_secret(name) else _escaped(value)
+                for name, value in {**common, **instance.environment}.items()
+            },
+            **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
+            "volumes": [f"{_escaped(place)}:{_escaped(place)}:ro" for place in places],
+            "restart": "unless-stopped",
+        }
+        for number, instance in enumerate(instances)
+    }
+    services["balancer"] = {
+        "image": "nginx:stable",
+        "network_mode": "host",
+        "volumes": [f"{_escaped(str(Path(folder, NGINX)))}:/etc/nginx/nginx.conf:ro"],
+        "depends_on": list(services),
+        "restart": "unless-stopped",
+    }
+    head = (
+        "# IMAGE=... docker compose up: the servers and nginx in front of them, which answers at port "
+        f"{FRONT_PORT}.\n# What the vendor's container runtime needs to show devices goes into compose.override.yaml.\n"
+    )
+    return head + str(yaml.safe_dump({"services": services}, sort_keys=False, width=120))
+
+
+def _command(instance: Instance) -> list[str]:
+    """Return the command line of an instance with its environment and, where it has cores, pinned to them."""
+    given = [f"{name}={value}" for name, value in instance.environment.items()]
+    pinned = ["taskset", "-c", ",".join(map(str, instance.cores))] if instance.cores else []
+    return [*(["env", *given] if given else []), *pinned, *instance.argv]
+
+
+def _places(word: str) -> set[str]:
+    """Return what a container must see for a word of a command: the path, and where links in a folder lead."""
+    path = Path(word)
+    if not path.is_absolute() or not path.exists():
+        return set()
+    links = [each for each in path.iterdir() if each.is_symlink()] if path.is_dir() else []
+    return {str(path), *(str(each.resolve().parent) for each in (*links, *([path] if path.is_symlink() else [])))}
+
+
+def _escaped(text: str) -> str:
+    """Return `text` as compose takes it: a dollar sign is doubled."""
+    return text.replace("$", "$$")

@@ -1,0 +1,176 @@
+"""What llama.cpp refuses, changes without a word or aborts at, and what is the same to it.
+
+Sources: the server's README, and what the server of xllamacpp 2026.10.11549 did.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.domain.space import Columns, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.llamacpp.flags import KV_TYPES, SPLIT_MODES
+from flagcore.engines.serving.llamacpp.knobs import (
+    AUTO_SLOTS,
+    BATCH,
+    BATCH_THREADS,
+    BY_NAME,
+    CONTEXT,
+    FLASH,
+    KV,
+    LAYERS,
+    MOST_SLOTS,
+    N_BATCH,
+    N_UBATCH,
+    PARALLEL,
+    PLAIN_KV,
+    SLOT_GRAIN,
+    SPLIT,
+    THREADS,
+    UBATCH,
+    UNIFIED,
+    slot_share,
+    total_context,
+)
+from flagcore.engines.serving.profile import heterogeneous
+from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, split_rules
+from flagcore.engines.serving.profile.contract import INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.profile.place import Place, longest
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return what is illegal, with the log lines of the wheel as sources."""
+    place, total = Place.of(task), total_context(task)
+    kv, plain = BY_NAME[KV], [0, *(KV_TYPES.index(name) + 1 for name in PLAIN_KV)]
+    modes = {name: SPLIT_MODES.index(name) + 1 for name in SPLIT_MODES}
+    off = BY_NAME[FLASH].words.index("off") + 1
+    return (
+        *split_rules(task, data=False),
+        *at_least_one(PARALLEL, THREADS, BATCH_THREADS, N_BATCH, N_UBATCH),
+        Rule(
+            name="cores_are_not_split",
+            knobs=(TP, PP),
+            says=f"{TP} and {PP} are 1 where devices are cores: threads share the work there",
+            broken=lambda c: ((c[TP] > 1) | (c[PP] > 1)) & place.on_cores,
+        ),
+        Rule(
+            name="one_split",
+            knobs=(TP, PP),
+            says=f"llama.cpp splits by rows ({TP}) or by layers ({PP}), not both",
+            broken=lambda c: (c[TP] > 1) & (c[PP] > 1),
+        ),
+        Rule(
+            name="split_mode",
+            knobs=(TP, PP, SPLIT),
+            says=f"split_mode row or tensor needs {TP} > 1, layer {PP} > 1, none neither",
+            broken=lambda c: (
+                (np.isin(c[SPLIT], [modes["row"], modes["tensor"]]) & (c[TP] == 1))
+                | ((c[SPLIT] == modes["layer"]) & (c[PP] == 1))
+                | ((c[SPLIT] == modes["none"]) & ((c[TP] > 1) | (c[PP] > 1)))
+                | ((c[SPLIT] == modes["layer"]) & (c[TP] > 1))
+                | (np.isin(c[SPLIT], [modes["row"], modes["tensor"]]) & (c[PP] > 1))
+            ),
+        ),
+        Rule(
+            name="sizes_by_rows",
+            knobs=(SPLIT, SIZES),
+            says=f"split_mode is not given beside {SIZES}: instances of several devices are split by rows",
+            broken=lambda c: (c[SPLIT] > 0) & (c[SIZES] > 0),
+        ),
+        Rule(
+            name="most_slots",
+            knobs=(PARALLEL,),
+            says=f"{PARALLEL} must not exceed {MOST_SLOTS}",
+            broken=lambda c: c[PARALLEL] > MOST_SLOTS,
+        ),
+        Rule(
+            name="batch_holds_slots",
+            knobs=(PARALLEL, N_BATCH),
+            says=f"{N_BATCH} must not be below {PARALLEL}, or llama.cpp aborts",
+            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < np.where(c[PARALLEL] > 0, c[PARALLEL], AUTO_SLOTS)),
+        ),
+        Rule(
+            name="ubatch_in_batch",
+            knobs=(N_BATCH, N_UBATCH),
+            says=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH}), to which llama.cpp lowers it",
+            broken=lambda c: c[N_UBATCH] > np.where(c[N_BATCH] > 0, c[N_BATCH], BATCH),
+        ),
+        Rule(
+            name="quantized_cache",
+            knobs=(FLASH, KV),
+            says=f"a quantized {KV} needs flash_attention",
+            broken=lambda c: (c[FLASH] == off) & ~np.isin(c[kv.name], plain),
+        ),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, THREADS, BATCH_THREADS),
+            says=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {place.cards} cores",
+            broken=lambda c: (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > place.cards) & place.on_cores,
+        ),
+        context_rule(task, CONTEXT),
+        Rule(
+            name="context_grain",
+            knobs=(CONTEXT,),
+            says=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
+            broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
+        ),
+        *((_slot_context(task, total),) if total else ()),
+    )
+
+
+def _slot_context(task: Task, total: int) -> Rule:
+    need = longest(task.spec.serve.loads)
+    return Rule(
+        name="slot_context",
+        knobs=(PARALLEL, UNIFIED),
+        says=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
+        broken=lambda c: slot_share(c, total) < need,
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return knobs without effect, and values that llama.cpp has by itself."""
+    place = Place.of(task)
+    whole = [SPLIT_MODES.index(name) + 1 for name in ("none", "layer", "row")]
+    f16, auto = KV_TYPES.index("f16") + 1, BY_NAME[FLASH].words.index("auto") + 1
+
+    def batches(c: Columns) -> Columns:
+        batch = np.where(c[N_BATCH] > 0, c[N_BATCH], BATCH)
+        own = np.minimum(UBATCH, batch)
+        return {N_UBATCH: np.where(c[N_UBATCH] == own, 0, c[N_UBATCH])}
+
+    on_cores = Merge(
+        name="nothing_to_offload",
+        knobs=(LAYERS,),
+        canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)},
+    )
+    return (
+        *heterogeneous.merges(*((THREADS, BATCH_THREADS) if place.on_cores else ())),
+        Merge(
+            name="batch_threads_as_threads",
+            knobs=(THREADS, BATCH_THREADS),
+            canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
+        ),
+        Merge(
+            name="batch_by_default",
+            knobs=(N_BATCH,),
+            canonical=lambda c: {N_BATCH: np.where(c[N_BATCH] == BATCH, 0, c[N_BATCH])},
+        ),
+        Merge(
+            name="attention_by_default",
+            knobs=(FLASH,),
+            canonical=lambda c: {FLASH: np.where(c[FLASH] == auto, 0, c[FLASH])},
+        ),
+        Merge(
+            name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
+            knobs=(SPLIT,),
+            canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], whole), 0, c[SPLIT])},
+        ),
+        Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
+        Merge(
+            name="cache_type_by_default",
+            knobs=(KV,),
+            canonical=lambda c: {KV: np.where(c[KV] == f16, 0, c[KV])},
+        ),
+        *((on_cores,) if place.on_cores else ()),
+    )

@@ -1,0 +1,100 @@
+"""A llama-server out of the xllamacpp wheel: llama.cpp's own HTTP server, with llama-server's spellings of its flags.
+
+    python -m flagcore.engines.serving.llamacpp.server -m model.gguf --port 8080 -np 4 -c 4096
+
+Only started, never imported by the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from functools import reduce
+from typing import Any
+
+from flagcore.engines.serving.llamacpp.flags import FLAGS, Flag
+
+AUTO_SLOTS = 4
+"""Slots of `-np -1`, with one KV cache for all (llama.cpp `tools/server/server.cpp`)."""
+
+LOG_SECONDS = 0.5
+"""A thread of llama.cpp's own writes its log: what it said of a failure is lost if the process ends before."""
+
+
+def main() -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 1 if the server cannot be started."""
+    given = _parser().parse_args()
+    try:
+        import xllamacpp  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        print(f"error: the xllamacpp wheel cannot be used: {error}", file=sys.stderr)
+        return 1
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        server = xllamacpp.Server(_params(xllamacpp, given))
+    except Exception as error:
+        time.sleep(LOG_SECONDS)
+        print(f"error: the server cannot be started: {error}", file=sys.stderr)
+        return 1
+    print(f"listening on {server.listening_address}", flush=True)
+    stop.wait()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="llama-server", allow_abbrev=False, description=__doc__)
+    for flag in FLAGS:
+        options: dict[str, Any] = {"dest": flag.field, "default": None, "required": "--model" in flag.names}
+        if flag.kind == "switch":
+            parser.add_argument(*flag.names, action="store_const", const=True, **options)
+            if flag.off:
+                parser.add_argument(*flag.off, action="store_const", const=False, dest=flag.field)
+        else:
+            choices = flag.words or (("on", "off") if flag.kind == "on/off" else None)
+            kind = _layers if flag.field.endswith("n_gpu_layers") else {"int": int, "float": float}.get(flag.kind, str)
+            parser.add_argument(*flag.names, type=kind, choices=choices, **options)
+    return parser
+
+
+def _layers(text: str) -> int:
+    """Return a number of layers; llama.cpp's own codes for auto and all are -1 and -2."""
+    return {"auto": -1, "all": -2}.get(text) or int(text)
+
+
+def _params(wheel: Any, given: argparse.Namespace) -> Any:
+    """Return the wheel's parameters, llama-server's defaults where nothing is given."""
+    params = wheel.CommonParams()
+    params.n_parallel, params.hostnames = -1, ["127.0.0.1"]
+    for flag in FLAGS:
+        value = getattr(given, flag.field)
+        if value is not None:
+            *path, name = flag.field.split(".")
+            setattr(reduce(getattr, path, params), name, _value(wheel, flag, value))
+    if getattr(given, "cpuparams_batch.n_threads") is None:
+        params.cpuparams_batch.n_threads = params.cpuparams.n_threads
+    if params.n_parallel < 0:
+        params.n_parallel = AUTO_SLOTS
+        if given.kv_unified is None:
+            params.kv_unified = True
+    params.timeout_write = params.timeout_read
+    return params
+
+
+def _value(wheel: Any, flag: Flag, value: Any) -> Any:
+    if flag.words is not None:
+        member = getattr(getattr(wheel, flag.kind), flag.words[value])
+        return [member] if flag.field == "speculative.types" else member
+    if flag.kind == "on/off":
+        return value == "on"
+    if flag.kind == "list":
+        return [float(part) for part in value.split(",")]
+    return {"hostnames": [value], "model_alias": {value}}.get(flag.field, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

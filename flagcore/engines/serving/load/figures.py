@@ -1,0 +1,117 @@
+"""Figures of a load, out of the answers that count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from flagcore.domain.serving import LATENCIES
+from flagcore.domain.space import FloatArray
+from flagcore.engines.serving.load.result import Answer, LoadResult
+
+_OF_REQUEST = ("ttft_s", "tpot_s", "e2e_s")
+QUANTILES = 201
+"""So many values of a latency are kept at the most: each half percent, so that p50, p90 and p99 are among them."""
+
+
+def duration_s(answers: Sequence[Answer]) -> float:
+    """Return the seconds from the first send to the last finish."""
+    return max(answer.end_s for answer in answers) - min(answer.start_s for answer in answers)
+
+
+def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, float]:
+    """Return latencies by statistic, and rates over `duration_s`, as `vllm bench serve` defines them.
+
+    TPOT has one value a request, ITL all gaps of all requests together; a latency that no request has is left out.
+    `steady_output_tokens_per_s` is added where all `concurrency` slots were busy for long enough, see `steady_rate`.
+    """
+    wall = duration_s(answers)
+    made = sum(answer.output_tokens for answer in answers)
+    read = sum(answer.input_tokens for answer in answers)
+    figures = {
+        "output_tokens_per_s": made / wall,
+        "total_tokens_per_s": (made + read) / wall,
+        "requests_per_s": len(answers) / wall,
+    }
+    for name in LATENCIES:
+        values = _values(answers, name)
+        if values.size:
+            p50, p90, p99 = np.percentile(values, (50, 90, 99))
+            statistics = {"mean": float(values.mean()), "p50": float(p50), "p90": float(p90), "p99": float(p99)}
+            figures |= {f"{name}.{statistic}": value for statistic, value in statistics.items()}
+    steady = steady_rate(answers, concurrency) if concurrency else None
+    return figures if steady is None else figures | {"steady_output_tokens_per_s": steady}
+
+
+def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
+    """Return each latency in seconds from its least to its greatest value, at shares of its values evenly apart.
+
+    All of them where there are no more than `QUANTILES`, else as many quantiles. Either way a percentile of the list is
+    that of all values, as `figures_of` tells it. A latency that no request has is left out.
+    """
+    found = {}
+    for name in LATENCIES:
+        values = _values(answers, name)
+        if values.size > QUANTILES:
+            values = np.percentile(values, np.linspace(0.0, 100.0, QUANTILES))
+        if values.size:
+            found[name] = [float(each) for each in np.sort(values)]
+    return found
+
+
+def steady_rate(answers: Sequence[Answer], concurrency: int) -> float | None:
+    """Return the output tokens a second while all slots of a closed loop were busy; None if too few requests were.
+
+    From the first finish, when the first wave is over, to the last send, after which slots stay empty; the tokens of a
+    request are spread evenly over its pieces. At least as many requests as slots must have ended in between.
+    """
+    begin, end = min(answer.end_s for answer in answers), max(answer.start_s for answer in answers)
+    if sum(begin < answer.end_s <= end for answer in answers) < concurrency:
+        return None
+    tokens = 0.0
+    for answer in answers:
+        times = answer.start_s + answer.ttft_s + np.concatenate([[0.0], np.cumsum(answer.gaps_s)])
+        tokens += answer.output_tokens * float(np.mean((times > begin) & (times <= end)))
+    return tokens / (end - begin)
+
+
+def goodput(result: LoadResult, slo: Mapping[str, float]) -> float:
+    """Return the requests a second that keep all limits of `slo`: figure (`ttft_s.p99` or `ttft_s`) to seconds.
+
+    A request has one value of each latency, and of limits on several statistics of one the widest counts; its ITL is
+    that statistic of its own gaps. One token has no TPOT and no ITL, and keeps any limit on them; a rate bounds no
+    request.
+    """
+    widest: dict[str, float] = {}
+    for figure, limit in slo.items():
+        name = figure.partition(".")[0]
+        if name in _OF_REQUEST:
+            widest[name] = max(limit, widest.get(name, -math.inf))
+    gaps = {figure: limit for figure, limit in slo.items() if figure.partition(".")[0] == "itl_s"}
+    if not result.requests:
+        return 0.0
+    return sum(_is_good(answer, widest, gaps) for answer in result.requests) / result.duration_s
+
+
+def _values(answers: Sequence[Answer], latency: str) -> FloatArray:
+    if latency == "itl_s":
+        return np.array([gap for answer in answers for gap in answer.gaps_s])
+    found = [getattr(answer, latency) for answer in answers]
+    return np.array([value for value in found if value is not None])
+
+
+def _is_good(answer: Answer, limits: Mapping[str, float], gaps: Mapping[str, float]) -> bool:
+    for name, limit in limits.items():
+        value = getattr(answer, name)
+        if value is not None and value > limit:
+            return False
+    return not answer.gaps_s or all(_of_gaps(answer, figure) <= limit for figure, limit in gaps.items())
+
+
+def _of_gaps(answer: Answer, figure: str) -> float:
+    statistic = figure.partition(".")[2] or "mean"
+    if statistic == "mean":
+        return float(np.mean(answer.gaps_s))
+    return float(np.percentile(answer.gaps_s, float(statistic.removeprefix("p"))))

@@ -1,0 +1,227 @@
+"""Sends a load to servers and takes down what they answer. A request that fails voids the load, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flagcore.domain.serving import Load
+from flagcore.domain.space import IntArray
+from flagcore.engines.serving.load.figures import duration_s, figures_of
+from flagcore.engines.serving.load.machine import NEAR_LIMIT, Meter
+from flagcore.engines.serving.load.prompts import body, prompts, warmup_prompts
+from flagcore.engines.serving.load.result import Answer, LoadResult, NotAnswered, ProblemKind, Target
+from flagcore.engines.serving.load.stream import Stream
+from flagcore.engines.serving.load.traffic import in_flight, traffic
+
+if TYPE_CHECKING:
+    import aiohttp
+
+LATE_S = 0.1
+"""A request that is sent so long after it was due is told: the load was not quite what was asked for."""
+
+GRACE_S = 0.5
+"""After the first failure, what other requests say within this time is told too."""
+
+Progress = Callable[[int, int], None]
+
+
+def measure(
+    targets: Sequence[Target],
+    load: Load,
+    *,
+    model: str,
+    vocab_size: int,
+    seed: int,
+    timeout_s: float,
+    on_progress: Progress | None = None,
+) -> LoadResult:
+    """Send `load` once to `targets`, each request to the one with the fewest in flight, and return what was measured.
+
+    First come `load.warmup` requests that do not count. `seed` is the repeat's: prompts differ by it, lengths and
+    arrivals do not. All is over after `timeout_s`, and at once when a request fails. `on_progress` is told the requests
+    answered and in all. Raises SpecError for a load that cannot be sent. Not to be called inside an event loop.
+    """
+    load = in_flight(load)
+    asked = traffic(load)
+    fresh = (load.seed, seed)
+    texts = prompts(asked, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
+    warm = warmup_prompts(asked, load.warmup, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
+    deadline = time.perf_counter() + timeout_s
+    _allow_connections(max(len(texts), len(warm)) if load.concurrency is None else load.concurrency)
+
+    async def run() -> LoadResult:
+        from flagcore.engines.serving.load.client import session
+
+        async with session() as http:
+            if warm:
+                first = _Run(http, targets, _requests(model, warm, np.resize(asked.output_len, len(warm)), None))
+                await first.send(load.concurrency or len(warm), deadline)
+                if first.problems:
+                    return first.result(load.concurrency, asked.notes, None)
+            arrive = None if asked.arrive_s is None else asked.arrive_s.tolist()
+            main = _Run(http, targets, _requests(model, texts, asked.output_len, arrive), on_progress)
+            gc.collect()
+            meter = Meter()
+            await main.send(load.concurrency, deadline)
+            return main.result(load.concurrency, asked.notes, meter)
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    body: bytes
+    input_tokens: int
+    output_tokens: int
+    arrive_s: float | None
+
+
+class _Run:
+    """The requests of one load on their way."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        targets: Sequence[Target],
+        requests: Sequence[_Request],
+        on_progress: Progress | None = None,
+    ) -> None:
+        from flagcore.engines.serving.load.client import PATH
+
+        self._http, self._requests, self._on_progress = http, requests, on_progress
+        self._urls = [target.url.rstrip("/") + PATH for target in targets]
+        self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
+        self._answers: list[Answer] = []
+        self._failed = asyncio.Event()
+        self._began = self._late_s = 0.0
+        self.problems: Counter[str] = Counter()
+
+    async def send(self, concurrency: int | None, deadline: float) -> None:
+        """Send all requests; return when all are answered, one failed, or the time is over."""
+        self._began = time.perf_counter()
+        tasks = {asyncio.create_task(work) for work in self._work(concurrency)}
+        failed = asyncio.create_task(self._failed.wait())
+        waiting: set[asyncio.Task[Any]] = {asyncio.create_task(_all(tasks)), failed}
+        left = max(0.0, deadline - self._began)
+        done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if failed in done:
+            await asyncio.wait(tasks, timeout=GRACE_S)
+        elif not done:
+            unanswered = len(self._requests) - len(self._answers)
+            self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {left:.1f} s"] += unanswered
+        for task in (*tasks, *waiting):
+            task.cancel()
+        await asyncio.gather(*tasks, *waiting, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+
+    def _work(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
+        """Return what runs side by side: slots that take request after request, or requests that wait to be due."""
+        if self._requests[0].arrive_s is None and concurrency is not None:
+            queue = iter(self._requests)
+            return (self._slot(queue) for _ in range(min(concurrency, len(self._requests))))
+        free = asyncio.Semaphore(concurrency or len(self._requests))
+        return (self._arrival(request, free) for request in self._requests)
+
+    async def _slot(self, queue: Iterator[_Request]) -> None:
+        for request in queue:
+            await self._one(request)
+
+    async def _arrival(self, request: _Request, free: asyncio.Semaphore) -> None:
+        due = self._began + (request.arrive_s or 0.0)
+        await asyncio.sleep(due - time.perf_counter())
+        self._late_s = max(self._late_s, time.perf_counter() - due)
+        async with free:
+            await self._one(request)
+
+    async def _one(self, request: _Request) -> None:
+        from flagcore.engines.serving.load.client import ask
+
+        if self._failed.is_set():
+            return
+        target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
+        self._in_flight[target] += 1
+        self._sent[target] += 1
+        stream = Stream()
+        try:
+            sent = await ask(self._http, self._urls[target], request.body, stream)
+            answer = stream.answer(
+                sent_s=sent,
+                start_s=sent - self._began,
+                input_tokens=request.input_tokens,
+                output_tokens=request.output_tokens,
+                target=target,
+            )
+        except NotAnswered as failure:
+            self.problems[str(failure)] += 1
+            self._failed.set()
+            return
+        finally:
+            self._in_flight[target] -= 1
+        self._answers.append(answer)
+        if self._on_progress:
+            self._on_progress(len(self._answers), len(self._requests))
+
+    def result(self, concurrency: int | None, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
+        """Return the figures, or, with a problem, none."""
+        answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
+        if self.problems or meter is None:
+            problems = tuple(
+                f"{text} ({count} requests)" if count > 1 else text for text, count in self.problems.items()
+            )
+            return LoadResult(
+                figures={},
+                duration_s=time.perf_counter() - self._began,
+                completed=len(answers),
+                failed=self.problems.total(),
+                problems=problems,
+                notes=notes,
+            )
+        cost = meter.figures()
+        if cost["client_cpu_share"] > NEAR_LIMIT:
+            share = f"{cost['client_cpu_share']:.2f}"
+            notes = (*notes, f"the client used {share} of its core: it may have been the limit, not the server")
+        if self._late_s > LATE_S:
+            notes = (*notes, f"a request was sent {self._late_s:.2f} s after it was due: the client was kept waiting")
+        closed = self._requests[0].arrive_s is None
+        return LoadResult(
+            figures={**figures_of(answers, concurrency if closed else None), **cost},
+            duration_s=duration_s(answers),
+            completed=len(answers),
+            failed=0,
+            requests=answers,
+            notes=notes,
+        )
+
+
+async def _all(tasks: set[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks)
+
+
+def _requests(
+    model: str, texts: Sequence[IntArray], output_len: IntArray, arrive_s: Sequence[float] | None
+) -> list[_Request]:
+    lengths = output_len.tolist()
+    return [
+        _Request(body(model, ids, made), int(ids.size), made, None if arrive_s is None else arrive_s[number])
+        for number, (ids, made) in enumerate(zip(texts, lengths, strict=True))
+    ]
+
+
+def _allow_connections(count: int) -> None:
+    """Raise this process's own limit of open files where it is below what the load needs, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

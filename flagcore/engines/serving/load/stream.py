@@ -1,0 +1,193 @@
+"""One streamed answer: server-sent events of the OpenAI completions API, without any I/O.
+
+An engine's events of one answer differ in the text only, so an event is parsed where it differs in more than that from
+the last one that was; comparing bytes costs a tenth of parsing.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from flagcore.engines.serving.load.result import Answer, NotAnswered, ProblemKind
+
+_IGNORED = (b":", b"event:", b"id:", b"retry:")
+_TEXT = b'"text":'
+_NEVER = b"\n"
+"""Begins no line."""
+_LONGEST = 1 << 24
+_ENDED = (None, "length", "stop")
+
+
+class Stream:
+    """Takes bytes as they arrive; raises NotAnswered at the first thing that is not an answer."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest = b""
+        self._head, self._tail = _NEVER, _NEVER
+        self._pieces: list[float] = []
+        self._silent: list[float] = []
+        self._last = 0.0
+        self._usage: dict[str, Any] | None = None
+        self._finish: str | None = None
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take what arrived at `now`, seconds of any clock."""
+        lines = (self._rest + data if self._rest else data).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > _LONGEST:
+            raise NotAnswered(ProblemKind.BROKEN, f"a line has no end: {self._rest[:80]!r}")
+        head, tail = self._head, self._tail
+        begin, end = len(head), len(tail)
+        for line in lines:
+            stop = len(line) - end
+            if stop > begin and line.startswith(head) and line.endswith(tail) and line.find(b'"', begin, stop) < 0:
+                self._pieces.append(now)
+                self._last = now
+            elif line and line != b"\r":
+                self._line(line, now)
+                head, tail = self._head, self._tail
+                begin, end = len(head), len(tail)
+
+    @property
+    def events(self) -> int:
+        """Return how many events carried a part of the answer, empty ones included."""
+        return len(self._pieces) + len(self._silent)
+
+    def answer(self, *, sent_s: float, start_s: float, input_tokens: int, output_tokens: int, target: int) -> Answer:
+        """Return the answer if it is what was asked for; `sent_s` is on the clock of `feed`."""
+        usage = self._usage
+        if not self.done:
+            if (rest := self._rest.strip()).startswith(b"{"):
+                self._unstreamed(rest)
+            how = "unfinished" if usage is None else "without [DONE]"
+            raise NotAnswered(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {how}")
+        if usage is None:
+            raise NotAnswered(ProblemKind.NO_USAGE, "the stream ended without the token counts that were asked for")
+        if self._finish not in _ENDED:
+            raise NotAnswered(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
+        self._check_counts(usage, input_tokens, output_tokens)
+        # Where no event has text (special tokens only, or bytes of a character that is not complete) all of them count.
+        pieces = self._pieces or self._silent
+        if not pieces:
+            raise NotAnswered(ProblemKind.BROKEN, f"{output_tokens} tokens are counted, but no event carried any")
+        first = pieces[0]
+        return Answer(
+            start_s=start_s,
+            ttft_s=first - sent_s,
+            tpot_s=(self._last - first) / (output_tokens - 1) if output_tokens > 1 and self.events > 1 else None,
+            e2e_s=self._last - sent_s,
+            gaps_s=tuple(after - before for before, after in pairwise(pieces)),
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            target=target,
+        )
+
+    def _check_counts(self, usage: dict[str, Any], input_tokens: int, output_tokens: int) -> None:
+        made, read = usage.get("completion_tokens"), usage.get("prompt_tokens")
+        if type(made) is not int or made < 0:
+            raise NotAnswered(ProblemKind.NO_USAGE, f"completion_tokens is {made!r}")
+        if made == 0 and self._pieces:
+            raise NotAnswered(
+                ProblemKind.NO_USAGE, f"0 tokens are counted, but {len(self._pieces)} events carried text"
+            )
+        if made != output_tokens:
+            why = (
+                "ignore_eos is not kept"
+                if self._finish == "stop"
+                else "prompt and answer do not fit into the context of one request"
+                if made < output_tokens
+                else "max_tokens is not kept"
+            )
+            raise NotAnswered(ProblemKind.WRONG_LENGTH, f"{made} tokens instead of {output_tokens}; {why}")
+        if isinstance(read, int) and read < input_tokens:
+            raise NotAnswered(ProblemKind.WRONG_LENGTH, f"{read} tokens of the prompt were read, {input_tokens} sent")
+
+    def _line(self, line: bytes, now: float) -> None:
+        if self.done:
+            return
+        if line.startswith(b"data:"):
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                self.done, self._head = True, _NEVER
+            else:
+                self._event(payload, now, line)
+        elif line.startswith(b"error:"):
+            raise NotAnswered(ProblemKind.ERROR, message_of(line[6:].strip()))
+        elif line.startswith(b"{"):
+            self._unstreamed(line)
+        elif not line.startswith(_IGNORED):
+            raise NotAnswered(ProblemKind.BROKEN, f"a line is no event: {line[:80]!r}")
+
+    def _event(self, payload: bytes, now: float, line: bytes) -> None:
+        data = _parsed(payload)
+        if not isinstance(data, dict):
+            raise NotAnswered(ProblemKind.BROKEN, f"an event is not an object: {payload[:80]!r}")
+        if _is_error(data):
+            raise NotAnswered(ProblemKind.ERROR, message_of(payload))
+        usage, choices = data.get("usage"), data.get("choices")
+        if isinstance(usage, dict):
+            self._usage = usage
+        if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+            if len(choices) > 1 or choices[0].get("index"):
+                raise NotAnswered(ProblemKind.BROKEN, "the answer has several choices, and one was asked for")
+            self._choice(choices[0], now)
+            if choices[0].get("finish_reason") is None and usage is None:
+                self._learn(line)
+        elif choices != [] and not isinstance(usage, dict):
+            raise NotAnswered(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
+
+    def _unstreamed(self, body: bytes) -> None:
+        """Raise what a body is that is JSON and no stream: often an error, and never an answer that can be timed."""
+        data = _parsed(body)
+        if isinstance(data, dict) and _is_error(data):
+            raise NotAnswered(ProblemKind.ERROR, message_of(body))
+        raise NotAnswered(ProblemKind.BROKEN, f"the answer is not streamed: {body[:80]!r}")
+
+    def _choice(self, choice: dict[str, Any], now: float) -> None:
+        text, finish = choice.get("text"), choice.get("finish_reason")
+        if not isinstance(text, str | None):
+            raise NotAnswered(ProblemKind.BROKEN, f"the text of a choice is {type(text).__name__}")
+        (self._pieces if text or choice.get("token_ids") else self._silent).append(now)
+        self._last = now
+        if finish is not None:
+            self._finish = str(finish)
+
+    def _learn(self, line: bytes) -> None:
+        """Keep what surrounds the text, so that the next event need not be parsed if only its text differs."""
+        begin = line.find(_TEXT)
+        if begin < 0 or line.find(_TEXT, begin + 1) >= 0:
+            return
+        begin += len(_TEXT)
+        while line[begin : begin + 1] == b" ":
+            begin += 1
+        end = line.find(b'"', begin + 1)
+        if line[begin : begin + 1] == b'"' and end > 0 and b"\\" not in line[begin:end]:
+            self._head, self._tail = line[: begin + 1], line[end:]
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise NotAnswered(ProblemKind.BROKEN, f"an event is not JSON: {text[:80]!r}") from None
+
+
+def _is_error(data: dict[str, Any]) -> bool:
+    return bool(data.get("error")) or data.get("object") == "error"
+
+
+def message_of(body: bytes) -> str:
+    """Return what a server says in an error, in any of the forms that engines use; the body itself if in none."""
+    text = body.decode("utf-8", "replace").strip()
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    for _ in range(3):
+        if not isinstance(data, dict):
+            break
+        data = next((data[key] for key in ("error", "message", "detail") if data.get(key)), str(data))
+    return data if isinstance(data, str) else text

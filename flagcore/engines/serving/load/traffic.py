@@ -1,0 +1,93 @@
+"""How long the requests of a load are and when they come: the same in every repeat and for every candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.domain.serving import USUAL_CLIENTS, Load
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.serving.load.traces import Trace, read_trace
+from flagcore.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Requests in order. Lengths are tokens, `input_len` with the shared prefix.
+
+    `arrive_s` are seconds after the first, None where the next request is sent when one ends. `blocks` are, of each
+    request, ids of pieces of `BLOCK` tokens that requests share; empty where a trace does not tell. `notes` say what is
+    not taken from the load as it stands.
+    """
+
+    input_len: IntArray
+    output_len: IntArray
+    arrive_s: FloatArray | None
+    blocks: Sequence[Sequence[int]] = ()
+    notes: tuple[str, ...] = ()
+
+
+def traffic(load: Load) -> Traffic:
+    """Return the requests of a load point. Raises SpecError for one that cannot be sent, or an unreadable trace."""
+    lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
+    trace = read_trace(load.trace) if load.trace is not None else None
+    if trace is not None:
+        trace = trace.first(load.num_prompts)
+        inputs, outputs = trace.input_len, trace.output_len
+    elif not load.num_prompts:
+        raise SpecError(key="num_prompts", problem="is needed to send a load", fix="say how many requests are sent")
+    else:
+        inputs = _lengths(lengths, load.input_len, load)
+        outputs = _lengths(lengths, load.output_len, load)
+    return Traffic(
+        input_len=inputs + load.prefix_len,
+        output_len=outputs,
+        arrive_s=_arrivals(times, load, trace, inputs.size),
+        blocks=trace.blocks if trace else (),
+        notes=trace.notes if trace else (),
+    )
+
+
+def in_flight(load: Load) -> Load:
+    """Return a load of which is known how its requests come: of a trace without times, USUAL_CLIENTS are in flight.
+
+    Raises SpecError for an unreadable trace.
+    """
+    if load.trace is None or load.concurrency is not None or load.request_rate is not None:
+        return load
+    return load if read_trace(load.trace).arrive_s is not None else replace(load, concurrency=USUAL_CLIENTS)
+
+
+def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
+    """Draw lengths; the meaning of both ratios is that of `Load`, their rounding that of the engines' own clients."""
+    if load.range_spread is not None:
+        low, high = math.floor(length * (1 - load.range_spread)), math.ceil(length * (1 + load.range_spread))
+    else:
+        low, high = int(length * load.range_ratio), length
+    drawn: IntArray = rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
+    return drawn
+
+
+def _arrivals(rng: np.random.Generator, load: Load, trace: Trace | None, count: int) -> FloatArray | None:
+    """Return when requests come: drawn by rate, as the trace has them, or, None, when others end.
+
+    Drawn gaps are stretched to the asked mean, so that the load that is offered is the one that was asked.
+    """
+    if load.request_rate is None:
+        if load.concurrency is not None:
+            return None
+        if trace is not None and trace.arrive_s is not None:
+            return trace.arrive_s
+        raise SpecError(
+            key="concurrency", problem="or request_rate is needed to send a load", fix="set one, or a trace with times"
+        )
+    if math.isinf(load.request_rate):
+        return np.zeros(count)
+    gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))
+    total = float(gaps.sum())
+    stretch = gaps.size / load.request_rate / total if total > 0 else 0.0
+    arrive: FloatArray = np.concatenate([[0.0], np.cumsum(gaps) * stretch])[:count]
+    return arrive

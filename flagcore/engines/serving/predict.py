@@ -1,0 +1,214 @@
+"""Memory, latencies and rates of servers for whole columns of candidates."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.contracts import Costs, KernelCosts
+from flagcore.domain.objective import figure_name, is_rate
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.space import FloatArray
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.overheads import overheads_of, release
+from flagcore.engines.serving.profile.contract import Settings
+from flagcore.engines.serving.profile.heterogeneous import Parts, alone
+from flagcore.engines.serving.profile.sizes import parameters
+from flagcore.engines.serving.published import RECEIVE
+from flagcore.engines.serving.simulated import SearchContext, expected_figures, time_parts
+from flagcore.physics.serving.iteration import iteration_costs
+from flagcore.physics.serving.memory import ServingMemory, serving_memory, table_bytes
+from flagcore.physics.serving.work import Overheads, Serving, Split
+
+GRAPH_TOKENS, MORE_GRAPH_TOKENS, MORE_SINCE = 512, 1024, (0, 18)
+"""The largest batch that engines capture as a graph if nobody asks for more, and that of vLLM on chips that compute in
+4 bits (0.33: `config/vllm.py`). Since when is told by published points: 1,024 tokens took twice as long with 0.17."""
+
+STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
+STORED |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
+"""Bytes of a weight stored narrower than it is computed: GGUF's block formats; 4 bits with a scale each 128."""
+
+COMPUTED = ("bf16", "fp16", "fp32")
+"""Formats that such weights, and those in a format that a chip does not have, are computed in: the first it has."""
+
+BOUNDS = {
+    "rate": (0.92, 1.41),
+    "tpot_s": (0.92, 1.35),
+    "itl_s": (0.8, 1.5),
+    "ttft_s": (0.7, 1.97),
+    "e2e_s": (0.97, 1.48),
+}
+"""80% of published points took between these times what a fit to the others predicts; gaps: estimated."""
+
+NONE_GOOD = 1e-3
+"""The share of requests that stands for none where goodput is compared."""
+
+NARROW = 1.9
+"""Bytes of a weight below which a file of weights is not one of 16 bits."""
+
+GUESSED = 2.0
+"""How much wider, as a factor, intervals are where nobody measured the chip or fitted the engine."""
+
+
+def predict(
+    task: Task, settings: Settings, costs: Costs, overheads: Overheads | None = None, kinds: Parts | None = None
+) -> Predictions:
+    """Return memory and figures of each candidate; times are NaN where the chip's facts do not allow an answer.
+
+    `settings` are those of `kinds` of instances, or, without, of candidates whose instances are all alike. Memory is
+    that of the fullest device.
+    Of several load points a candidate's figures are those of one, as `flagcore.engines.serving.reading.read` tells
+    measured ones. `overheads` are those of the engine's release unless they are given.
+    """
+    serve = task.spec.serve
+    over = overheads or overheads_of(serve.engine, serve.engine_version, on_host=costs.synchronous)
+    receive = serve.engine_args.get(RECEIVE)
+    over = replace(over, receive=receive) if isinstance(receive, int) and receive > 0 else over
+    serving = serving_of(task, costs.kernels, over)
+    split = split_of(settings, graph_tokens(task))
+    memory = memory_of(serving, split, settings, costs)
+    times = iteration_costs(serving, split, costs)
+    kinds = kinds or alone(settings.instances)
+    context = SearchContext(
+        kinds=kinds,
+        serve=serve,
+        objective=task.spec.objective,
+        settings=settings,
+        split=split,
+        memory=memory,
+        times=times,
+        overheads=over,
+    )
+    figures = expected_figures(context)
+    figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
+    figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
+    figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
+    return _predictions(task.spec.objective, figures, memory, settings, costs, kinds)
+
+
+def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
+    """Return what all candidates share. A format that the chip does not compute in is only stored.
+
+    Of weights in one file (GGUF) what is stored of each is the file's own: `precision` is what it is computed in.
+    """
+    model, precision = task.spec.model, task.spec.serve.precision
+    one, filed = np.ones(1), _filed(task)
+    if precision not in STORED and filed is None and np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all():
+        return Serving(model=model, precision=precision, overheads=over)
+    known = [name for name in COMPUTED if np.isfinite(kernels.gemm_seconds(one, one, one, name)).all()]
+    stored = filed or STORED.get(
+        precision, {"fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "nvfp4": 0.5625, "fp4": 0.5625}.get(precision)
+    )
+    wide = precision if filed and precision in known else known[0] if known else "bf16"
+    return Serving(model=model, precision=wide, overheads=over, weight_bytes=stored)
+
+
+def _filed(task: Task) -> float | None:
+    """Return the bytes of a weight in a file that has them narrower than 16 bits; None without such a file."""
+    weights = task.spec.serve.weights
+    if weights is None or not os.path.isfile(weights):
+        return None
+    each = os.path.getsize(weights) / parameters(task.spec.model)
+    return each if each < NARROW else None
+
+
+def graph_tokens(task: Task) -> int:
+    """Return the largest batch that a task's engine captures as a graph, if it captures any."""
+    serve, chip = task.spec.serve, task.cluster.groups[0].chip
+    newer = serve.engine == "vllm" and (release(serve.engine_version) or MORE_SINCE) >= MORE_SINCE
+    return MORE_GRAPH_TOKENS if newer and "fp4" in chip.dense_flops_per_second else GRAPH_TOKENS
+
+
+def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
+    """Return how candidates split the work."""
+
+    def count(values: object) -> FloatArray:
+        return np.asarray(values, dtype=np.float64)
+
+    tensor, data, pipeline = count(settings.tensor), count(settings.data), count(settings.pipeline)
+    captured = np.minimum(captured_tokens, 2.0 * count(settings.max_running))
+    return Split(
+        tensor=tensor,
+        data=data,
+        expert=np.maximum(count(settings.expert), 1.0),
+        pipeline=pipeline,
+        instances=count(settings.instances),
+        cores=np.maximum(count(settings.devices) / (tensor * data * pipeline), 1.0),
+        captured=np.where(count(settings.graphs) > 0, captured, 0.0),
+        pass_tokens=np.maximum(count(settings.pass_tokens), 1.0),
+        cache_bytes=count(settings.cache_element_bytes),
+    )
+
+
+def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
+    """Return what a device holds. What the driver and libraries take comes off what an engine may use."""
+    capacity = costs.memory.capacity_bytes()
+    none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0
+    budget = (
+        np.full(settings.instances.shape, np.inf) if capacity is None else settings.memory_fraction * capacity - none
+    )
+    memory = serving_memory(
+        serving,
+        split,
+        budget=budget,
+        own_cache=settings.cache_bytes,
+        batched_tokens=settings.max_batched_tokens.astype(np.float64),
+        running=settings.max_running.astype(np.float64),
+    )
+    return memory if settings.on_device is None else _offloaded(serving, split, memory, settings.on_device)
+
+
+def _offloaded(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
+    """Return what a device holds of a model whose other layers, tables and their cache are the host's."""
+    model = serving.model
+    part = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
+    layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * part
+    weights = np.where(on_device < 1.0, layers, memory.weights)
+    return replace(memory, weights=weights, cache=memory.cache * part, token=memory.token * part)
+
+
+def _predictions(
+    objective: str,
+    figures: dict[str, FloatArray],
+    memory: ServingMemory,
+    settings: Settings,
+    costs: Costs,
+    kinds: Parts,
+) -> Predictions:
+    name = figure_name(objective)
+    told = figures.get(name, figures["output_tokens_per_s"])
+    if objective == "goodput_requests_per_s":  # where no request is good, so that such candidates are compared, too
+        told = np.where(told > 0, told, NONE_GOOD * figures["requests_per_s"])
+    with np.errstate(divide="ignore"):
+        time = 1.0 / told if is_rate(objective) else told
+    low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
+    wider = GUESSED if costs.guessed or costs.synchronous else 1.0
+    capacity = costs.memory.capacity_bytes()
+    least = memory.weights + memory.activations + memory.graphs
+    one = settings.context_len * memory.token
+    cache = np.where(np.isinf(memory.cache), one, memory.cache)  # nobody knows how much room: what one request needs
+    held = least + np.maximum(cache, one)
+    reserved = np.where(np.isnan(settings.cache_bytes), held, costs.memory.reserved_bytes(held))
+    used = costs.memory.device_used_bytes(reserved)
+    if capacity is not None:  # an engine refuses to start without room for one request, whatever is left beside it
+        beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
+        used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
+    fullest, cache = kinds.worst(used), np.maximum(cache, 0.0)
+    figures["kv_cache_gib"] = np.maximum(memory.cache, 0.0)[fullest] / 2**30
+    return Predictions(
+        step_time_s=time,
+        low_s=time * low / wider,
+        high_s=time * high * wider,
+        time_s={},
+        static_bytes=(memory.weights + cache)[fullest],
+        activation_bytes=(memory.activations + memory.graphs)[fullest],
+        peak_allocated_bytes=held[fullest],
+        reserved_bytes=reserved[fullest],
+        device_used_bytes=used[fullest],
+        worst_stage=np.zeros(time.shape, dtype=np.int64),
+        capacity_bytes=capacity,
+        model_flops=0.0,
+        figures=figures,
+    )

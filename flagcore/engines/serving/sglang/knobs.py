@@ -1,0 +1,239 @@
+"""The knobs of SGLang's server, what `engine_args` may hold, and the values that SGLang fills in.
+
+Sources: sglang 0.5.23 `srt/arg_groups/` (fields, memory_hook, parallel_hook), 0.5.6 `srt/server_args.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import Columns, FloatArray, IntArray
+from flagcore.domain.spec import Spec, Task
+from flagcore.engines.serving.profile import engine_flags, program
+from flagcore.engines.serving.profile import knob as knobs
+from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP, Settings
+from flagcore.engines.serving.profile.knob import FLAG, SHARE, WORD, Knob, column, powers_of_two
+from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
+from flagcore.engines.serving.profile.sizes import cache_bytes_per_token
+from flagcore.errors import FlagError
+
+PROGRAM = ("python3", "-m", "sglang.launch_server")
+PACKAGE = "sglang"
+_FIELDS = ("device", "disagg", "exec_", "lora", "memory", "mm", "model", "observability", "parallel", "schedule")
+FLAG_FIELDS = tuple(f"sglang/srt/arg_groups/fields/{name}.py" for name in (*_FIELDS, "serving", "spec"))
+FLAG_FILES = ("sglang/srt/server_args.py", *FLAG_FIELDS)
+"""Up to about 0.5.9 flags are literals of one file; in 0.5.23 they are fields, with literals for other spellings."""
+OURS: Mapping[str, str] = {
+    "model-path": "serve.weights names it",
+    "model": "serve.weights names it",
+    "host": "servers listen on this machine only",
+    "port": "each trial has a free one of its own",
+    "api-key": "the load client has no key; servers listen on this machine only",
+    "enable-metrics": "it is always on: figures of a trial are read there",
+    "nnodes": "an instance is one server on one machine",
+    "node-rank": "an instance is one server on one machine",
+}
+"""Flags that flagcore gives itself, and why the user cannot."""
+
+PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
+RUNNING, CONTEXT, MEMORY, KV = "max_running_requests", "context_len", "mem_fraction_static", "kv_cache_type"
+PREFIX, EAGER, POLICY, MIXED = "enable_prefix_caching", "enforce_eager", "schedule_policy", "enable_mixed_chunk"
+KV_TYPES = ("auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16")
+KV_BYTES = (2.0, 2.0, 2.0, 1.0, 1.0, 33 / 32, 9 / 16, 9 / 16)
+POLICIES = ("fcfs", "lpm", "random", "dfs-weight", "lof", "priority", "hrrn", "shortest-prefill-first")
+PREFILL_TOKENS, LEAST_RUNNING = 16384, 2048
+"""SGLang's own max_prefill_tokens, and the least that it takes for max_running_requests by itself."""
+_LEAST_POOL = 4096
+_MEMORY_STEPS = (
+    (20, 2048, 8, 8),
+    (35, 4096, 48, 160),
+    (60, 4096, 32, 160),
+    (90, 8192, 256, 512),
+    (160, 8192, 256, 512),
+)
+"""Up to GiB of a device: chunked_prefill_size, largest decode graph below TP 4, and from TP 4 on (`memory_hook.py`)."""
+_LARGEST = (16384, 512, 512)
+
+
+def _divisors(task: Task) -> tuple[int, ...]:
+    return knobs.divisors(Place.of(task).cards)
+
+
+def _experts(task: Task) -> tuple[int, ...]:
+    return _divisors(task) if task.spec.model.num_moe_experts else (1,)
+
+
+def _running(task: Task) -> tuple[int, ...]:
+    """Return powers of two up to the requests in flight, the last four."""
+    most = max(1, most_in_flight(task.spec.serve.loads))
+    return powers_of_two(1, 1 << (most - 1).bit_length())[-4:]
+
+
+KNOBS = (
+    Knob(name=INSTANCES, neutral=1, auto=knobs.instances),
+    Knob(name=TP, neutral=1, flags=("tp-size", "tensor-parallel-size", "tp"), auto=_divisors),
+    knobs.UNEQUAL,
+    Knob(name=PP, neutral=1, flags=("pp-size", "pipeline-parallel-size", "pp"), auto=_divisors),
+    Knob(name=DP, neutral=1, flags=("attn-dp-size",), auto=_experts),
+    Knob(name=EP, neutral=1, flags=("ep-size", "expert-parallel-size", "ep"), auto=_experts),
+    Knob(name=PAGE, flags=("page-size",), meant=("block_size",), auto=lambda task: (1, 32, 64)),
+    Knob(
+        name=CHUNK,
+        flags=("chunked-prefill-size",),
+        meant=("max_num_batched_tokens",),
+        codes={"off": -1},
+        auto=lambda task: (512, 2048) if Place.of(task).on_cores else (2048, 4096, 8192, 16384),
+    ),
+    Knob(name=PREFILL, flags=("max-prefill-tokens",), auto=lambda task: (None,)),
+    Knob(name=RUNNING, flags=("max-running-requests",), meant=("max_num_seqs",), auto=_running),
+    Knob(name=CONTEXT, flags=("context-length",), auto=lambda task: (None,)),
+    Knob(
+        name=MEMORY,
+        kind=SHARE,
+        flags=("mem-fraction-static",),
+        auto=lambda task: (None,) if Place.of(task).on_cores else (None, "0.85", "0.9"),
+    ),
+    Knob(
+        name=KV,
+        kind=WORD,
+        words=KV_TYPES,
+        flags=("kv-cache-dtype",),
+        auto=lambda task: ("auto", "fp8_e4m3") if Place.of(task).fp8 else ("auto",),
+    ),
+    Knob(
+        name=PREFIX,
+        kind=FLAG,
+        neutral=True,
+        off=("disable-radix-cache",),
+        auto=lambda task: (True, False),
+    ),
+    Knob(name=EAGER, kind=FLAG, neutral=False, flags=("disable-cuda-graph",), auto=lambda task: (False, True)),
+    Knob(name=POLICY, kind=WORD, words=POLICIES, flags=("schedule-policy",), auto=lambda task: ("fcfs", "lpm")),
+    Knob(name=MIXED, kind=FLAG, neutral=False, flags=("enable-mixed-chunk",), auto=lambda task: (False, True)),
+)
+"""`data_parallel_size` is attention DP, and `tensor_model_parallel_size` counts what splits one attention head's layer:
+SGLang's own tp-size is the product of both."""
+BY_NAME = {knob.name: knob for knob in KNOBS}
+
+
+def version_of(spec: Spec) -> str:
+    """Return the version that would start: as the spec plans it, else of the installed package; empty if unknown."""
+    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, PACKAGE)
+
+
+def installed_flags(spec: Spec) -> frozenset[str]:
+    """Return the flags of the installed SGLang, by its source; none if it is not here."""
+    try:
+        command = program.found(spec, PROGRAM)
+    except FlagError:
+        return frozenset()
+    return engine_flags.flags_in_source(program.package_folders(command[0]), FLAG_FILES, FLAG_FIELDS)
+
+
+def fixed_arguments(spec: Spec) -> tuple[dict[str, KnobValue], dict[str, EngineArg]]:
+    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for one that cannot be given.
+
+    A tp-size given together with attention DP counts both, as SGLang means it.
+    """
+    fixed, others = knobs.split_arguments(spec.serve.engine_args, KNOBS)
+    if not others.keys() <= {"device", "max-total-tokens"}:
+        engine_flags.check(others, OURS, installed_flags(spec), "SGLang")
+    tensor, data = fixed.get(TP), fixed.get(DP)
+    by_flag = any(knobs.bare(key) in BY_NAME[TP].flags for key in spec.serve.engine_args)
+    if by_flag and isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
+        fixed[TP] = tensor // data
+    return fixed, others
+
+
+def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
+    """Return SGLang's own chunked_prefill_size and largest decode graph for its tp-size, by the device's memory."""
+    gib = Place.of(task).memory_bytes / 2**30
+    if math.isnan(gib):
+        return np.full_like(tensor, 4096), np.full_like(tensor, 160)
+    chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), _LARGEST)
+    return np.full_like(tensor, chunk), np.where(tensor < 4, small, large)
+
+
+def chunk_sizes(task: Task, columns: Columns) -> IntArray:
+    """Return the tokens of one chunk of prompts, SGLang's own where it is not set; -1 where prompts are whole."""
+    own = memory_defaults(task, columns[TP] * columns[DP])[0]
+    size: IntArray = np.where(columns[CHUNK] != 0, columns[CHUNK], own)
+    return size
+
+
+def memory_share(task: Task, columns: Columns) -> FloatArray:
+    """Return SGLang's own share of memory for weights and cache: all but what it sets aside, NaN where unknown."""
+    tensor = columns[TP] * columns[DP]
+    mib = Place.of(task).memory_bytes / 2**20
+    graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
+    chunk = chunk_sizes(task, columns)
+    prefill = np.where(columns[PREFILL] > 0, columns[PREFILL], PREFILL_TOKENS)
+    aside = 512 + 1.5 * np.maximum(np.where(chunk > 0, chunk, prefill), 2048) + 2.0 * graph
+    aside = aside + tensor * columns[PP] / 8 * 1024 + np.where(columns[DP] > 1, 3.0 * graph * columns[DP], 0.0)
+    if mib > 60 * 1024:
+        aside = np.maximum(aside, 10 * 1024)
+    share: FloatArray = np.round((mib - aside) / mib, 3)
+    return share
+
+
+def pool_tokens(task: Task, instances: int) -> int:
+    """Return the tokens of the cache of one instance where devices are cores: SGLang would take most of the memory."""
+    loads = task.spec.serve.loads
+    return max(_LEAST_POOL, math.ceil(2 * most_in_flight(loads) / instances) * longest(loads))
+
+
+def settings(task: Task, columns: Columns) -> Settings:
+    """Return what SGLang makes of candidates: with attention DP it divides chunks and requests among the groups."""
+    fixed, others = fixed_arguments(task.spec)
+    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS}
+    place = Place.of(task)
+    chunk = chunk_sizes(task, get)
+    prefill = np.where(get[PREFILL] > 0, get[PREFILL], PREFILL_TOKENS)
+    tokens = np.where(chunk > 0, np.maximum(chunk // get[DP], 1), prefill)
+    ranks = get[TP] * get[PP] * get[DP]
+    share = place.share(get[INSTANCES], columns)
+    devices = share if place.on_cores else ranks
+    element = np.array([2.0, *KV_BYTES])[get[KV]]
+    page = np.where(get[PAGE] > 0, get[PAGE], 1)
+    return Settings(
+        instances=get[INSTANCES],
+        devices=devices,
+        tensor=get[TP],
+        pipeline=get[PP],
+        data=get[DP],
+        expert=get[EP],
+        max_running=np.where(get[RUNNING] > 0, np.maximum(get[RUNNING] // get[DP], 1), LEAST_RUNNING),
+        max_batched_tokens=tokens,
+        pass_tokens=tokens,
+        block_size=page,
+        context_len=np.where(get[CONTEXT] > 0, get[CONTEXT], longest(task.spec.serve.loads)),
+        chunked=(chunk > 0).astype(np.int64),
+        graphs=((get[EAGER] == 0) & (not place.on_cores)).astype(np.int64),
+        prefix_caching=get[PREFIX],
+        memory_fraction=np.full(ranks.shape, np.nan)
+        if place.on_cores
+        else knobs.shares(get[MEMORY], memory_share(task, get)),
+        cache_bytes=_cache_bytes(task, others, get, devices, element),
+        cache_element_bytes=element,
+    )
+
+
+def _cache_bytes(
+    task: Task, others: Mapping[str, EngineArg], get: Columns, devices: IntArray, element: FloatArray
+) -> FloatArray:
+    """Return the bytes of cache of one device where its tokens are given, NaN where they follow from the memory."""
+    given = others.get("max-total-tokens")
+    if isinstance(given, int):
+        tokens = np.full(devices.shape, float(given))
+    elif Place.of(task).on_cores:
+        known = {int(number): pool_tokens(task, max(int(number), 1)) for number in np.unique(get[INSTANCES])}
+        tokens = np.array([known[int(number)] for number in get[INSTANCES].ravel()], float).reshape(devices.shape)
+    else:
+        return np.full(devices.shape, np.nan)
+    result: FloatArray = tokens * cache_bytes_per_token(task.spec.model, 1.0) * element / devices
+    return result

@@ -1,0 +1,106 @@
+"""What SGLang refuses or changes without a word, and what is the same to it.
+
+Sources: sglang 0.5.23 `srt/arg_groups/` (parallel_hook, validation_hook, overrides).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.domain.space import Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.profile import heterogeneous
+from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.profile.contract import DP, EP, TP
+from flagcore.engines.serving.profile.place import Place, longest
+from flagcore.engines.serving.sglang.knobs import (
+    CHUNK,
+    CONTEXT,
+    EAGER,
+    KV,
+    KV_TYPES,
+    PAGE,
+    POLICIES,
+    POLICY,
+    PREFILL,
+    PREFILL_TOKENS,
+    RUNNING,
+    chunk_sizes,
+    fixed_arguments,
+)
+
+PAGES = {
+    "flashmla": (64,),
+    "trtllm_mla": (32, 64),
+    "cutedsl_mla": (32, 64),
+    "trtllm_mha": (16, 32, 64, 128),
+    "cutlass_mla": (128,),
+}
+"""Page sizes of the attention backends that take only some; SGLang changes another one to theirs."""
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return what is illegal."""
+    experts = task.spec.model.num_moe_experts or 1
+    need = longest(task.spec.serve.loads)
+    return (
+        *split_rules(task, data=True),
+        *at_least_one(PAGE, PREFILL, RUNNING, CONTEXT),
+        Rule(
+            name="expert_parallel",
+            knobs=(TP, DP, EP),
+            says=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts",
+            broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
+        ),
+        Rule(
+            name="chunk_positive",
+            knobs=(CHUNK,),
+            says=f"{CHUNK} must be at least 1, or -1 for whole prompts",
+            broken=lambda c: c[CHUNK] < -1,
+        ),
+        Rule(
+            name="chunk_of_pages",
+            knobs=(TP, DP, PAGE, CHUNK),
+            says=f"{CHUNK} must be a multiple of {PAGE}",
+            broken=lambda c: (c[CHUNK] != -1) & (chunk_sizes(task, c) % np.maximum(c[PAGE], 1) != 0),
+        ),
+        Rule(
+            name="whole_prompts",
+            knobs=(CHUNK, PREFILL),
+            says=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must hold the longest prompt, of {need} tokens "
+            "with its answer",
+            broken=lambda c: (c[CHUNK] == -1) & (np.where(c[PREFILL] > 0, c[PREFILL], PREFILL_TOKENS) < need),
+        ),
+        context_rule(task, CONTEXT),
+        *_pages(task),
+    )
+
+
+def _pages(task: Task) -> tuple[Rule, ...]:
+    backend = str(fixed_arguments(task.spec)[1].get("attention-backend") or "").lower()
+    sizes = PAGES.get(backend)
+    if sizes is None:
+        return ()
+    return (
+        Rule(
+            name="page_size",
+            knobs=(PAGE,),
+            says=f"{backend} takes a {PAGE} of {' or '.join(map(str, sizes))}; SGLang changes others",
+            broken=lambda c: (c[PAGE] > 0) & ~np.isin(c[PAGE], sizes),
+        ),
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return values that SGLang has by itself, and knobs without effect."""
+    backend = fixed_arguments(task.spec)[1].get("attention-backend")
+    no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
+    own_page = same_as_unset(PAGE, 1, "by_default")
+    return (
+        *heterogeneous.merges(),
+        same_as_unset(KV, KV_TYPES.index("auto") + 1, "by_default"),
+        same_as_unset(POLICY, POLICIES.index("fcfs") + 1, "by_default"),
+        same_as_unset(PREFILL, PREFILL_TOKENS, "by_default"),
+        *((own_page,) if backend is None and not task.spec.model.multi_latent_attention else ()),
+        *((no_graphs,) if Place.of(task).on_cores else ()),
+    )

@@ -1,0 +1,51 @@
+"""Entry point: `python -m flagcore.engines.serving.trial FOLDER`.
+
+Serves and loads the candidate in FOLDER/serve.json and writes FOLDER/metrics.json. Otherwise it ends with an exit code
+other than 0, without that file, and its last line on stderr says why, the class of the failure first: `out of memory:`,
+`invalid configuration:`, `timed out:` or `failed:`. Each server prints into FOLDER/instance-N.log.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.trial.failures import TrialFailure
+from flagcore.engines.serving.trial.job import METRICS, read_job
+
+CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 3, TrialState.TIMED_OUT: 4}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the trial of the folder that is named and return the exit code."""
+    try:
+        if len(arguments) != 1:
+            raise ValueError("usage: python -m flagcore.engines.serving.trial FOLDER")
+        folder = Path(arguments[0])
+        (folder / METRICS).unlink(missing_ok=True)  # an earlier run's figures must not pass for this one's
+        job = read_job(folder)
+    except (OSError, ValueError) as error:
+        return _report(TrialFailure(TrialState.INVALID, str(error)))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        from flagcore.engines.serving.trial.program import run
+
+        run(job, folder)
+    except TrialFailure as failure:
+        return _report(failure)
+    except Exception as error:
+        traceback.print_exc()
+        return _report(TrialFailure(TrialState.FAILED, f"{type(error).__name__}: {error}"))
+    return 0
+
+
+def _report(failure: TrialFailure) -> int:
+    print(failure, file=sys.stderr, flush=True)
+    return CODES[failure.state]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

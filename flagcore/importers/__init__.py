@@ -1,0 +1,1 @@
+"""Specs and histories of other tools."""

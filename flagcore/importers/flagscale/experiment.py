@@ -1,0 +1,190 @@
+"""What trees that train and trees that serve have in common: machines, environment, budgets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from flagcore.errors import SpecError
+from flagcore.importers.flagscale.source import Source
+from flagcore.spec.plain_data import spec_error
+
+_RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
+_STARTS = "flagcore starts trials itself"
+DROPPED = {
+    "experiment.exp_dir": "a run is kept in --run-dir",
+    "experiment.exp_name": "a run is named by --run-dir",
+    "experiment.task.entrypoint": f"{_STARTS}; give your own program to train.command",
+    "experiment.seed": "trials have seeds of their own",
+    "experiment.save_steps": "trials save nothing",
+    "experiment.load": "trials load nothing",
+    "experiment.ckpt_format": "trials save nothing",
+    "experiment.cmds": "run it before you start flag",
+    "experiment.node_args": "all nodes of a trial have the same arguments",
+    "device_type_specific": "all nodes of a trial run the same program",
+    f"{_RUNNER}.cli_args": "they are FlagScale's own",
+    f"{_RUNNER}.deploy": "nothing is served",
+    f"{_TUNER}.control.interval": "flagcore does not poll",
+    f"{_TUNER}.nnodes": "FlagScale overwrites it from the runner",
+    f"{_TUNER}.nproc_per_node": "FlagScale overwrites it from the runner",
+    f"{_TUNER}.cards": "FlagScale overwrites it from the runner; all devices of the cluster may be used",
+    f"{_TUNER}.platform": "what a platform is, its plugin knows",
+    f"{_TUNER}.flagcx_tune": "flagcore does not tune a library of collectives",
+    f"{_TUNER}.args_mapping": "the knobs have one name each",
+    "hydra": "hydra does not start flagcore",
+}
+RUNNERS: tuple[str, ...] = (
+    "type",
+    "backend",
+    "ssh_port",
+    "rdzv_backend",
+    "rdzv_id",
+    "tee",
+    "redirects",
+    "log_dir",
+    "per_node_task",
+    "no_shared_fs",
+    "device_type",
+    "docker",
+    "enable_monitoring",
+    "host",
+    "node_rank",
+    "master_addr",
+    "master_port",
+)
+
+
+def checked_experiment(source: Source) -> None:
+    """Tell what it means that a tree has no section that says what is tuned, and what becomes of its action."""
+    if not source.left["experiment"].get("auto_tuner"):
+        text = "is not there, so that every knob is auto, within FlagScale's own limits of time"
+        source.note(_TUNER, text, "auto_tuner")
+        source.left["experiment"].pop("auto_tuner", None)
+    action = source.take("action")
+    if action is not None:
+        text = "is what flag does" if action == "auto_tune" else f"{action} in the file counts as auto_tune"
+        source.note("action", text)
+
+
+def drop_the_rest(source: Source) -> None:
+    """Tell why the keys that only FlagScale's own launcher needs are gone."""
+    for key, why in DROPPED.items():
+        source.drop(key, why)
+    for key in RUNNERS:
+        source.drop(f"{_RUNNER}.{key}", _STARTS)
+
+
+def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
+    """Return the section `cluster` but for memory, the number of nodes, and devices of each. Raises SpecError.
+
+    Of the slots of the host file, `nproc_per_node` and the visible devices FlagScale uses the least.
+    """
+    key, default = f"{_RUNNER}.nproc_per_node", 8
+    some, given = (source.at(each) not in ({}, None) for each in (f"{_RUNNER}.nnodes", key))
+    nodes, devices = _first_number(source, f"{_RUNNER}.nnodes", 1), _first_number(source, key, default)
+    if not given:
+        source.note(key, f"is not there: {default}, as for FlagScale", "cluster")
+    name, visible = _visible(source)
+    if 0 < visible <= devices:
+        text = f"{visible} of {devices} are visible by experiment.envs.{name}, and FlagScale uses no more"
+        source.note(key, text, "cluster")
+        devices, given = visible, True
+    hostfile = source.take(f"{_RUNNER}.hostfile")
+    found: dict[str, Any] = {"chip": "auto"}
+    kept = _hosts(source, Path(str(hostfile)), nodes if some else None) if hostfile else None
+    if kept:
+        path, nodes, slots = kept
+    if kept and slots and given and devices < slots:
+        text = f"dropped: it has {slots} slots a host, of which nproc_per_node or what is visible leaves {devices}"
+        source.note(f"{_RUNNER}.hostfile", text, "cluster")
+    elif kept:
+        both = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
+        source.note(both, "the file's hosts and slots count; for a type that it has give cluster.chip", "cluster")
+        return {**found, "hostfile": path, **({} if slots else {"devices_per_node": devices})}, nodes, slots or devices
+    return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices
+
+
+def _visible(source: Source) -> tuple[str, int]:
+    """Return the first variable of visible devices, and how many it names; 0 if there is none."""
+    envs = source.at("experiment.envs")
+    for name, value in envs.items() if isinstance(envs, dict) else ():
+        if name.endswith("_VISIBLE_DEVICES"):
+            listed = str(value) if type(value) is int or isinstance(value, str) else ""
+            return name, len([each for each in listed.split(",") if each.strip()])
+    return "", 0
+
+
+def environment(source: Source) -> dict[str, str | int]:
+    """Return the section `envs`."""
+    given, kept = source.section("experiment.envs"), dict[str, Any]()
+    for key, value in given.items():
+        where = f"experiment.envs.{key}"
+        if isinstance(value, (dict, list)):
+            source.note(where, "dropped: all nodes and devices of a trial have the same variables", "envs")
+        elif key.endswith("_VISIBLE_DEVICES"):
+            source.note(where, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
+        elif value is not None:
+            kept[key] = value if isinstance(value, str) or type(value) is int else str(value)
+    return kept
+
+
+def control(source: Source, *, seconds: float) -> dict[str, Any]:
+    """Return the section `auto_tuner.control`; `seconds` is FlagScale's own limit of one trial."""
+    at = f"{_TUNER}.control"
+    found: dict[str, Any] = {"max_time_per_task": source.take(f"{at}.max_time_per_task", seconds)}
+    text = "holds for all trials; FlagScale gives the first one twice the time"
+    source.note(f"{at}.max_time_per_task", text, "auto_tuner.control.max_time_per_task")
+    if (most := source.take(f"{at}.max_time")) is not None:
+        found["max_time"] = most
+    run_best = source.take(f"{at}.run_best")
+    if not isinstance(run_best, (bool, type(None))):
+        raise spec_error(f"{at}.run_best", "must be true or false", value=run_best, file=source.file)
+    found["run_best"] = bool(run_best)
+    if run_best is None:
+        text = "FlagScale starts the best by itself unless this is false; here `flag run` does, or true"
+        source.note(f"{at}.run_best", text, "auto_tuner.control.run_best")
+    text = "FlagScale tries all that it has not pruned; flagcore at most auto_tuner.control.max_trials, 20 by default"
+    source.note(f"{at}", text, "auto_tuner.control")
+    return found
+
+
+def _first_number(source: Source, key: str, default: int) -> int:
+    """Return a number, or the first of a text such as `1:2`."""
+    given = source.take(key, default)
+    first = str(given).partition(":")[0]
+    if isinstance(given, bool) or not first.isdecimal() or int(first) < 1:
+        raise spec_error(key, "must be a whole number from 1", value=given, fix=f"use {default}", file=source.file)
+    if first != str(given):
+        source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")
+    return int(first)
+
+
+def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int | None] | None:
+    """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
+    from flagcore.spec.hostfile import UNEQUAL, read_hosts
+
+    key, at = f"{_RUNNER}.hostfile", "cluster"
+    if not path.is_file():
+        text = (
+            f"dropped: {path} is not in {os.getcwd()}: nnodes and nproc_per_node count; FlagScale takes one node then"
+        )
+        source.note(key, text, at)
+        return None
+    try:
+        hosts, slots = read_hosts(path, file=source.file)
+    except SpecError as error:
+        if error.problem != UNEQUAL:
+            at = key if error.key.startswith("cluster.") else error.key
+            raise spec_error(at, error.problem, value=error.value, fix=error.fix, file=error.file) from None
+        text = (
+            f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node count; "
+            "cluster.groups has nodes of several chips"
+        )
+        source.note(key, text, at)
+        return None
+    if nodes not in (None, len(hosts)):
+        text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
+        source.note(key, text, at)
+        return None
+    return str(path.resolve()), len(hosts), slots

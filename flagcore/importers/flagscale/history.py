@@ -1,0 +1,198 @@
+"""FlagScale's history.csv: a row a task, its knobs, and what it measured.
+
+Read was `flagscale/runner/auto_tuner/record/recorder.py` of FlagScale's commit 16a2dd5b5c41: an empty cell is None,
+words are True and False, lists are JSON, times are milliseconds but `elapsed_time`, memory is MB or the word OOM.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.errors import UsageError
+from flagcore.files import read_regular
+from flagcore.importers.flagscale.engines import ENGINES
+
+TRAINED = "performance"
+SERVED = {
+    "e2e_latency": "e2e_s.mean",
+    "request_throughput": "requests_per_s",
+    "token_throughput": "total_tokens_per_s",
+    "ttft": "ttft_s.mean",
+    "itl": "itl_s.mean",
+    "topt": "tpot_s.mean",
+}
+"""Columns of a server's figures, and what they are here: latencies in milliseconds, tokens with those of prompts."""
+BOOKKEEPING = (
+    "idx",
+    "acc_step",
+    "memory_model",
+    "gpu_utilization",
+    "elapsed_time",
+    "start_time",
+    "max_mem",
+    "error",
+    "engine",
+    "pruned",
+    "stopped_by_tuner",
+    TRAINED,
+    *SERVED,
+)
+"""Columns that are no knobs."""
+FIGURES = ("elapsed_time", "max_mem", TRAINED, *SERVED)
+NOTHING = ("", "none", "nan", "null", "n/a", "na", "<na>")
+"""Words of an empty cell."""
+SPLITS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+SPELT = {"instance": "instances", "instace": "instances"}
+IGNORED = ("split_mode",)
+"""Knobs that FlagScale writes down, but never passes on."""
+OUT_OF_MEMORY = "OOM"
+SAYS_OUT_OF_MEMORY = ("out of memory", "outofmemory")
+LARGEST = 2**53
+"""Whole numbers beyond it are none that a float has kept."""
+MIB = 2**20
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """One task of FlagScale's. `line` is its place in the file, from 1 for the heading.
+
+    `step_s` are the mean seconds of a training step, `figures` those of a server by flagcore's names; `error` says why
+    there are none. `split` is whether its first or last pipeline stage has another number of layers, `cut` whether
+    FlagScale ended it. `refused` says why the row cannot be taken, nothing if it may.
+    """
+
+    line: int
+    index: int
+    knobs: Mapping[str, KnobValue]
+    engine: str | None
+    step_s: float | None
+    figures: Mapping[str, float]
+    reserved_bytes: int | None
+    out_of_memory: bool
+    error: str | None
+    elapsed_s: float
+    split: bool
+    cut: bool
+    refused: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The rows of a history in the order in which they ran, and whether they are of servers."""
+
+    rows: tuple[HistoryRow, ...]
+    serves: bool
+
+
+def read_history(path: Path) -> History:
+    """Read a history.csv. Raises UsageError for a file that is none, with what its heading lacks."""
+    try:
+        data = read_regular(path)
+        lines = [] if data.startswith(_UTF_16) else _records(data.decode("utf-8", errors="replace").lstrip("\ufeff"))
+    except (OSError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    if data.startswith(_UTF_16):
+        raise UsageError(f"{path} is no text in UTF-8; save it so")
+    if not lines:
+        raise UsageError(f"{path} is empty; give the history.csv of a run of FlagScale's")
+    (_, heading), *rest = lines
+    serves = bool(SERVED.keys() & set(heading))
+    if TRAINED not in heading and not serves:
+        names = [name if name.isprintable() and len(name) <= 60 else f"{name[:60]!r}..." for name in heading[:8]]
+        columns = f"{', '.join(names)}{', ...' if len(heading) > 8 else ''}"
+        raise UsageError(
+            f"{path} is no history of FlagScale's: it has neither {TRAINED!r} nor a server's figures "
+            f"({', '.join(SERVED)}), with commas between; its columns are {columns}"
+        )
+    if twice := [name for name in dict.fromkeys(heading) if name and heading.count(name) > 1]:
+        raise UsageError(f"{path} has columns twice: {', '.join(twice)}; keep one of each")
+    rows = [_row(number, heading, cells) for number, cells in rest]
+    return History(rows=tuple(sorted(rows, key=lambda row: (row.index, row.line))), serves=serves)
+
+
+def _records(text: str) -> Sequence[tuple[int, list[str]]]:
+    """Return each record that has a cell with text, with the line on which it ends."""
+    most = csv.field_size_limit(max(len(text), 1))  # an error may be a long log
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), escapechar="\\")
+        records = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    finally:
+        csv.field_size_limit(most)
+    return [(line, cells) for line, cells in records if any(cells)]
+
+
+def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow:
+    cells = dict(zip(heading, values, strict=False))
+    step, memory = _number(cells.get(TRAINED)), cells.get("max_mem", "")
+    error = cells.get("error", "")
+    no_memory = any(cells.get(name, "").upper() == OUT_OF_MEMORY for name in ("max_mem", TRAINED))
+    no_memory = no_memory or OUT_OF_MEMORY in error.split("|")
+    figures = {ours: _number(cells.get(name)) for name, ours in SERVED.items()}
+    reserved = _number(memory)
+    index = _number(cells.get("idx"))
+    return HistoryRow(
+        line=line,
+        index=line if index is None else int(index),
+        knobs={
+            SPELT.get(name, name): _value(cell)
+            for name, cell in cells.items()
+            if name and name not in (*BOOKKEEPING, *SPLITS, *IGNORED)
+        },
+        engine=ENGINES.get(cells.get("engine", ""), cells.get("engine") or None),
+        step_s=step / 1e3 if step is not None and step > 0 else None,
+        figures={
+            name: value / 1e3 if name.endswith("_s.mean") else value
+            for name, value in figures.items()
+            if value is not None and value > 0
+        },
+        reserved_bytes=int(reserved * MIB) if reserved is not None and reserved > 0 else None,
+        out_of_memory=no_memory or any(words in error.lower() for words in SAYS_OUT_OF_MEMORY),
+        error=" ".join(error.split())[:200] or None,
+        elapsed_s=max(_number(cells.get("elapsed_time")) or 0.0, 0.0),
+        split=any(_value(cells.get(name, "")) is not None for name in SPLITS),
+        cut=_value(cells.get("stopped_by_tuner", "")) is True,
+        refused=_refused(heading, values, cells),
+    )
+
+
+def _refused(heading: Sequence[str], values: Sequence[str], cells: Mapping[str, str]) -> str:
+    """Return why a row cannot be taken; nothing if it may."""
+    if len(values) != len(heading):
+        return f"it has {len(values)} cells, the heading {len(heading)}; a list must be quoted"
+    if _value(cells.get("pruned", "")) is True:
+        return "FlagScale pruned it, so its figures are another row's"
+    for name in FIGURES:
+        cell = cells.get(name, "")
+        if cell.lower() in NOTHING or cell.upper() == OUT_OF_MEMORY:
+            continue
+        number = _number(cell)
+        if number is None:
+            return f"{name} = {cell[:40]!r} is no number; leave out units, and commas between thousands"
+        if number <= 0 and name in (TRAINED, *SERVED):
+            return f"{name} = {cell} is no figure; it must be above 0"
+    return ""
+
+
+def _value(cell: str) -> KnobValue:
+    if cell.lower() in NOTHING:
+        return None
+    if cell.lower() in ("true", "false"):
+        return cell.lower() == "true"
+    number = _number(cell)
+    return int(number) if number is not None and abs(number) < LARGEST and number == int(number) else cell
+
+
+def _number(cell: str | None) -> float | None:
+    try:
+        number = float(cell or "nan")
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

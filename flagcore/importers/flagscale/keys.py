@@ -1,0 +1,89 @@
+"""Where a key of a spec comes from in the tree, so that a wrong value is told in the tree's own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flagcore.errors import SpecError
+from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, SPELT
+from flagcore.spec.plain_data import spec_error
+
+_RUNNER, _TUNER, _ITEM = "experiment.runner", "experiment.auto_tuner", "serve[0]"
+_MOVED = {
+    "model": f"{_ITEM}.engine_args.model",
+    "model.vocab_size": "train.data.tokenizer.vocab_size",
+    "cluster.nodes": f"{_RUNNER}.nnodes",
+    "cluster.devices_per_node": f"{_RUNNER}.nproc_per_node",
+    "cluster.hostfile": f"{_RUNNER}.hostfile",
+    "cluster.memory_per_device": f"{_TUNER}.memory_model.gpu_memory",
+    "auto_tuner.baseline": "train.system",
+    "auto_tuner.objective": f"{_TUNER}.performance.metric",
+    "serve.engine": f"{_TUNER}.engines",
+}
+_RENAMED = {
+    "num_moe_experts": ("num_experts", "num_moe_experts"),
+    "moe_first_dense_layers": ("moe_layer_freq",),
+    "gated_linear_unit": ("swiglu",),
+    "attention": ("attention_backend", "use_flash_attn"),
+    "implementation": ("transformer_impl",),
+    "precision": ("fp8", "fp8_format"),
+    "num_layers_in_first_pipeline_stage": ("decoder_first_pipeline_num_layers",),
+    "num_layers_in_last_pipeline_stage": ("decoder_last_pipeline_num_layers",),
+}
+_SECTIONS = (
+    ("auto_tuner.space.", f"{_TUNER}.space"),
+    ("auto_tuner.control.", f"{_TUNER}.control"),
+    ("auto_tuner.baseline.", "train"),
+    ("train.settings.", "train"),
+    ("train.", "train"),
+    ("model.", "train"),
+    ("serve.engine_args.", "serve"),
+    ("serve.profile.", f"{_ITEM}.profile"),
+)
+"""Where the keys of a spec's sections come from; below these they may stand at any depth."""
+_PLACE = re.compile(r"(\[\d+\])+$")
+
+
+def in_words_of(tree: Mapping[str, Any], error: SpecError, file: str) -> SpecError:
+    """Return an error of a spec with the tree's own key and its top `file`, if it is of a key that comes from there."""
+    if error.file not in ("", file) or (key := _key_of(tree, error.key)) == error.key:
+        return error
+    return spec_error(key, error.problem, value=error.value, fix=error.fix, file=file)
+
+
+def _key_of(tree: Mapping[str, Any], key: str) -> str:
+    if key in _MOVED and (key != "model" or tree.get("serve")):
+        return _MOVED[key]
+    if re.match(r"envs\b", key):
+        return f"experiment.{key}"
+    bare = _PLACE.sub("", key)
+    for section, above in _SECTIONS:
+        if not bare.startswith(section):
+            continue
+        name = bare.rpartition(".")[2]
+        names = _names(name)
+        there = [path for path in _leaves(tree) if path.startswith(above) and path.rpartition(".")[2] in names]
+        return f"{there[-1]}{key[len(bare) :]}" if there else key
+    return key
+
+
+def _names(name: str) -> set[str]:
+    """Return what a knob or flag may be called in a tree, with hyphens or underscores."""
+    words = {name, *_RENAMED.get(name, ())}
+    for table in (AS_KNOBS, SPELT, *COMMON.values()):
+        words |= {theirs for theirs, ours in table.items() if ours in words}
+    return words | {each.replace("_", "-") for each in words}
+
+
+def _leaves(data: Any, at: str = "") -> Iterator[str]:
+    """Yield the paths of all that is no mapping, nor a list with one: `serve[0].engine_args.model`."""
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _leaves(value, f"{at}.{key}" if at else str(key))
+    elif isinstance(data, list) and any(isinstance(each, Mapping) for each in data):
+        for number, value in enumerate(data):
+            yield from _leaves(value, f"{at}[{number}]")
+    else:
+        yield at

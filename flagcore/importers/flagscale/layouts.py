@@ -1,0 +1,118 @@
+"""Trees of another layout, set right before their keys are read: sections that stand elsewhere, lists for mappings.
+
+Read were the examples of FlagScale's repository since 2024, and its slides, whose space stands beside `auto_tuner`.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from flagcore.importers.flagscale.source import Source
+from flagcore.spec.plain_data import spec_error
+
+_EXPERIMENT, _RUNNER, _TUNER = "experiment", "experiment.runner", "experiment.auto_tuner"
+_OF_RUNNER = ("deploy", "hostfile", "nnodes", "nproc_per_node", "ssh_port", "master_addr", "master_port")
+_OF_TUNER = ("engines", "cards", "control", "performance", "memory_model", "algo", "platform")
+MOVED = {
+    **{f"{_EXPERIMENT}.{key}": f"{_RUNNER}.{key}" for key in _OF_RUNNER},
+    f"{_EXPERIMENT}.backend": f"{_EXPERIMENT}.task.backend",
+    f"{_EXPERIMENT}.entrypoint": f"{_EXPERIMENT}.task.entrypoint",
+    f"{_EXPERIMENT}.shell_cmds": f"{_EXPERIMENT}.cmds",
+    **{f"{_EXPERIMENT}.space.{key}": f"{_TUNER}.{key}" for key in _OF_TUNER},
+    **{f"{_TUNER}.space.{key}": f"{_TUNER}.{key}" for key in _OF_TUNER},
+    **{f"{_EXPERIMENT}.{key}": f"{_TUNER}.{key}" for key in (*_OF_TUNER, "space")},
+    f"{_EXPERIMENT}.action": "action",
+    "auto_tuner": _TUNER,
+}
+"""Where a key stands in other trees, and where it belongs."""
+_PROFILE = ("profile", "resources")
+
+
+def straightened(source: Source) -> None:
+    """Move what stands elsewhere to where it belongs, and tell it. Raises SpecError without an experiment."""
+    experiment = source.left.get(_EXPERIMENT)
+    if experiment is not None and not isinstance(experiment, dict):
+        fix = "write its keys below it"
+        raise spec_error(_EXPERIMENT, "must be a mapping", value=experiment, fix=fix, file=source.file)
+    if experiment is None:
+        near = get_close_matches(_EXPERIMENT, source.left.keys() - {_EXPERIMENT}, n=1)
+        fix = f"did you mean it by {near[0]}?" if near else "give the tree's top file, which has it, as --config-name"
+        raise spec_error(_EXPERIMENT, "is missing", fix=fix, file=source.file)
+    for key in ("task", "runner", "auto_tuner"):
+        if not isinstance(given := experiment.get(key), (dict, type(None))):
+            if key != "task":
+                fix = "write its keys below it"
+                raise spec_error(f"{_EXPERIMENT}.{key}", "must be a mapping", value=given, fix=fix, file=source.file)
+            experiment["task"] = {"type": given}
+            source.note(f"{_EXPERIMENT}.task", f"taken as {_EXPERIMENT}.task.type, as newer trees have it")
+    for old, new in MOVED.items():
+        if (found := source.take(old)) is None:
+            continue
+        source.note(old, f"taken as {new}, where it belongs")
+        for key in source.put(new, found):
+            at = f".{key}" if key else ""
+            source.note(f"{old}{at}", f"dropped ({found[key] if key else found}): {new}{at} is there, too, and counts")
+
+
+def model_list(source: Source) -> list[Any]:
+    """Take the models of a tree that serves; of older trees, which name them under `model_args`, make a list."""
+    given = source.take("serve")
+    if not isinstance(given, dict):
+        return given if isinstance(given, list) else [given]
+    models = given.pop("model_args", None)
+    if not isinstance(models, dict):
+        return [given]
+    _take_nodes(source, given)
+    if given:
+        source.note(f"serve ({', '.join(given)})", "dropped: each trial starts the engine's own server", "serve")
+    made = []
+    for place, (name, flags) in enumerate(models.items()):
+        args = {key.replace("-", "_"): value for key, value in flags.items()} if isinstance(flags, dict) else {}
+        switches = args.pop("action_args", None) or []
+        if not isinstance(switches, list):
+            source.note(f"serve.model_args.{name}.action-args", f"dropped ({switches}): it is no list", "serve")
+            switches = []
+        args |= {str(each).replace("-", "_"): True for each in switches}
+        if (tag := args.pop("model_tag", None)) is not None:
+            args = {"model": tag, **args}
+        source.note(f"serve.model_args.{name}", f"taken as serve[{place}].engine_args, as newer trees have it", "serve")
+        made.append({"serve_id": name, "engine": "vllm", "engine_args": args})
+    return made
+
+
+def _take_nodes(source: Source, serve: dict[str, Any]) -> None:
+    """Give the runner the nodes and slots of the hosts that the oldest trees list beside their models."""
+    listed = serve["hostfile"].get("nodes") if isinstance(serve.get("hostfile"), dict) else None
+    hosts = (
+        [host for each in listed if isinstance(each, dict) for host in each.values()]
+        if isinstance(listed, list)
+        else []
+    )
+    slots = [host["slots"] for host in hosts if isinstance(host, dict) and type(host.get("slots")) is int]
+    if not slots or len(slots) < len(hosts) or min(slots) < 1:
+        return
+    del serve["hostfile"]
+    for key, value in (("nnodes", len(slots)), ("nproc_per_node", min(slots))):
+        source.put(f"{_RUNNER}.{key}", value)
+    text = f"dropped: {len(slots)} hosts of {min(slots)} slots count, where the runner does not say"
+    source.note("serve.hostfile", text, "cluster")
+
+
+def moved_out_of_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> None:
+    """Set right a model's `engine_args_specific`: what is no argument, and arguments without an engine above them."""
+    specific = item.get("engine_args_specific")
+    if not isinstance(specific, dict):
+        return
+    for key in _PROFILE:
+        if isinstance(specific.get(key), dict):
+            item.setdefault(key, specific.pop(key))
+            source.note(f"serve[0].engine_args_specific.{key}", f"taken as serve[0].{key}, where it belongs")
+    loose = [key for key, value in specific.items() if not isinstance(value, (dict, type(None)))]
+    if not loose:
+        return
+    taken = {key: specific.pop(key) for key in loose}
+    engine = engines[0]
+    specific[engine] = {**taken, **(specific.get(engine) or {})}
+    text = f"taken as of {engine}: FlagScale wants the engine's name above them"
+    source.note(f"serve[0].engine_args_specific ({', '.join(loose)})", text, "serve.engine_args")

@@ -1,0 +1,211 @@
+"""A tree that trains: FlagScale's sections `train.system` and `train.model` hold Megatron's flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flagcore.importers.flagscale.experiment import checked_experiment, cluster, control, drop_the_rest, environment
+from flagcore.importers.flagscale.flat import Flat, found_in
+from flagcore.importers.flagscale.options import INFLUENCE, options
+from flagcore.importers.flagscale.shape import shape
+from flagcore.importers.flagscale.source import Source, leaves
+from flagcore.spec.plain_data import spec_error
+
+_TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
+_SIZES: tuple[str, ...] = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+)
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_OWN = ("use_distributed_optimizer", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length")
+_COUNT = (*_SIZES, *_OWN, *_RECOMPUTE, *INFLUENCE)
+"""Flags that count in a section that is dropped, too."""
+DROPPED = {
+    "train.data": "trials train on generated tokens; flagcore pads the vocabulary as Megatron does",
+    "train.system.logging": "trials log each step",
+    "train.system.checkpoint": "trials save nothing",
+    "train.model.optimizer": "trials are too short to learn: no influence on memory or time",
+}
+_MIB = 1 << 20
+
+
+def training(source: Source) -> dict[str, Any]:
+    """Return the data of a spec that trains. Raises SpecError where something that it needs is missing."""
+    from flagcore.spec.knobs import SPACE_KNOBS
+
+    checked_experiment(source)
+    vocabulary = source.take("train.data.tokenizer.vocab_size", source.take("train.data.vocab_size"))
+    before = found_in(source, DROPPED, _COUNT)
+    if (kind := source.take("train.model.optimizer.optimizer")) not in (None, "adam"):
+        source.note("train.model.optimizer.optimizer", f"dropped ({kind}): memory and time are Adam's", "train")
+    for section, why in DROPPED.items():
+        source.drop(section, why, "train")
+    for hetero in ("train.system.hetero", "train.model.hetero"):
+        if source.take(f"{hetero}.enable_hetero"):
+            text = "dropped: all stages have the same sizes; see `cluster.groups` for nodes of several chips"
+            source.note(hetero, text, "cluster")
+        source.drop(hetero, "it is off, or beyond what cluster.groups can tell", "cluster")
+    flat = Flat(source, ("train.system", "train.model"), before)
+    _of_megatron(source, flat)
+    machines, nodes, devices = cluster(source)
+    model = shape(flat, flat.take("vocab_size", vocabulary))
+    baseline = _baseline(flat, bool(model.get("num_moe_experts")))
+    sizes = {key: flat.take(key) for key in ("seq_length", "global_batch_size")}
+    for key, value in sizes.items():
+        if value is None:
+            raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=source.file)
+    train = {"engine": "megatron", **sizes, **options(flat, nodes=nodes)}
+    tuner: dict[str, Any] = {}
+    if space := _space(source, SPACE_KNOBS.keys()):
+        tuner["space"] = space
+    if why := _cannot_run(baseline, train, model, nodes * devices):
+        text = f"is no baseline here, for it cannot run: {why}; an expert's rule of thumb takes its place"
+        source.note("train.system", text, "auto_tuner")
+    else:
+        tuner["baseline"] = baseline
+    tuner |= {"control": _control(source), "objective": _objective(source)}
+    source.drop(
+        f"{_TUNER}.algo", "strategy is learned, and ends when little is to be gained; grid tries all", "auto_tuner"
+    )
+    _memory(source, machines)
+    envs = environment(source)
+    drop_the_rest(source)
+    made = {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
+    return {**made, "envs": envs} if envs else made
+
+
+def _of_megatron(source: Source, flat: Flat) -> None:
+    """Drop the backend. Raises SpecError for one whose tree has none of Megatron's flags."""
+    key, backend = "experiment.task.backend", source.take("experiment.task.backend")
+    if backend not in (None, "megatron") and not flat.has("num_layers"):
+        problem, fix = "trains a model of its own, without Megatron's flags", "use a tree of the backend megatron"
+        raise spec_error(key, problem, value=backend, fix=fix, file=source.file)
+    if backend is not None:
+        source.note(key, f"dropped ({backend}): a model in Megatron's flags is trained", "train.engine")
+
+
+def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
+    """Return the tree's own configuration; what it leaves out is off or 1, as in a baseline."""
+    found = {key: value for key in _SIZES if (value := flat.take(key)) not in (None, 0)}
+    if not has_experts and (experts := found.pop("expert_model_parallel_size", None)) is not None:
+        flat.note("expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline")
+    found["micro_batch_size"] = flat.take("micro_batch_size", 1)
+    found["use_distributed_optimizer"] = bool(flat.take("use_distributed_optimizer"))
+    tensor = found.get("tensor_model_parallel_size", 1)
+    if sequence := flat.take("sequence_parallel"):
+        if tensor == 1:
+            text = "is off in the baseline, for it needs tensor parallelism"
+            flat.note("sequence_parallel", text, "auto_tuner.baseline")
+        else:
+            found["sequence_parallel"] = True
+    elif sequence is not None:
+        found["sequence_parallel"] = False
+    if (granularity := flat.take(_RECOMPUTE[0])) is not None:
+        found |= {"use_recompute": True, _RECOMPUTE[0]: granularity}
+        found |= {key: value for key in _RECOMPUTE[1:] if (value := flat.take(key)) is not None}
+    else:
+        found["use_recompute"] = False
+    flat.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
+    return found
+
+
+def _cannot_run(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
+    """Return why a tree's own sizes do not go with its devices, batch and layers; nothing if they may."""
+    tensor, stages, context = (baseline.get(key, 1) for key in _SIZES[:3])
+    shape = (model["num_layers"], model["num_attention_heads"])
+    numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
+    if not all(type(each) is int and each > 0 for each in numbers):
+        return ""  # the spec's own rules say so better
+    if devices % (tensor * stages * context):
+        return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
+    if model["num_attention_heads"] % tensor:
+        return f"TP {tensor} does not divide {model['num_attention_heads']} attention heads"
+    experts, over = model.get("num_moe_experts"), baseline.get("expert_model_parallel_size", 1)
+    if type(experts) is int and type(over) is int and over > 0 and experts % over:
+        return f"EP {over} does not divide {experts} experts"
+    at_once = devices // (tensor * stages * context) * baseline["micro_batch_size"]
+    if train["global_batch_size"] % at_once:
+        return f"{at_once} samples at once do not divide a global batch of {train['global_batch_size']}"
+    split = any(key.startswith("num_layers_in_") or "layout" in key for key in train.get("settings", {}))
+    if model["num_layers"] % stages and not split:
+        return f"{model['num_layers']} layers do not divide over {stages} stages"
+    return ""
+
+
+def _space(source: Source, known: Any) -> dict[str, Any]:
+    given, found = source.section(f"{_TUNER}.space"), dict[str, Any]()
+    for key, value in given.items():
+        where = f"{_TUNER}.space.{key}"
+        if key in known and value not in (None, []):
+            found[key] = value
+        elif key.startswith("hetero_"):
+            text = "dropped: stages of different sizes are not planned; cluster.groups has nodes of several chips"
+            source.note(where, text, "auto_tuner.space")
+        elif "_per_stage" in key:
+            source.note(where, "dropped: all stages recompute alike", "auto_tuner.space")
+        elif key not in known:
+            source.note(where, "dropped: not known to flagcore, nor to FlagScale", "auto_tuner.space")
+    virtual = found.get(_SIZES[4])
+    if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
+        text = "FlagScale tries only pipelines of more than two stages then; here those that cannot have it go without"
+        source.note(f"{_TUNER}.space.{_SIZES[4]}", text, f"auto_tuner.space.{_SIZES[4]}")
+    absent = [key for key in known if key not in found]
+    if absent:
+        text = f"not there are {', '.join(absent)}: auto, as for FlagScale"
+        source.note(f"{_TUNER}.space", text, "auto_tuner.space")
+    if any(value == "auto" for value in found.values()) or absent:
+        text = "auto is every legal value; FlagScale's has illegal ones, too"
+        source.note(f"{_TUNER}.space", text, "auto_tuner.space")
+    return found
+
+
+def _control(source: Source) -> dict[str, Any]:
+    steps = source.take(f"{_TUNER}.control.train_iters", 5)
+    return {"train_iters": steps, **control(source, seconds=300)}
+
+
+def _objective(source: Source) -> str:
+    """Return the objective: all candidates have the same batch and devices, so that time and rates rank alike."""
+    name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
+    at = "auto_tuner.objective"
+    if name is not None:
+        text = f"{name!r} is read nowhere: steps are timed by the trial program, and the median counts"
+        source.note(f"{_PERFORMANCE}.name", text, at)
+    if order is not None:
+        source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", at)
+    return "step_time_s"
+
+
+def _memory(source: Source, machines: dict[str, Any]) -> None:
+    """Give the cluster the memory that FlagScale's own model compares with."""
+    at = f"{_TUNER}.memory_model"
+    given = source.section(at)
+    size, share = given.pop("gpu_memory", None), given.pop("gpu_utilization", None)
+    name = given.pop("model_name", None)
+    low, high = share if isinstance(share, list) and _shares(share) else (0.2, 0.8)
+    if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size <= 0):
+        problem, fix = "must be a number above 0, of MB", "use 80000 for 80 GB"
+        raise spec_error(f"{at}.gpu_memory", problem, value=size, fix=fix, file=source.file)
+    if share is not None and not _shares(share):
+        problem, fix = "must be two shares, from 0 to 1, the lower first", "use [0.2, 0.8]"
+        raise spec_error(f"{at}.gpu_utilization", problem, value=share, fix=fix, file=source.file)
+    if size is not None:
+        machines["memory_per_device"] = int(size * high) * _MIB
+        text = (
+            f"{size} MB x {high}: what a trial may use; FlagScale's lower bound {low}, which prunes small ones, is gone"
+        )
+        source.note(f"{at}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
+    elif share is not None:
+        source.note(f"{at}.gpu_utilization", "dropped, for gpu_memory is not there: all may be used", "cluster")
+    if name is not None:
+        source.note(f"{at}.model_name", f"dropped ({name}): flagcore has its own model of memory", "cluster")
+    for key, _ in leaves(given):
+        source.note(f"{at}{key}", "dropped: not known to flagcore", "cluster")
+
+
+def _shares(given: object) -> bool:
+    numbers = [each for each in given if type(each) in (int, float)] if isinstance(given, list) else []
+    return len(numbers) == 2 == len(given) and 0.0 <= numbers[0] < numbers[1] <= 1.0  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""A step's pipeline, played pass by pass: what a timeline is drawn from, and what the formulas are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flagcore.domain.passes import Passes
+from flagcore.errors import NotModelled
+from flagcore.physics.schedules import orders, v_schedules, zero_bubble
+from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, makespan
+from flagcore.physics.schedules.execution import Done, Orders, Pipe, run, seconds_of
+
+FOLDED = ("zb-v", "v-half", "v-min", "dualpipev")
+"""Schedules whose device r holds the parts r and 2p - 1 - r."""
+
+
+def play(passes: Passes, microbatches: int) -> list[Done]:
+    """Return the passes of a step of so many micro-batches, a device after another, each in the order of its time.
+
+    Schedules that are planned with times are planned with those of the median stage. In DualPipe micro-batches count
+    on through both copies: the later half enters at the last device. Raises NotModelled for an unknown schedule, for
+    DualPipe on an odd number of devices, and for interleaved where megatron-core refuses the number of micro-batches.
+    """
+    if passes.schedule not in SCHEDULES:
+        raise NotModelled(f"schedule {passes.schedule} is not modelled; these are: {', '.join(SCHEDULES)}")
+    pipe = pipe_of(passes)
+    done = run(orders_of(passes, microbatches, pipe), pipe)
+    if passes.schedule != "dualpipe":
+        return done
+    return [_counting_on(each, pipe.length, microbatches) for each in done]
+
+
+def pipe_of(passes: Passes) -> Pipe:
+    """Return the parts of the model on their devices: equal ones where a device holds several."""
+    p, schedule = len(passes.forward_s), passes.schedule
+    count = SCHEDULES[schedule].parts or passes.virtual
+    stages, parts = [*range(p)] * count, float(count)
+    if schedule in FOLDED:
+        stages = [*range(p), *reversed(range(p))]
+    if schedule == "dualpipe":
+        stages, parts = [*range(p)] * 2, 1.0
+    weight = passes.weight_s or (0.0,) * p
+    back = [whole - part for whole, part in zip(passes.backward_s, weight, strict=True)]
+    seconds = {"F": passes.forward_s, "B": back, "W": weight}
+    busy = [forward + backward for forward, backward in zip(passes.forward_s, passes.backward_s, strict=True)]
+    paired = passes.paired_s or busy
+    together = [min(one / both, 1.0) if both else 1.0 for one, both in zip(paired, busy, strict=True)]
+    return Pipe(
+        devices=[*range(p), *reversed(range(p))] if schedule == "dualpipe" else stages,
+        length=p if schedule == "dualpipe" else len(stages),
+        seconds={kind: [each[stage] / parts for stage in stages] for kind, each in seconds.items()},
+        together=[together[stage] for stage in stages],
+        latency=0.0 if passes.sender_waits else passes.send_s,
+        waits=passes.send_s if passes.sender_waits else 0.0,
+    )
+
+
+def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
+    """Return what each device does in a step of m micro-batches."""
+    p, schedule = len(passes.forward_s), passes.schedule
+    if schedule == "interleaved" and passes.virtual > 1:
+        if m > p and m % p:
+            raise NotModelled(f"interleaved needs as many micro-batches as {p} stages divide, and these are {m}")
+        return orders.interleaved(p, m, passes.virtual)
+    if schedule in ("1f1b", "interleaved"):
+        return orders.one_forward_one_backward(p, m)
+    if schedule == "gpipe":
+        return orders.one_forward_one_backward(p, m, lambda r: m)
+    if schedule in ("zb-h1", "zb-h2"):
+        return orders.deferring(p, m, twice=schedule == "zb-h2")
+    if schedule == "dualpipev":
+        return orders.dualpipe_v(p, m)
+    if schedule == "dualpipe":
+        if p % 2:
+            raise NotModelled(f"dualpipe needs an even number of stages, and these are {p}")
+        return orders.dualpipe(p, m)
+    return _planned(schedule, p, m, zero_bubble.median_of(pipe), passes.weight_share)
+
+
+def step_seconds(passes: Passes, done: Sequence[Done]) -> float:
+    """Return how long a played step takes: until all devices are done or, where a schedule's authors run it without
+    waiting for all before the optimizer, the longest time from one device's first pass to its last."""
+    whole, span = seconds_of(done)
+    return span if SCHEDULES[passes.schedule].post_validation else whole
+
+
+def foretold_seconds(passes: Passes) -> float:
+    """Return how long the formula of the schedule, which predictions use, says that the same step takes."""
+    forward, backward, weight, paired = (
+        np.array(each)[:, None] for each in (passes.forward_s, passes.backward_s, passes.weight_s, passes.paired_s)
+    )
+    times = StageTimes(
+        forward=forward,
+        backward_input=backward - weight if passes.weight_s else backward,
+        backward_weight=weight if passes.weight_s else np.zeros_like(backward),
+        send=np.array([passes.send_s]),
+        blocking=float(passes.sender_waits),
+        weight_share=passes.weight_share,
+        paired=paired if passes.paired_s else None,
+    )
+    counts = np.array([float(passes.microbatches)]), np.array([float(passes.virtual)])
+    barrier = not SCHEDULES[passes.schedule].post_validation
+    return float(makespan(passes.schedule, times, *counts, barrier=barrier)[0])
+
+
+def _planned(schedule: str, p: int, m: int, pipe: Pipe, share: float) -> Orders:
+    if schedule in ("zb-1p", "zb-2p"):
+        limit = p if schedule == "zb-1p" else 2 * p
+        return zero_bubble.best(zero_bubble.ahead(pipe, m, limit), pipe, limit, 1.0 if schedule == "zb-1p" else share)
+    if schedule == "zb-v":
+        return zero_bubble.best([orders.v_shaped(p, m)], pipe, p, share)
+    if schedule in ("v-half", "v-min"):
+        half, limit = schedule == "v-half", (p + 2) // 2 if schedule == "v-half" else (p + 4) // 3
+        tables = v_schedules.v_tables(p, m, half=half)
+        drawn = [v_schedules.orders_of_tables(each) for each in (tables, v_schedules.squeezed(tables, m))]
+        bare = [[[step for step in order if step[0][0] != "W"] for order in each] for each in drawn]
+        return zero_bubble.shortest([*drawn, zero_bubble.best(bare, pipe, limit, share)], pipe)
+    raise NotModelled(f"no order of {schedule} is known")
+
+
+def _counting_on(one: Done, length: int, microbatches: int) -> Done:
+    """Return a pass of DualPipe's second copy with the micro-batch behind those of the first."""
+    if one.part < length:
+        return one
+    return replace(one, microbatch=one.microbatch + microbatches - microbatches // 2)

@@ -1,0 +1,85 @@
+"""Engines, launchers and strategies: one object by name, ours and a stranger's through the same door."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint
+from typing import Any
+
+from flagcore.contracts import Launcher, Strategy, Workload
+from flagcore.domain.serving import ServeSpec
+from flagcore.domain.spec import TrainSpec
+from flagcore.engines.with_knobs import with_knobs
+from flagcore.errors import NoDevice, SpecError
+from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
+from flagcore.plugins.validation import behaviour
+
+WORKLOADS = "flagcore.engines"
+LAUNCHERS = "flagcore.launchers"
+STRATEGIES = "flagcore.strategies"
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Return what is installed under `group`, sorted, whether it can be loaded or not."""
+    return tuple(sorted(installed(group).points))
+
+
+def workload(name: str, key: str = "engine") -> Workload:
+    """Return the engine called `name`, which `key` of a spec gives.
+
+    Raises SpecError if nobody has it, NoDevice if it is broken.
+    """
+    found: Workload = _named(WORKLOADS, "engine", name, Workload, key)
+    return found
+
+
+def workload_of(work: TrainSpec | ServeSpec) -> Workload:
+    """Return the engine that does `work`, with the knobs that plugins bring to a task.
+
+    Raises like `workload`, and SpecError for one that does other work.
+
+    An engine that does not tell its `kind` trains.
+    """
+    kind = "serve" if isinstance(work, ServeSpec) else "train"
+    found = workload(work.engine, f"{kind}.engine")
+    if getattr(found, "kind", "train") != kind:
+        does = {"serve": "trains", "train": "serves"}[kind]
+        problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
+        raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
+    return with_knobs(found)
+
+
+def launcher(name: str) -> Launcher:
+    """Return the launcher called `name`. Raises like `workload`."""
+    found: Launcher = _named(LAUNCHERS, "launcher", name, Launcher, "auto_tuner.launcher")
+    return found
+
+
+def strategy(name: str) -> Strategy:
+    """Return the strategy called `name`. Raises like `workload`."""
+    found: Strategy = _named(STRATEGIES, "strategy", name, Strategy, "auto_tuner.strategy")
+    return found
+
+
+def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
+    points = installed(group).points
+    if name not in points:
+        near = get_close_matches(name, points, n=3)
+        known = ", ".join(sorted(points)) or "none"
+        fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {known}"
+        raise SpecError(key=key, value=name, problem=f"is no {kind} that is installed", fix=fix)
+    origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points[name]))
+    try:
+        return _load(points[name], origins, protocol)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise NoDevice(f"the {kind} {name} (from {origins}) cannot be used: {one_line(error)}") from error
+
+
+def _load(points: list[EntryPoint], origins: str, protocol: Any) -> Any:
+    if len(points) > 1:
+        raise BadPlugin(f"several distributions have one of this name: {origins}; uninstall all but one")
+    if reason := incompatible(origin(points[0])):
+        raise BadPlugin(reason)
+    return behaviour(protocol, load(points[0]))

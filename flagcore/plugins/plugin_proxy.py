@@ -1,0 +1,67 @@
+"""Objects that plugins answer with, called in the hot loop: what they do wrong there is told as theirs, not ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from flagcore.errors import NoDevice
+from flagcore.plugins.installed import one_line
+
+T = TypeVar("T")
+
+HOOKS_WITH_OBJECTS = frozenset(
+    f"flagcore_{name}" for name in ("memory_model", "kernel_costs", "collective_costs", "pruning_rules", "telemetry")
+)
+COLUMNS = frozenset(
+    (
+        "reserved_bytes",
+        "device_used_bytes",
+        "gemm_seconds",
+        "attention_seconds",
+        "attention_backward_seconds",
+        "memory_seconds",
+        "host_copy_seconds",
+        "seconds",
+        "compute_taken",
+    )
+)
+"""Methods whose answer is made an array of float64."""
+
+
+def proxied(plugin: str, hook: str, answer: T) -> T:
+    """Return `answer`, with every object in it wrapped if `hook` answers with objects."""
+    if hook not in HOOKS_WITH_OBJECTS:
+        return answer
+    if isinstance(answer, tuple):
+        return cast(T, tuple(PluginProxy(plugin, one) for one in answer))
+    return cast(T, PluginProxy(plugin, answer))
+
+
+class PluginProxy:
+    """Stands for a plugin's object. What its methods raise becomes NoDevice, with the way to do without the plugin."""
+
+    def __init__(self, plugin: str, answer: object) -> None:
+        self._plugin, self._answer = plugin, answer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        member = getattr(self._answer, name)
+        return self._guard(name, member) if callable(member) else member
+
+    def _guard(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            try:
+                found = method(*arguments, **named)
+                return np.asarray(found, dtype=np.float64) if name in COLUMNS else found
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                whose = f"plugin {self._plugin}: {name} of {type(self._answer).__name__}"
+                hint = f"do without it by --no-plugin {self._plugin}"
+                raise NoDevice(f"{whose} raised {one_line(error)}; {hint}") from error
+
+        return call

@@ -1,0 +1,184 @@
+"""Reads what a plugin ships of its chips' kernel times. For plugins; the core calls it only for its own calibrations.
+
+In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
+
+- `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file. `of` says
+  what it was fitted to: `runs` (times of whole runs; where it is missing), or `kernels` that were measured alone.
+- `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
+- `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
+- `serving.yaml`: as `curve.yaml`, for the kernels of engines that serve, where they reach other shares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib.resources import files
+from typing import Any
+
+from flagcore.contracts import KernelCosts
+from flagcore.domain.chip import Chip
+from flagcore.errors import SpecError
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
+from flagcore.physics.kernels.table import IN_RUNS, KernelTable
+from flagcore.vendorkit.fields import Part, read_parts
+
+BUSY_SIDE = 1024.0
+"""Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
+
+
+OF = {"runs": 1.0, "kernels": IN_RUNS}
+"""By how much kernels take longer in a run than a curve of each says."""
+
+DIVISORS = (
+    *("gemm_share", "units", "tile", "memory_share", "elementwise_share"),
+    *("attention_share", "attention_backward_share", "host_bytes_per_second"),
+)
+"""Parameters of a curve that times are divided by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What is to be taken out of measured times: seconds, by kind of kernel where it says so.
+
+    `event` is part of every time. At or below `host` the host was slower than the device, and the time is only a
+    bound. `slowed` gives (after, by): a kernel much longer than `after` was measured at a clock that was lower by
+    `by`, because a long run of it alone heats the chip more than training does. `in_training` is the share of its
+    time that a kernel takes within a training step, where its shortest side keeps the chip busy with arithmetic.
+    """
+
+    event: float = 0.0
+    host: Mapping[str, float] = field(default_factory=dict)
+    slowed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    in_training: Mapping[str, float] = field(default_factory=dict)
+
+    def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
+        """Return a measured kernel with the device's own time."""
+        bound = seconds <= self.host.get(name, 0.0)
+        if name != "launch":
+            seconds = max(seconds - self.event, 0.1 * seconds)
+        if name in self.slowed:
+            after, by = self.slowed[name]
+            seconds /= 1.0 + by / (1.0 + (after / seconds) ** 4)
+        if name in self.in_training:
+            seconds *= self.in_training[name] ** min(min(sizes) / BUSY_SIDE, 1.0)
+        return Kernel(name=name, precision=precision, sizes=sizes, seconds=seconds, bound=bound)
+
+
+def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
+    """Return the kernel times that `package` ships for `chip`: a table, a roofline with the chip's curve, or None.
+
+    Raises SpecError for a bad file.
+    """
+    folder = files(package).joinpath("costs").joinpath(chip.name.casefold())
+    texts = {}
+    for name in ("curve.yaml", "kernels.jsonl", "provenance.yaml"):
+        if folder.joinpath(name).is_file():
+            texts[name] = folder.joinpath(name).read_text("utf-8")
+    where = f"{package}/costs/{chip.name.casefold()}"
+    if not texts:
+        return None
+    curve = read_curve(texts["curve.yaml"], f"{where}/curve.yaml") if "curve.yaml" in texts else Curve()
+    roofline = Roofline(chip=chip, curve=curve)
+    if "kernels.jsonl" not in texts:
+        return roofline
+    if "provenance.yaml" not in texts:
+        raise SpecError(file=f"{where}/provenance.yaml", key="the file", problem="is missing beside kernels.jsonl")
+    reading = read_provenance(texts["provenance.yaml"], f"{where}/provenance.yaml")
+    return KernelTable.of(roofline, read_kernels(texts["kernels.jsonl"], f"{where}/kernels.jsonl", reading))
+
+
+def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
+    """Return a roofline with the curve that `package` ships for `chip` in engines that serve, or else `kernel_costs`.
+
+    Raises SpecError for a bad file.
+    """
+    place = f"costs/{chip.name.casefold()}/serving.yaml"
+    file = files(package).joinpath(place)
+    if not file.is_file():
+        return kernel_costs(package, chip)
+    return Roofline(chip=chip, curve=read_curve(file.read_text("utf-8"), f"{package}/{place}"))
+
+
+def read_curve(text: str, file: str) -> Curve:
+    """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
+    parts = read_parts(text, file, "a curve file")
+    curve = parts.part("curve")
+    if curve is None:
+        raise parts.wrong("curve", "is missing", "give the parameters of the curve, e.g. curve: {gemm_share: 0.8}")
+    parts.source("source")
+    of = parts.optional("of", str, "runs")
+    if of not in OF:
+        raise parts.wrong("of", "is nothing that a curve is fitted to", f"use {' or '.join(OF)}", of)
+    parts.finish()
+    shares = curve.part("gemm_shares")
+    values: dict[str, Any] = {}
+    if shares is not None:
+        values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
+    for known in fields(Curve):
+        if known.name not in ("gemm_shares", "in_runs") and known.name in curve.content:
+            values[known.name] = _positive(curve, known.name, zero=known.name not in DIVISORS)
+    curve.finish(f"the parameters are {', '.join(known.name for known in fields(Curve) if known.name != 'in_runs')}")
+    return Curve(**values, in_runs=OF[of])
+
+
+def read_provenance(text: str, file: str) -> Reading:
+    """Return how the times beside a `provenance.yaml` are to be read. Raises SpecError."""
+    parts = read_parts(text, file, "a provenance file")
+    for key, kind in (("how", str), ("software", Mapping), ("date", object)):
+        parts.required(key, kind)
+    parts.optional("schema", int, 1)
+    parts.optional("notes", str, "")
+    event = float(parts.optional("event_us", (int, float), 0.0)) * 1e-6
+    host, slowed, training = parts.part("host_us"), parts.part("slowed"), parts.part("in_training")
+    reading = Reading(
+        event=event,
+        host={name: _positive(host, name) * 1e-6 for name in list(host.content)} if host else {},
+        slowed=dict(_slowed(slowed)) if slowed else {},
+        in_training={name: _positive(training, name) for name in list(training.content)} if training else {},
+    )
+    parts.finish()
+    return reading
+
+
+def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
+    """Return the kernels of a `kernels.jsonl`. Raises SpecError that names the line."""
+    kernels = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                kernels.append(read_kernel(json.loads(line), reading))
+            except (ValueError, TypeError, KeyError) as error:
+                problem = f"is no measured kernel: {error!r}"
+                raise SpecError(file=file, key=f"line {number}", value=line[:80], problem=problem) from error
+    return KernelSheet(tuple(kernels))
+
+
+def read_kernel(record: Mapping[str, Any], reading: Reading) -> Kernel:
+    """Return the kernel of one record. Raises ValueError, TypeError or KeyError."""
+    name = record["kernel"]
+    if name not in SIZES:
+        raise ValueError(f"kernel {name!r} is none of {', '.join(SIZES)}")
+    sizes = tuple(float(record[size]) for size in SIZES[name])
+    seconds = float(record["us"]) * 1e-6
+    if not all(0 < number < float("inf") for number in (seconds, *sizes)):
+        raise ValueError("sizes and us must be finite and above 0")
+    return reading.kernel(name, str(record.get("precision", "")), sizes, seconds)
+
+
+def _slowed(part: Part) -> Iterator[tuple[str, tuple[float, float]]]:
+    for name in list(part.content):
+        kind = part.part(name)
+        assert kind is not None
+        yield name, (_positive(kind, "after_us") * 1e-6, _positive(kind, "by"))
+        kind.finish()
+
+
+def _positive(part: Part, key: str, *, zero: bool = True) -> float:
+    value = float(part.required(key, (int, float)))
+    if not 0 <= value < float("inf") or (value == 0 and not zero):
+        raise part.wrong(key, f"must be a number, {'0 or above' if zero else 'above 0'}", value=value)
+    return value

@@ -1,5 +1,0 @@
-"""Megatron: its knobs, their rules, its flags and its metrics."""
-
-from flagcore.workloads.megatron.adapter import WORKLOAD
-
-__all__ = ["WORKLOAD"]

@@ -1,5 +1,0 @@
-"""The trial program: trains a few steps of one configuration on this machine and writes down what it cost.
-
-Run it with `python -m flagcore.workloads.megatron.trial JOB.json`. Importing this package imports neither
-torch nor megatron; only the modules that run inside a rank do.
-"""

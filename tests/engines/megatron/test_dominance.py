@@ -1,0 +1,112 @@
+"""Which candidates need or take at least as much as another: directions, and what the model says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.engines.megatron import dominance
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.knobs import candidate_columns
+from flagcore.stages.build import build
+from tests import small
+
+FULL: dict[str, KnobValue] = {"use_recompute": True, "recompute_granularity": "full"}
+UNIFORM = {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {**FULL, "recompute_method": "block"}
+SELECTIVE: dict[str, KnobValue] = {"use_recompute": True, "recompute_granularity": "selective"}
+
+MORE_MEMORY: dict[str, tuple[dict[str, KnobValue], dict[str, KnobValue]]] = {
+    "a larger micro batch": ({"micro_batch_size": 4}, {"micro_batch_size": 2}),
+    "no sequence parallelism": (
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+    "an optimizer that is not sharded": ({}, {"use_distributed_optimizer": True}),
+    "no recompute": ({}, UNIFORM),
+    "no recompute instead of selective": ({}, SELECTIVE),
+    "fewer layers by block": ({**BLOCK, "recompute_num_layers": 1}, {**BLOCK, "recompute_num_layers": 2}),
+    "all of it": ({"micro_batch_size": 2}, {**UNIFORM, "use_distributed_optimizer": True}),
+}
+
+
+@pytest.mark.parametrize("name", MORE_MEMORY)
+def test_needs_at_least_as_much_memory(name: str) -> None:
+    more, less = MORE_MEMORY[name]
+    assert dominance.needs_at_least(candidate_columns(more), small.candidate(**less)).tolist() == [True]
+    assert dominance.needs_at_least(candidate_columns(less), small.candidate(**more)).tolist() == [False]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 4}),
+        ({"data_parallel_size": 2}, {"data_parallel_size": 4}),
+        ({"pipeline_model_parallel_size": 2}, {"pipeline_model_parallel_size": 4}),
+        ({"context_parallel_size": 2}, {"context_parallel_size": 4}),
+        ({"expert_model_parallel_size": 2}, {"expert_model_parallel_size": 4}),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 1, "pipeline_model_parallel_size": 2},
+            {"pipeline_model_parallel_size": 2},
+        ),
+        (UNIFORM, {**BLOCK, "recompute_num_layers": 2}),
+        (UNIFORM, {**UNIFORM, "recompute_num_layers": 2}),
+        (SELECTIVE, UNIFORM),
+        (SELECTIVE, {**BLOCK, "recompute_num_layers": 1}),
+        ({"micro_batch_size": 2}, {"use_distributed_optimizer": False, "micro_batch_size": 4, **UNIFORM}),
+    ],
+)
+def test_of_other_differences_nothing_is_concluded(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
+    for row, than in ((one, other), (other, one)):
+        assert not dominance.needs_at_least(candidate_columns(row), small.candidate(**than)).any()
+
+
+def test_more_recompute_takes_at_least_as_long_and_nothing_else_does() -> None:
+    plain = small.candidate()
+    assert dominance.takes_at_least(candidate_columns(UNIFORM), plain).all()
+    assert dominance.takes_at_least(candidate_columns(SELECTIVE), plain).all()
+    assert not dominance.takes_at_least(candidate_columns({}), small.candidate(**UNIFORM)).any()
+    assert not dominance.takes_at_least(candidate_columns({"micro_batch_size": 2}), plain).any()
+    assert not dominance.takes_at_least(candidate_columns({"use_distributed_optimizer": True}), plain).any()
+
+
+def test_every_candidate_needs_and_takes_at_least_itself() -> None:
+    for values in (UNIFORM, {**BLOCK, "recompute_num_layers": 2}, SELECTIVE, {}):
+        columns, itself = candidate_columns(values), small.candidate(**values)
+        assert dominance.needs_at_least(columns, itself).all()
+        assert dominance.takes_at_least(columns, itself).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_model_never_contradicts_the_order(seed: int) -> None:
+    draw = random.Random(seed)
+    model = dataclasses.replace(
+        draw.choice([small.DENSE, small.EXPERTS]),
+        num_layers=draw.choice([4, 6, 8]),
+        hidden_size=256,
+        vocab_size=draw.choice([1000, 32000]),
+    )
+    job = {"seq_length": draw.choice([128, 512]), "attention": draw.choice(["flash", "unfused"])}
+    task = small.task(model, devices=draw.choice([4, 8]), global_batch_size=draw.choice([8, 16]), **job)
+    space = build(WORKLOAD.axes(task), WORKLOAD.rules(task), WORKLOAD.merges(task))
+    columns = space.columns()
+    predictions = WORKLOAD.predict(task, columns, small.costs(task))
+    memory, seconds = predictions.device_used_bytes, predictions.step_time_s
+    compared = 0
+    for row in draw.sample(range(len(space)), 60):
+        one = space.candidate(row)
+        above = WORKLOAD.needs_at_least(columns, one)
+        assert np.all(memory[above] >= memory[row] * (1 - 1e-9)), worst(space, memory, above, row)
+        longer = WORKLOAD.takes_at_least(columns, one)
+        assert np.all(seconds[longer] >= seconds[row] * (1 - 1e-9)), worst(space, seconds, longer, row)
+        compared += int(above.sum()) + int(longer.sum()) - 2
+    assert compared > 100
+
+
+def worst(space: object, figures: np.ndarray, rows: np.ndarray, row: int) -> str:
+    lowest = int(np.flatnonzero(rows)[np.argmin(figures[rows])])
+    return f"{space.candidate(lowest)}: {figures[lowest]} < {figures[row]}: {space.candidate(row)}"  # type: ignore[attr-defined]

@@ -1,0 +1,57 @@
+"""The table of a model's own weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flagcore.domain.model import Model
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.engines.megatron.knobs import candidate_columns
+from tests import small
+
+LATENT = dataclasses.replace(
+    small.EXPERTS,
+    num_query_groups=4,
+    multi_latent_attention=True,
+    kv_lora_rank=32,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+    moe_first_dense_layers=1,
+    moe_shared_expert_intermediate_size=64,
+    mtp_num_layers=1,
+)
+TIED = dataclasses.replace(small.DENSE, untie_embeddings_and_output_weights=False, qk_layernorm=True)
+
+
+@pytest.mark.parametrize("model", [small.DENSE, small.EXPERTS, LATENT, TIED])
+def test_parts_add_up_to_what_one_device_would_hold(model: Model) -> None:
+    task = small.task(model, devices=1)
+    held = WORKLOAD.components(task, candidate_columns({}), np.zeros(1, dtype=np.int64), small.costs(task))
+    parts = WORKLOAD.parts(task)
+    assert sum(part.params * part.layers for part in parts) == sum(float(each["params"][0]) for each in held.values())
+
+
+def test_parts_do_not_depend_on_settings_that_split() -> None:
+    settings = {"expert_tensor_parallel_size": 2, "account_for_loss_in_pipeline_split": True}
+    assert WORKLOAD.parts(small.task(LATENT, settings=settings)) == WORKLOAD.parts(small.task(LATENT))
+
+
+def test_parts_are_named_as_papers_name_them() -> None:
+    assert [part.name for part in WORKLOAD.parts(small.task(LATENT))] == [
+        "Embedding",
+        "MLA",
+        "MoE",
+        "MLP",
+        "MTP",
+        "Output",
+    ]
+    assert [(part.name, part.layers) for part in WORKLOAD.parts(small.task())] == [
+        ("Embedding", 1),
+        ("Attention", 4),
+        ("MLP", 4),
+        ("Output", 1),
+    ]

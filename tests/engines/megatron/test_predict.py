@@ -1,0 +1,167 @@
+"""From knob columns to predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from flagcore.contracts import Costs
+from flagcore.domain.chip import Chip, Fact, Link, Source
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Model
+from flagcore.domain.prediction import of_row
+from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
+from flagcore.engines.megatron.knobs import candidate_columns
+from flagcore.engines.megatron.predict import components, predict
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.memory.device import PlainMemory
+
+SOURCE = Source(kind="datasheet", detail="made up for this test")
+CHIP = Chip(
+    name="test-chip",
+    vendor="test",
+    memory_bandwidth_bytes_per_second=Fact(value=3e12, source=SOURCE),
+    dense_flops_per_second={"bf16": Fact(value=900e12, source=SOURCE)},
+    link=Link(name="fabric", topology="switch", bytes_per_second=Fact(value=400e9, source=SOURCE)),
+)
+DENSE = Model(
+    name="dense",
+    num_layers=16,
+    hidden_size=2048,
+    ffn_hidden_size=5632,
+    num_attention_heads=16,
+    num_query_groups=8,
+    kv_channels=128,
+    vocab_size=32000,
+)
+EXPERTS = dataclasses.replace(DENSE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=1408)
+PARTS = (
+    "compute_s",
+    "tp_comm_s",
+    "cp_comm_s",
+    "ep_comm_s",
+    "pp_bubble_s",
+    "pp_comm_s",
+    "dp_comm_exposed_s",
+    "optimizer_s",
+)
+
+
+def task(model: Model = DENSE, chip: Chip = CHIP, **train: object) -> Task:
+    given = {"engine": "megatron", "seq_length": 4096, "global_batch_size": 64, "precision": "bf16", **train}
+    spec = Spec(model=model, cluster=ClusterSpec(), work=TrainSpec(**given))  # type: ignore[arg-type]
+    return Task(spec=spec, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+
+
+def costs(chip: Chip = CHIP, capacity: float | None = 80e9) -> Costs:
+    topology = topology_of(NodeGroup(chip=chip, nodes=1, devices_per_node=8))
+    return Costs(
+        memory=PlainMemory(capacity=capacity), kernels=Roofline(chip=chip), collectives=Collectives(topology=topology)
+    )
+
+
+def columns(**knobs: list[int]) -> dict[str, np.ndarray]:
+    rows = max((len(values) for values in knobs.values()), default=1)
+    base = {knob: np.repeat(values, rows) for knob, values in candidate_columns({}).items()}
+    return base | {knob: np.array(values) for knob, values in knobs.items()}
+
+
+MANY = columns(
+    data_parallel_size=[8, 4, 4, 2, 4, 1, 2],
+    tensor_model_parallel_size=[1, 2, 1, 2, 1, 8, 1],
+    pipeline_model_parallel_size=[1, 1, 2, 2, 1, 1, 4],
+    context_parallel_size=[1, 1, 1, 1, 2, 1, 1],
+    sequence_parallel=[0, 1, 0, 1, 0, 1, 0],
+    num_layers_per_virtual_pipeline_stage=[0, 0, 4, 0, 0, 0, 2],
+)
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=lambda model: model.name + str(model.num_moe_experts))
+def test_parts_of_the_time_add_up_to_the_step(model: Model) -> None:
+    found = predict(task(model), MANY, costs())
+    assert tuple(found.time_s) == PARTS
+    np.testing.assert_allclose(sum(found.time_s.values()), found.step_time_s)
+    assert (found.low_s < found.step_time_s).all()
+    assert (found.step_time_s < found.high_s).all()
+
+
+def test_time_lies_above_the_peak_rate_and_within_reason() -> None:
+    found = predict(task(), MANY, costs())
+    share = found.model_flops / (found.step_time_s * 8 * 900e12)
+    assert (share > 0.03).all()
+    assert (share < 0.82).all()
+
+
+def test_each_layout_pays_for_its_own_traffic_only() -> None:
+    found = predict(task(), MANY, costs()).time_s
+    np.testing.assert_array_equal(found["tp_comm_s"] > 0, MANY["tensor_model_parallel_size"] > 1)
+    np.testing.assert_array_equal(found["cp_comm_s"] > 0, MANY["context_parallel_size"] > 1)
+    np.testing.assert_array_equal(found["pp_bubble_s"] > 0, MANY["pipeline_model_parallel_size"] > 1)
+    np.testing.assert_array_equal(found["pp_comm_s"] > 0, MANY["pipeline_model_parallel_size"] > 1)
+    assert (found["ep_comm_s"] == 0).all()
+    assert (predict(task(EXPERTS), columns(expert_model_parallel_size=[4]), costs()).time_s["ep_comm_s"] > 0).all()
+
+
+def test_interleaving_shrinks_the_bubble_and_recompute_costs_compute() -> None:
+    knobs = {"pipeline_model_parallel_size": [4, 4, 4], "num_layers_per_virtual_pipeline_stage": [0, 2, 1]}
+    time = predict(task(), columns(**knobs), costs()).time_s
+    plain, two, four = time["pp_bubble_s"] + time["pp_comm_s"]
+    assert two < plain / 2
+    assert four == pytest.approx(two / 2, rel=0.05)
+    full = columns(use_recompute=[0, 1], recompute_granularity=[2, 2], recompute_method=[1, 1])
+    compute = predict(task(), full, costs()).time_s["compute_s"]
+    assert 1.2 < compute[1] / compute[0] < 1.4
+
+
+def test_model_flops_are_six_per_weight_and_token_and_the_scores() -> None:
+    weights = 16 * (2048 * 2048 * 2 + 2048 * 1024 * 2 + 3 * 2048 * 5632) + 2048 * 32000
+    scores = 16 * 2048 * 4096
+    found = predict(task(), columns(), costs()).model_flops
+    assert found == pytest.approx(6 * 64 * 4096 * (weights + scores))
+
+
+def test_an_unknown_rate_leaves_the_time_out_and_keeps_the_memory() -> None:
+    bare = Chip(name="bare", vendor="test")
+    row = predict(task(chip=bare), columns(), costs(bare, capacity=None)).row(0)
+    assert row.step_time_s is None
+    assert row.fits is None
+    assert row.peak_allocated_bytes > row.static_bytes > 0
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    many = {knob: np.tile(values, 3000) for knob, values in MANY.items()}
+    found, few = predict(task(), many, costs()), predict(task(), MANY, costs())
+    np.testing.assert_array_equal(found.step_time_s[-7:], few.step_time_s)
+    np.testing.assert_array_equal(found.peak_allocated_bytes[-7:], few.peak_allocated_bytes)
+    assert found.worst_stage.shape == (21000,)
+
+
+def test_no_rows_give_no_predictions() -> None:
+    empty = {knob: values[:0] for knob, values in MANY.items()}
+    assert predict(task(), empty, costs()).step_time_s.size == 0
+
+
+def test_expert_tensor_parallel_is_the_tensor_parallel_size_unless_given() -> None:
+    shared = {"tensor_model_parallel_size": [4, 4], "sequence_parallel": [1, 1], "expert_model_parallel_size": [2, 2]}
+    default = predict(task(EXPERTS), columns(**shared), costs()).static_bytes
+    given = predict(task(EXPERTS), columns(**shared, expert_tensor_parallel_size=[4, 1]), costs()).static_bytes
+    assert given[0] == default[0]
+    assert given[1] > default[1]
+
+
+def test_components_are_those_of_the_worst_stage() -> None:
+    values = {"pipeline_model_parallel_size": 4, "data_parallel_size": 2, "expert_model_parallel_size": 2}
+    found = predict(task(EXPERTS), columns(**{knob: [value] for knob, value in values.items()}), costs())
+    table = of_row(components(task(EXPERTS), candidate_columns(values), found.worst_stage, costs()), 0)
+    row = found.row(0)
+    assert row.worst_stage == 0
+    assert table["experts"]["params"] == 4 * 4 * 3 * 2048 * 1408
+    assert table["router"]["params"] == 4 * 2048 * 8
+    assert "output_head" not in table
+    states = ("weights_bytes", "gradients_bytes", "main_params_bytes", "optimizer_bytes")
+    assert sum(part[name] for part in table.values() for name in states) == pytest.approx(row.static_bytes, rel=1e-12)
+    assert sum(part["activation_bytes"] for part in table.values()) == pytest.approx(row.activation_bytes, rel=1e-12)

@@ -1,0 +1,121 @@
+"""A rank of a world that is not there against the same rank of a real world of eight, on the processor."""
+
+import json
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.engines.megatron.trial.job import JobError, parse_job
+from tests.engines.megatron import trial_jobs
+from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+SHAPE = {"hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8, "num_query_groups": 4}
+TRAIN = {"seq_length": 256, "global_batch_size": 8, "train_iters": 3, "balanced_routing": True}
+SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
+    "dense": (
+        {**DENSE, **SHAPE, "vocab_size": 4096},
+        {**SPLIT, "data_parallel_size": 2, "use_distributed_optimizer": True, "micro_batch_size": 1},
+        (0, 7),
+    ),
+    "experts": (
+        {**EXPERTS, **SHAPE, "num_layers": 2, "vocab_size": 4096, "num_moe_experts": 8, "moe_ffn_hidden_size": 512},
+        {
+            "data_parallel_size": 8,
+            "expert_model_parallel_size": 4,
+            "use_distributed_optimizer": True,
+            "micro_batch_size": 1,
+        },
+        (7,),
+    ),
+}
+CASES = [(name, rank) for name, (_, _, ranks) in WORLDS.items() for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Metrics of the real worlds, by name, and of the probes, by name and rank; two probes at a time, for company."""
+    folder = tmp_path_factory.mktemp("probes")
+    jobs = {name: _job(folder, name, None) for name in WORLDS}
+    codes, stderr = trial_jobs.run_jobs(folder, jobs)
+    assert set(codes.values()) == {0}, stderr
+
+    def probe(name: str) -> None:
+        where = folder / f"of {name}"
+        where.mkdir()
+        codes, stderr = trial_jobs.run_jobs(where, {name: probes[name]})
+        assert codes == {name: 0}, stderr
+
+    probes = {f"{name} {rank}": _job(folder, name, rank) for name, rank in CASES}
+    probes["long"] = _job(folder, "dense", 0)
+    probes["long"]["output"] = str(folder / "long")
+    probes["long"]["train"]["global_batch_size"] *= 4
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(probe, probes))
+    return {name: json.loads((folder / name / "metrics.json").read_text()) for name in (*WORLDS, *probes)}
+
+
+def _job(folder: Path, name: str, rank: int | None) -> Any:
+    model, knobs, _ = WORLDS[name]
+    job = trial_jobs.make_job(folder / (name if rank is None else f"{name} {rank}"), model, train=TRAIN, **knobs)
+    return job if rank is None else {**job, "probe": {"rank": rank}}
+
+
+@pytest.mark.parametrize(("name", "rank"), CASES)
+def test_rank_needs_the_memory_that_it_needs_in_its_world(found: dict[str, Any], name: str, rank: int) -> None:
+    real = found[name]["ranks"][rank]["peak_allocated_bytes"]
+    assert found[f"{name} {rank}"]["peak_allocated_bytes"] == pytest.approx(real, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "rank"), CASES)
+def test_rank_computes_about_as_long_as_in_its_world(found: dict[str, Any], name: str, rank: int) -> None:
+    real = statistics.median(step["forward_backward_s"] for step in found[name]["ranks"][rank]["own_steps"][1:])
+    probed = statistics.median(step["compute_s"] for step in found[f"{name} {rank}"]["steps"][1:])
+    assert probed == pytest.approx(real, rel=0.5)  # the machine that runs this test may have other work
+
+
+def test_rank_holds_its_part_of_the_model(found: dict[str, Any]) -> None:
+    for name, rank in CASES:
+        assert found[f"{name} {rank}"]["parameters"] == found[name]["ranks"][rank]["parameters"]
+        assert found[f"{name} {rank}"]["effective"]["data_parallel_size"] == WORLDS[name][1]["data_parallel_size"]
+
+
+def test_phases_are_told_apart(found: dict[str, Any]) -> None:
+    for name, rank in CASES:
+        probed = found[f"{name} {rank}"]
+        peaks = probed["peak_forward_backward_bytes"], probed["peak_optimizer_bytes"]
+        assert 0 < probed["static_bytes"] <= min(peaks)
+        assert max(peaks) == probed["peak_allocated_bytes"]
+
+
+def test_only_as_many_microbatches_are_run_as_show_what_further_ones_cost(found: dict[str, Any]) -> None:
+    short, long = found["dense 0"], found["long"]
+    assert (short["num_microbatches"], short["microbatches_run"]) == (4, 4)
+    assert (long["num_microbatches"], long["microbatches_run"]) == (16, 4)
+    assert long["peak_allocated_bytes"] == pytest.approx(short["peak_allocated_bytes"], rel=0.01)
+    for step in long["steps"]:
+        assert step["compute_s"] == pytest.approx(4 * step["schedule_s"] + step["once_s"])
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "interleaved", "microbatches", "enough"),
+    [(8, 0, False, 64, 9), (8, 7, False, 64, 4), (1, 0, False, 2, 2), (8, 0, True, 64, 16), (4, 0, True, 4, 4)],
+)
+def test_pipeline_is_filled_up(stages: int, stage: int, interleaved: bool, microbatches: int, enough: int) -> None:
+    model, knobs = {**DENSE, "num_layers": 16}, {"pipeline_model_parallel_size": stages, "micro_batch_size": 1}
+    if interleaved:
+        knobs["num_layers_per_virtual_pipeline_stage"] = 1
+    data = trial_jobs.make_job(Path("unused"), model, train={"global_batch_size": microbatches}, **knobs)
+    assert parse_job(data).enough_microbatches(stage) == enough
+
+
+def test_rank_outside_its_world_is_refused() -> None:
+    job = trial_jobs.make_job(Path("unused"), DENSE, data_parallel_size=2)
+    with pytest.raises(JobError, match=r"probe.rank = 2 must be below .* = 2"):
+        parse_job({**job, "probe": {"rank": 2}})

@@ -1,0 +1,350 @@
+"""The trial program as its caller sees it: files, exit codes, stderr, and no process left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.engines.megatron.trial import failures, ranks
+from flagcore.engines.megatron.trial.job import JobError, parse_job
+from tests.engines.megatron import trial_jobs
+from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+PROGRAM = ["-m", "flagcore.engines.megatron.trial"]
+ENDLESS = {"train_iters": 100_000}
+
+
+def write_job(folder: Path, job: Any) -> Path:
+    path = folder / "job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    return path
+
+
+def start(folder: Path, job: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *PROGRAM, str(write_job(folder, job))],
+        env=trial_jobs.environment(),
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie that its parent has not collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Metrics of a few good jobs, run in one warm process."""
+    folder = tmp_path_factory.mktemp("metrics")
+    jobs = {
+        "one": trial_jobs.make_job(folder / "one", EXPERTS),
+        "many knobs": trial_jobs.make_job(
+            folder / "many",
+            DENSE,
+            train={"precision": "bf16"},
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2,
+            num_layers_per_virtual_pipeline_stage=1,
+            sequence_parallel=True,
+            use_distributed_optimizer=True,
+            use_recompute=True,
+            recompute_granularity="full",
+            recompute_method="block",
+            recompute_num_layers=1,
+        ),
+        "expert": trial_jobs.make_job(
+            folder / "expert",
+            EXPERTS,
+            data_parallel_size=2,
+            expert_model_parallel_size=2,
+            sequence_parallel=True,
+            use_recompute=False,
+            recompute_granularity="full",
+        ),
+        "uneven": trial_jobs.make_job(
+            folder / "uneven", DENSE, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1
+        ),
+        "tied": trial_jobs.make_job(
+            folder / "tied",
+            {**DENSE, "untie_embeddings_and_output_weights": False, "vocab_size": 500},
+            pipeline_model_parallel_size=2,
+        ),
+    }
+    codes, stderr = trial_jobs.run_jobs(folder, jobs)
+    assert set(codes.values()) == {0}, stderr
+    return {name: json.loads((Path(job["output"]) / "metrics.json").read_text()) for name, job in jobs.items()}
+
+
+def test_metrics_file_has_steps_memory_versions_and_start_up(metrics: dict[str, Any]) -> None:
+    found = metrics["many knobs"]
+    assert found["schema_version"] == 1
+    assert [step["step"] for step in found["steps"]] == [0, 1, 2]
+    for step in found["steps"]:
+        assert 0 < step["forward_backward_s"] + step["optimizer_s"] <= step["step_time_s"]
+        assert step["loss"] > 0 < step["grad_norm"]
+    assert found["num_microbatches"] == 8
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]
+    for rank in found["ranks"]:
+        assert 0 < rank["peak_allocated_bytes"] < rank["device_used_bytes"]
+        assert rank["peak_reserved_bytes"] is None
+        assert rank["cpu_time_s"] > 0
+    assert set(found["versions"]) == {"torch", "megatron-core", "python"}
+    assert set(found["startup_s"]) == {"import", "groups", "build"}
+
+
+def test_effective_knobs_are_read_back(metrics: dict[str, Any]) -> None:
+    assert metrics["many knobs"]["effective"] == {
+        "data_parallel_size": 1,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 2,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "layers_per_stage": [2, 2],
+        "micro_batch_size": 2,
+        "use_distributed_optimizer": True,
+        "sequence_parallel": True,
+        "use_recompute": True,
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+        "recompute_modules": None,
+        "precision": "bf16",
+    }
+
+
+def test_flags_that_mean_nothing_here_are_read_back_as_off(metrics: dict[str, Any]) -> None:
+    effective = metrics["expert"]["effective"]
+    assert effective["expert_model_parallel_size"] == 2
+    assert effective["sequence_parallel"] is False
+    assert effective["use_recompute"] is False
+    assert effective["recompute_granularity"] is None
+
+
+def test_uneven_stages_are_read_back(metrics: dict[str, Any]) -> None:
+    assert metrics["uneven"]["effective"]["layers_per_stage"] == [1, 3]
+
+
+def test_parameters_are_counted_once_whatever_the_layout(metrics: dict[str, Any]) -> None:
+    hidden, vocab = 64, 512  # 4 heads and 2 groups of 16 channels
+    attention = hidden * (4 + 2 * 2) * 16 + 4 * 16 * hidden + 2 * hidden
+    dense_mlp, expert_mlp, shared = 3 * hidden * 96, 3 * hidden * 48, 3 * hidden * 64
+    embedding = hidden * vocab
+    dense = 2 * embedding + 4 * (attention + dense_mlp) + hidden
+    experts = 2 * embedding + 4 * attention + dense_mlp + 3 * (4 * expert_mlp + shared + 4 * hidden) + hidden
+    assert metrics["many knobs"]["parameters"] == metrics["uneven"]["parameters"] == dense
+    assert metrics["one"]["parameters"] == metrics["expert"]["parameters"] == experts
+    assert metrics["one"]["ranks"][0]["parameters"] == experts
+    assert metrics["tied"]["parameters"] == dense - embedding  # 500 words are padded to 512
+
+
+def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
+    job = trial_jobs.make_job(tmp_path / "out", DENSE, tensor_model_parallel_size=2)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PROGRAM]
+    done = subprocess.run(
+        [sys.executable, *command, str(write_job(tmp_path, job))],
+        env=trial_jobs.environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["effective"]["tensor_model_parallel_size"] == 2
+    assert len((tmp_path / "out" / "steps.jsonl").read_text().splitlines()) == 3
+
+
+def test_configuration_that_megatron_refuses_exits_with_2_and_one_clear_line(tmp_path: Path) -> None:
+    program = start(tmp_path, trial_jobs.make_job(tmp_path / "out", DENSE, tensor_model_parallel_size=3))
+    _, stderr = program.communicate(timeout=120)
+    assert program.returncode == failures.INVALID
+    first, *rest = stderr.splitlines()
+    assert first == (
+        "invalid configuration: num_attention_heads (4) must be a multiple of tensor_model_parallel_size (3)."
+    )
+    assert sum("Traceback" in line for line in rest) == 1  # of the first rank to fail, and of no other
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_job_that_cannot_be_read_exits_with_2_and_no_traceback(tmp_path: Path) -> None:
+    program = start(tmp_path, trial_jobs.make_job(tmp_path / "out", DENSE, micro_batch_sise=1))
+    _, stderr = program.communicate(timeout=60)
+    assert program.returncode == failures.INVALID
+    assert stderr == (
+        "invalid configuration: candidate.micro_batch_sise = 1 is not a key that this program knows; "
+        "did you mean micro_batch_size?\n"
+    )
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int], Path]]:
+    """A trial of two ranks that has done its first steps: the process, its ranks and its folder."""
+    out = tmp_path / "out"
+    program = start(tmp_path, trial_jobs.make_job(out, DENSE, train=ENDLESS, data_parallel_size=2))
+    try:
+        steps = out / "steps.jsonl"
+        assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") > 2, 60)
+        yield program, children(program.pid), out
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def test_steps_are_written_while_the_trial_runs(endless: tuple[subprocess.Popen[str], list[int], Path]) -> None:
+    program, _, out = endless
+    lines = (out / "steps.jsonl").read_text().splitlines()[:3]
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert program.poll() is None
+    assert not (out / "metrics.json").exists()
+
+
+def test_killing_the_parent_leaves_no_rank(endless: tuple[subprocess.Popen[str], list[int], Path]) -> None:
+    program, pids, _ = endless
+    assert len(pids) == 2
+    program.kill()
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids), 5)
+
+
+def test_asking_the_parent_to_end_ends_the_ranks(endless: tuple[subprocess.Popen[str], list[int], Path]) -> None:
+    program, pids, out = endless
+    program.terminate()
+    assert program.wait(timeout=5) == 128 + signal.SIGTERM
+    assert not any(is_running(pid) for pid in pids)
+    assert not (out / "metrics.json").exists()
+
+
+def test_a_rank_that_dies_ends_the_others(endless: tuple[subprocess.Popen[str], list[int], Path]) -> None:
+    program, pids, out = endless
+    os.kill(pids[1], signal.SIGKILL)
+    _, stderr = program.communicate(timeout=10)
+    assert program.returncode in (1, 128 + signal.SIGKILL)  # 1: the other rank noticed within the same moment
+    assert stderr
+    assert not any(is_running(pid) for pid in pids)
+    assert not (out / "metrics.json").exists()
+
+
+def test_first_failure_is_the_one_that_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    def work(rank: int, listener: object) -> int:
+        if rank == 2:
+            time.sleep(60)
+        if rank == 0:
+            time.sleep(0.3)
+        print(f"rank {rank} gives up", file=sys.stderr)
+        return 4 + rank
+
+    began = time.monotonic()
+    assert ranks.run_ranks(3, work) == 5
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr().err == "rank 1 gives up\n"
+
+
+def test_out_of_memory_is_told_apart_from_other_failures() -> None:
+    import torch
+
+    assert failures.classify(torch.OutOfMemoryError("Tried to allocate 20 GiB")) == failures.OUT_OF_MEMORY
+    assert failures.classify(RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 bytes")) == 3
+    assert failures.classify(MemoryError()) == failures.OUT_OF_MEMORY
+    assert failures.classify(RuntimeError("connection closed by peer")) == failures.FAILED
+    assert failures.classify(ValueError("not megatron's")) == failures.FAILED
+
+
+def test_rank_that_the_kernel_killed_for_memory_is_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    counts = iter([7, 8])
+    monkeypatch.setattr(ranks, "_out_of_memory_kills", lambda: next(counts))
+
+    def work(rank: int, listener: object) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    assert ranks.run_ranks(1, work) == failures.OUT_OF_MEMORY
+    assert capfd.readouterr().err == "out of memory: the kernel killed rank 0\n"
+
+
+def test_results_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
+    job = trial_jobs.make_job(tmp_path / "out", DENSE, recompute_granularity="sometimes")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.json").write_text("{}")
+    codes, _ = trial_jobs.run_jobs(tmp_path, {"refused": job})
+    assert codes == {"refused": failures.INVALID}
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_model_larger_than_memory_exits_with_3(tmp_path: Path) -> None:
+    huge = {**DENSE, "vocab_size": 2**36}  # 17 TB: the first allocation is refused
+    codes, stderr = trial_jobs.run_jobs(tmp_path, {"huge": trial_jobs.make_job(tmp_path / "out", huge)})
+    assert codes == {"huge": failures.OUT_OF_MEMORY}
+    assert "\nout of memory: " in stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("candidate", "micro_batch_size", 3, "global_batch_size = 16 must be a multiple"),
+        ("candidate", "micro_batch_size", True, "micro_batch_size = True must be a whole number"),
+        ("candidate", "micro_batch_size", 0, "micro_batch_size = 0 must be at least 1"),
+        ("candidate", "use_recompute", True, "needs candidate.recompute_granularity"),
+        ("candidate", "num_layers_per_virtual_pipeline_stage", 1, "needs pipeline_model_parallel_size > 1"),
+        ("train", "precision", "fp8", "'fp8' must be bf16, fp16 or fp32"),
+        ("train", "seed", None, "train.seed is missing"),
+        ("model", "num_moe_experts", 4, "moe_router_topk = None must be between 1 and"),
+        ("device", "preload", "torch_x", "must be a list of strings"),
+    ],
+)
+def test_job_with_a_wrong_value_names_key_value_and_rule(section: str, key: str, value: Any, message: str) -> None:
+    job = trial_jobs.make_job(Path("out"), DENSE)
+    job[section][key] = value
+    with pytest.raises(JobError) as refused:
+        parse_job(job)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_zero_switches_an_optional_size_off() -> None:
+    job = parse_job(trial_jobs.make_job(Path("out"), DENSE, num_layers_per_virtual_pipeline_stage=0))
+    assert job.candidate.num_layers_per_virtual_pipeline_stage is None
+
+
+def test_reading_jobs_imports_neither_torch_nor_megatron() -> None:
+    code = "import sys; import flagcore.engines.megatron.trial.__main__; print({'torch', 'megatron'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=trial_jobs.environment(), capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "set()\n", done.stderr

@@ -1,0 +1,435 @@
+"""Servers that misbehave: each way has its class and message, and none leaves a figure behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load import LoadResult, ProblemKind, Target, measure
+from tests.engines.serving.load.servers import Asked, Behaviour, Wire, piece, pieces, rest, serving, usage, well
+
+LOAD = Load(input_len=8, output_len=5, num_prompts=4, concurrency=2)
+
+
+def send(*urls: str, load: Load = LOAD, timeout_s: float = 60.0) -> LoadResult:
+    return measure([Target(url) for url in urls], load, model="m", vocab_size=1000, seed=0, timeout_s=timeout_s)
+
+
+def loaded(behaviour: Behaviour, timeout_s: float = 60.0) -> LoadResult:
+    with serving(behaviour) as served:
+        return send(served.url, timeout_s=timeout_s)
+
+
+async def cut_short(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(3, wire)
+    await rest(asked, wire, made=3)
+
+
+async def stops_at_the_end_token(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(2, wire)
+    await rest(asked, wire, made=2, finish="stop")
+
+
+async def says_more_than_asked(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(7, wire)
+    await rest(asked, wire, made=7)
+
+
+async def reads_a_part_of_the_prompt(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(5, wire)
+    await wire.event(piece("", "length"))
+    await wire.event(usage(asked, read=3))
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+async def error_in_the_stream(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(2, wire)
+    await wire.event({"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError"}})
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+async def error_as_a_field_of_the_stream(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.send(b'error: {"code":500,"message":"failed to decode"}\n\n')
+    await wire.end()
+
+
+async def error_as_an_object(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event({"object": "error", "message": "out of blocks", "code": 500})
+    await wire.end()
+
+
+async def error_as_json_instead_of_a_stream(asked: Asked, wire: Wire) -> None:
+    await wire.head(kind="application/json")
+    await wire.send(json.dumps({"error": "model is loading"}).encode() + b"\n")
+    await wire.end()
+
+
+async def error_as_json_without_a_newline(asked: Asked, wire: Wire) -> None:
+    await wire.head(kind="application/json")
+    await wire.send(json.dumps({"error": {"message": "model is loading", "code": 503}}).encode())
+    await wire.end()
+
+
+async def answers_without_streaming(asked: Asked, wire: Wire) -> None:
+    await wire.head(kind="application/json")
+    await wire.send(json.dumps({**piece(" a" * 5, "length"), "usage": usage(asked)["usage"]}).encode() + b"\n")
+    await wire.end()
+
+
+async def aborts(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(5, wire)
+    await rest(asked, wire, finish="abort")
+
+
+async def too_long(asked: Asked, wire: Wire) -> None:
+    await wire.head("400 Bad Request", "application/json")
+    said = {"error": {"message": "This model's maximum context length is 4 tokens.", "type": "BadRequestError"}}
+    await wire.send(json.dumps(said).encode())
+    await wire.end()
+
+
+async def unavailable(asked: Asked, wire: Wire) -> None:
+    await wire.head("503 Service Unavailable", "text/html")
+    await wire.send(b"<h1>Loading\n model</h1>")
+    await wire.end()
+
+
+async def not_found(asked: Asked, wire: Wire) -> None:
+    await wire.head("404 Not Found", "application/json")
+    await wire.send(json.dumps({"detail": "Not Found"}).encode())
+    await wire.end()
+
+
+async def garbage(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.send(b"\x00\xff\xfe nonsense\n\n")
+    await wire.end()
+
+
+async def event_that_is_cut_off(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(2, wire)
+    await wire.event('{"id": "x", "choices": [{"index": 0, "text": " a')
+    await rest(asked, wire)
+
+
+async def event_that_is_no_object(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event("[1, 2]")
+    await rest(asked, wire)
+
+
+async def event_without_choices(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event({"id": "x"})
+    await rest(asked, wire)
+
+
+async def text_that_is_no_text(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event({"choices": [{"text": 5}]})
+    await rest(asked, wire)
+
+
+async def line_without_end(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    for _ in range(40):
+        await wire.send(b"a" * (1 << 19))
+
+
+async def tokens_without_a_piece(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event(usage(asked))
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+async def no_usage(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(5, wire)
+    await wire.event(piece("", "length"))
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+async def usage_without_a_count(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(5, wire)
+    await wire.event({"choices": [], "usage": {"completion_tokens": None}})
+    await wire.event("[DONE]")
+    await wire.end()
+
+
+async def hangs_up_at_once(asked: Asked, wire: Wire) -> None:
+    wire.cut()
+
+
+async def hangs_up_in_the_stream(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(3, wire)
+    wire.cut()
+
+
+async def closes_a_chunked_stream(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(3, wire)
+
+
+async def closes_a_plain_stream(asked: Asked, wire: Wire) -> None:
+    await wire.head(chunked=False)
+    await pieces(3, wire)
+
+
+async def ends_without_a_word(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(3, wire)
+    await wire.end()
+
+
+async def no_http(asked: Asked, wire: Wire) -> None:
+    await wire.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+
+
+async def bad_chunks(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.raw(b"zz\r\nnot a chunk\r\n")
+
+
+async def bad_chunks_later(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await asyncio.sleep(0.2)
+    await wire.raw(b"zz\r\nnot a chunk\r\n")
+
+
+async def all_but_the_end(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(5, wire)
+    await wire.event(piece("", "length"))
+    await wire.event(usage(asked))
+    await wire.end()
+
+
+def counted(made: object) -> Behaviour:
+    async def behave(asked: Asked, wire: Wire) -> None:
+        await wire.head()
+        await pieces(5, wire)
+        await wire.event({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": made}})
+        await wire.event("[DONE]")
+        await wire.end()
+
+    behave.__name__ = f"counts_{made}"
+    return behave
+
+
+async def resets_after_the_head(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    wire.cut()
+
+
+async def is_busy(asked: Asked, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 8\r\n\r\noverload")
+
+
+async def leads_elsewhere(asked: Asked, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
+
+
+async def compresses(asked: Asked, wire: Wire) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Encoding: gzip\r\n"
+    packed = gzip.compress(b"data: [DONE]\n\n")
+    await wire.raw(head + f"Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
+
+
+async def promises_more_than_it_sends(asked: Asked, wire: Wire) -> None:
+    await wire.raw(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 999\r\n\r\ndata: {")
+
+
+async def two_choices_in_an_event(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event({"choices": [{"index": 0, "text": " a"}, {"index": 1, "text": " b"}]})
+    await rest(asked, wire)
+
+
+async def two_choices_in_turn(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await wire.event(piece())
+    await wire.event({**piece(), "choices": [{"index": 1, "text": " b", "finish_reason": None}]})
+    await rest(asked, wire)
+
+
+MISBEHAVING = [
+    (all_but_the_end, ProblemKind.CONNECTION_LOST, "the stream ended after 6 events, without [DONE]"),
+    (counted(0), ProblemKind.NO_USAGE, "0 tokens are counted, but 5 events carried text"),
+    (counted(-5), ProblemKind.NO_USAGE, "completion_tokens is -5"),
+    (counted(True), ProblemKind.NO_USAGE, "completion_tokens is True"),
+    (counted(5.0), ProblemKind.NO_USAGE, "completion_tokens is 5.0"),
+    (counted(4), ProblemKind.WRONG_LENGTH, "4 tokens instead of 5"),
+    (resets_after_the_head, ProblemKind.CONNECTION_LOST, "after 0 events"),
+    (is_busy, ProblemKind.STATUS, "HTTP 503 Service Unavailable: overload"),
+    (leads_elsewhere, ProblemKind.STATUS, "HTTP 302 Found"),
+    (compresses, ProblemKind.BROKEN, "the stream is compressed (gzip), which was not asked for"),
+    (promises_more_than_it_sends, ProblemKind.CONNECTION_LOST, "after 0 events"),
+    (two_choices_in_an_event, ProblemKind.BROKEN, "several choices"),
+    (two_choices_in_turn, ProblemKind.BROKEN, "several choices"),
+    (cut_short, ProblemKind.WRONG_LENGTH, "3 tokens instead of 5; prompt and answer do not fit into the context"),
+    (stops_at_the_end_token, ProblemKind.WRONG_LENGTH, "2 tokens instead of 5; ignore_eos is not kept"),
+    (says_more_than_asked, ProblemKind.WRONG_LENGTH, "7 tokens instead of 5; max_tokens is not kept"),
+    (reads_a_part_of_the_prompt, ProblemKind.WRONG_LENGTH, "3 tokens of the prompt were read, 8 sent"),
+    (error_in_the_stream, ProblemKind.ERROR, "EngineCore encountered an issue"),
+    (error_as_a_field_of_the_stream, ProblemKind.ERROR, "failed to decode"),
+    (error_as_an_object, ProblemKind.ERROR, "out of blocks"),
+    (error_as_json_instead_of_a_stream, ProblemKind.ERROR, "model is loading"),
+    (error_as_json_without_a_newline, ProblemKind.ERROR, "model is loading"),
+    (answers_without_streaming, ProblemKind.BROKEN, "the answer is not streamed: b'{"),
+    (aborts, ProblemKind.ERROR, "finish_reason is 'abort'"),
+    (too_long, ProblemKind.STATUS, "HTTP 400 Bad Request: This model's maximum context length is 4 tokens."),
+    (unavailable, ProblemKind.STATUS, "HTTP 503 Service Unavailable: <h1>Loading model</h1>"),
+    (not_found, ProblemKind.STATUS, "HTTP 404 Not Found: Not Found"),
+    (garbage, ProblemKind.BROKEN, "a line is no event: b'\\x00\\xff\\xfe nonsense'"),
+    (event_that_is_cut_off, ProblemKind.BROKEN, "an event is not JSON"),
+    (event_that_is_no_object, ProblemKind.BROKEN, "an event is not an object"),
+    (event_without_choices, ProblemKind.BROKEN, "an event has neither choices nor usage"),
+    (text_that_is_no_text, ProblemKind.BROKEN, "the text of a choice is int"),
+    (line_without_end, ProblemKind.BROKEN, "a line has no end"),
+    (tokens_without_a_piece, ProblemKind.BROKEN, "5 tokens are counted, but no event carried any"),
+    (no_usage, ProblemKind.NO_USAGE, "without the token counts"),
+    (usage_without_a_count, ProblemKind.NO_USAGE, "completion_tokens is None"),
+    (hangs_up_at_once, ProblemKind.CONNECTION_LOST, "after 0 events"),
+    (hangs_up_in_the_stream, ProblemKind.CONNECTION_LOST, ""),
+    (closes_a_chunked_stream, ProblemKind.CONNECTION_LOST, ""),
+    (closes_a_plain_stream, ProblemKind.CONNECTION_LOST, "the stream ended after 3 events, unfinished"),
+    (ends_without_a_word, ProblemKind.CONNECTION_LOST, "the stream ended after 3 events, unfinished"),
+    (no_http, ProblemKind.BROKEN, "does not answer in HTTP"),
+    (bad_chunks, ProblemKind.BROKEN, "does not answer in HTTP"),
+    (bad_chunks_later, ProblemKind.BROKEN, "does not answer in HTTP"),
+]
+
+
+@pytest.mark.parametrize(("behaviour", "kind", "message"), MISBEHAVING, ids=[one[0].__name__ for one in MISBEHAVING])
+def test_server_that_misbehaves_gives_a_problem_of_its_class_and_no_figures(
+    behaviour: Behaviour, kind: ProblemKind, message: str
+) -> None:
+    result = loaded(behaviour)
+    assert result.problems[0].startswith(f"{kind.value}: ")
+    assert message in result.problems[0]
+    assert "\n" not in result.problems[0]
+    assert result.failed > 0
+    assert result.completed == 0
+    assert not result.figures
+    assert not result.requests
+
+
+async def keeps_alive_and_spells_it_differently(asked: Asked, wire: Wire) -> None:
+    """Comments, no space after `data:`, CRLF, bytes of one character in two chunks: an answer all the same."""
+    await wire.head()
+    await wire.send(b": keep-alive\r\n\r\n")
+    events = [{"choices": [{"index": 0, "text": "\u00e9\u6f22", "finish_reason": None}]}] * 5
+    events += [{"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}, usage(asked)]
+    data = b"".join(b"data:" + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\r\n" for event in events)
+    for place in range(0, len(data), 7):
+        await wire.send(data[place : place + 7])
+    await wire.send(b":\r\n\r\ndata:[DONE]\r\n\r\n")
+    await wire.end()
+
+
+def test_an_answer_counts_however_its_stream_is_spelt_and_cut() -> None:
+    result = loaded(keeps_alive_and_spells_it_differently)
+    assert (result.problems, result.completed) == ((), 4)
+    assert {(each.output_tokens, len(each.gaps_s)) for each in result.requests} == {(5, 4)}
+
+
+def test_one_wrong_answer_among_right_ones_voids_the_load() -> None:
+    seen: list[Asked] = []
+
+    async def third_is_short(asked: Asked, wire: Wire) -> None:
+        seen.append(asked)
+        await (cut_short if len(seen) == 3 else well)(asked, wire)
+
+    result = loaded(third_is_short)
+    assert result.failed == 1
+    assert 2 <= result.completed <= 3
+    assert not result.figures
+
+
+def test_server_that_is_not_there_is_not_reached() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        result = send(f"http://127.0.0.1:{unused.getsockname()[1]}")
+    assert result.problems[0].startswith("not reached: http://127.0.0.1")
+    assert "Connect call failed" in result.problems[0] or "refused" in result.problems[0].lower()
+
+
+def test_url_that_is_none_is_told() -> None:
+    assert send("http://:99999").problems[0].startswith("not reached: http://:99999/v1/completions is no URL")
+
+
+async def never_answers(asked: Asked, wire: Wire) -> None:
+    await asyncio.sleep(600)
+
+
+async def stops_in_the_middle(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    await pieces(2, wire)
+    await asyncio.sleep(600)
+
+
+async def pings_for_ever(asked: Asked, wire: Wire) -> None:
+    await wire.head()
+    while True:
+        await wire.send(b": ping\n\n")
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("behaviour", [never_answers, stops_in_the_middle, pings_for_ever])
+def test_answer_that_does_not_end_is_over_with_the_time_of_the_load(behaviour: Behaviour) -> None:
+    result = loaded(behaviour, timeout_s=0.3)
+    assert re.fullmatch(r"timed out: not answered within 0\.\d s \(4 requests\)", *result.problems)
+    assert result.failed == 4
+    assert not result.figures
+
+
+def test_warm_up_that_fails_is_a_problem_of_the_load() -> None:
+    with serving(no_usage) as served:
+        result = send(served.url, load=Load(input_len=8, output_len=5, num_prompts=4, concurrency=2, warmup=1))
+    assert result.problems[0].startswith("no usage")
+    assert len(served.asked) == 1
+
+
+def test_server_that_dies_under_load_ends_the_load_at_once_and_not_at_its_time() -> None:
+    with serving(well) as other, serving(stops_in_the_middle) as served:
+        seen: Sequence[Asked] = other.asked
+
+        def progress(done: int, total: int) -> None:
+            if done == 20:
+                served.stop()
+
+        result = measure(
+            [Target(served.url), Target(other.url)],
+            Load(input_len=8, output_len=5, num_prompts=10_000, concurrency=4),
+            model="m",
+            vocab_size=1000,
+            seed=0,
+            timeout_s=600,
+            on_progress=progress,
+        )
+    assert result.problems[0].startswith("connection lost")
+    assert result.failed >= 1
+    assert len(seen) < 9_000
+    assert not result.figures

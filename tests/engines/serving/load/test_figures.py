@@ -1,0 +1,153 @@
+"""Figures out of answers that are made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.domain.serving import LATENCIES
+from flagcore.engines.serving.load import Answer, LoadResult, goodput
+from flagcore.engines.serving.load.figures import QUANTILES, duration_s, figures_of, quantiles_of, steady_rate
+from flagcore.engines.serving.load.machine import Meter
+
+
+def answer(start: float = 0.0, ttft: float = 1.0, gaps: tuple[float, ...] = (1.0, 1.0), **changes: Any) -> Answer:
+    tokens = changes.pop("tokens", len(gaps) + 1)
+    return Answer(
+        start_s=start,
+        ttft_s=ttft,
+        tpot_s=sum(gaps) / (tokens - 1) if tokens > 1 else None,
+        e2e_s=ttft + sum(gaps),
+        gaps_s=gaps,
+        input_tokens=changes.pop("read", 10),
+        output_tokens=tokens,
+        **changes,
+    )
+
+
+def result(*answers: Answer) -> LoadResult:
+    return LoadResult(
+        figures=figures_of(answers, None),
+        duration_s=duration_s(answers),
+        completed=len(answers),
+        failed=0,
+        requests=answers,
+    )
+
+
+def test_rates_are_taken_from_the_first_send_to_the_last_finish() -> None:
+    figures = figures_of([answer(2.0), answer(3.0), answer(9.0)], None)
+    assert figures["output_tokens_per_s"] == pytest.approx(9 / 10)
+    assert figures["total_tokens_per_s"] == pytest.approx(39 / 10)
+    assert figures["requests_per_s"] == pytest.approx(3 / 10)
+
+
+def test_latencies_are_of_requests_and_gaps_are_of_all_together() -> None:
+    figures = figures_of([answer(ttft=1.0, gaps=(1.0,)), answer(ttft=3.0, gaps=(0.0, 0.0, 0.0))], None)
+    assert figures["ttft_s.mean"] == figures["ttft_s.p50"] == 2.0
+    assert figures["ttft_s.p90"] == pytest.approx(2.8)
+    assert figures["tpot_s.mean"] == 0.5
+    assert figures["itl_s.mean"] == 0.25
+    assert figures["e2e_s.p99"] == pytest.approx(2.99)
+
+
+def test_latency_that_no_request_has_is_left_out() -> None:
+    figures = figures_of([answer(gaps=()), answer(1.0, gaps=())], None)
+    assert not [name for name in figures if name.startswith(("tpot_s", "itl_s"))]
+    assert figures["ttft_s.p50"] == 1.0
+
+
+def test_one_token_does_not_pull_the_time_per_token_down() -> None:
+    assert figures_of([answer(gaps=()), answer()], None)["tpot_s.mean"] == 1.0
+
+
+def slots(count: int, waves: int, gap: float) -> list[Answer]:
+    """Return answers of 1 s to the first and 3 further tokens, in `count` slots one after the other."""
+    length = 1.0 + 3 * gap
+    return [answer(wave * length + slot * 0.01, gaps=(gap,) * 3) for wave in range(waves) for slot in range(count)]
+
+
+def test_steady_rate_leaves_out_the_first_wave_and_the_tail() -> None:
+    tail = [*slots(2, 10, 1.0), answer(36.5, ttft=1.0, gaps=(30.0,) * 3)]
+    figures = figures_of(tail, 2)
+    assert figures["steady_output_tokens_per_s"] == pytest.approx(2 * 4 / 4.0, rel=0.05)
+    assert figures["output_tokens_per_s"] < 0.8
+
+
+def test_steady_rate_is_not_told_where_slots_were_hardly_filled_twice() -> None:
+    assert steady_rate(slots(4, 1, 1.0), 4) is None
+    assert steady_rate(slots(4, 2, 1.0), 4) is None
+    assert steady_rate(slots(4, 4, 1.0), 4) is not None
+
+
+def test_goodput_counts_requests_that_keep_all_limits_a_second() -> None:
+    got = result(answer(), answer(ttft=5.0), answer(gaps=(4.0, 4.0)), answer(6.0))
+    assert got.duration_s == 9.0
+    assert goodput(got, {"ttft_s.p99": 2.0, "tpot_s.p99": 2.0}) == pytest.approx(2 / 9)
+    assert goodput(got, {"ttft_s": 2.0}) == pytest.approx(3 / 9)
+    assert goodput(got, {"e2e_s.p50": 3.0}) == pytest.approx(2 / 9)
+    assert goodput(got, {}) == pytest.approx(4 / 9)
+
+
+def test_limit_is_kept_by_a_request_that_is_exactly_at_it() -> None:
+    assert goodput(result(answer()), {"ttft_s.p99": 1.0}) == pytest.approx(1 / 3)
+
+
+def test_of_limits_on_several_statistics_the_widest_is_a_requests_own() -> None:
+    assert goodput(result(answer()), {"ttft_s.p50": 0.5, "ttft_s.p99": 1.5}) == pytest.approx(1 / 3)
+
+
+def test_limit_on_gaps_is_kept_by_the_statistic_of_a_requests_own_gaps() -> None:
+    got = result(answer(gaps=(1.0, 1.0, 4.0)))
+    assert goodput(got, {"itl_s.mean": 2.0, "itl_s.p50": 1.0}) > 0
+    assert goodput(got, {"itl_s.p99": 3.0}) == 0
+
+
+def test_one_token_keeps_any_limit_on_what_follows_it() -> None:
+    assert goodput(result(answer(gaps=())), {"tpot_s.p99": 0.0, "itl_s.p99": 0.0}) == 1.0
+
+
+def test_rate_in_the_limits_bounds_no_request() -> None:
+    assert goodput(result(answer()), {"output_tokens_per_s": 0.0}) == pytest.approx(1 / 3)
+
+
+def test_load_with_a_problem_has_no_goodput() -> None:
+    assert goodput(LoadResult(figures={}, duration_s=1.0, completed=1, failed=1, problems=("x",)), {}) == 0.0
+
+
+def test_client_pays_for_what_it_computes() -> None:
+    meter = Meter()
+    while meter.figures()["client_cpu_s"] < 0.05:
+        sum(range(10_000))
+    figures = meter.figures()
+    assert 0 < figures["client_cpu_share"] <= 1.2
+    assert figures["others_cores"] >= 0
+
+
+def test_children_of_the_client_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, tree = iter([100.0, 105.0]), iter([10.0, 14.0])
+    clock = iter([0.0, 2.0])
+    monkeypatch.setattr("flagcore.engines.serving.load.machine._busy_s", lambda: next(busy))
+    monkeypatch.setattr("flagcore.engines.serving.load.machine._tree_s", lambda: next(tree))
+    monkeypatch.setattr("flagcore.engines.serving.load.machine.time.perf_counter", lambda: next(clock))
+    assert Meter().figures()["others_cores"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("count", [1, 7, 200, 201, 202, 1000])
+def test_quantiles_are_few_and_have_the_percentiles_of_all_values(count: int) -> None:
+    answers = [answer(ttft=1.0 + (37 * n % count) ** 1.5, gaps=(0.5 + n % 13, 0.1)) for n in range(count)]
+    figures, kept = figures_of(answers, None), quantiles_of(answers)
+    assert list(kept) == list(LATENCIES)
+    for name, values in kept.items():
+        assert len(values) == min(QUANTILES, count * (2 if name == "itl_s" else 1))
+        assert values == sorted(values)
+        for statistic in ("p50", "p90", "p99"):
+            assert np.percentile(values, float(statistic[1:])) == pytest.approx(
+                figures[f"{name}.{statistic}"], rel=1e-12
+            )
+
+
+def test_a_latency_that_no_request_has_has_no_quantiles() -> None:
+    assert list(quantiles_of([answer(gaps=())])) == ["ttft_s", "e2e_s"]

@@ -1,0 +1,151 @@
+"""Reports of other clients: their figures under our names, and what is no report or lacks something.
+
+The reports here have the keys, units and nesting that vllm 0.32, sglang 0.5.23, guidellm 0.8.1 and aiperf 0.13 write.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.engines.serving.load.reports import ReportError, read_report
+
+
+def of_bench(e2e: str, total: str) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "duration": 10.0,
+        "completed": 20,
+        "request_throughput": 2.0,
+        "output_throughput": 128.0,
+        total: 384.0,
+    }
+    for place, name in enumerate(("ttft", "tpot", "itl", e2e), 1):
+        report |= {f"mean_{name}_ms": place * 100, f"median_{name}_ms": place * 110, f"std_{name}_ms": 1}
+        report |= {f"p90_{name}_ms": place * 120, f"p99_{name}_ms": place * 130}
+    return report
+
+
+def vllm(**changes: Any) -> dict[str, Any]:
+    return of_bench("e2el", "total_token_throughput") | {"failed": 0, "request_goodput": None} | changes
+
+
+def sglang(**changes: Any) -> dict[str, Any]:
+    return of_bench("e2e_latency", "total_throughput") | {"backend": "vllm", "input_throughput": 256.0} | changes
+
+
+def guidellm(**changes: Any) -> dict[str, Any]:
+    def summary(mean: float) -> dict[str, Any]:
+        percentiles = {"p50": mean * 1.1, "p90": mean * 1.2, "p99": mean * 1.3}
+        one = {"mean": mean, "count": 20, "percentiles": percentiles}
+        return {"successful": one, "errored": {**one, "mean": 1e9}, "total": {**one, "mean": 1e9}}
+
+    metrics = {
+        "request_totals": {"successful": 20, "errored": 0, "incomplete": 3, "total": 23},
+        "requests_per_second": summary(2.0),
+        "output_tokens_per_second": summary(128.0),
+        "tokens_per_second": summary(384.0),
+        "time_to_first_token_ms": summary(100.0),
+        "inter_token_latency_ms": summary(200.0),
+        "time_per_output_token_ms": summary(1e6),
+        "request_latency": summary(0.4),
+    }
+    return {"metadata": {"version": 2}, "benchmarks": [{"duration": 10.0, "metrics": metrics | changes}]}
+
+
+def aiperf(**changes: Any) -> dict[str, Any]:
+    def milliseconds(mean: float) -> dict[str, Any]:
+        return {"unit": "ms", "avg": mean, "p50": mean * 1.1, "p90": mean * 1.2, "p99": mean * 1.3, "std": 1}
+
+    return {
+        "schema_version": "1.4",
+        "request_count": {"unit": "requests", "avg": 20.0},
+        "request_throughput": {"unit": "requests/sec", "avg": 2.0},
+        "output_token_throughput": {"unit": "tokens/sec", "avg": 128.0},
+        "total_token_throughput": {"unit": "tokens/sec", "avg": 384.0},
+        "time_to_first_token": milliseconds(100),
+        "inter_token_latency": milliseconds(200),
+        "inter_chunk_latency": milliseconds(300),
+        "request_latency": milliseconds(400),
+        "error_request_count": None,
+        "was_cancelled": False,
+    } | changes
+
+
+def read(folder: Path, report: Any, **options: Any) -> dict[str, float]:
+    file = folder / "report.json"
+    file.write_text(report if isinstance(report, str) else json.dumps(report))
+    return read_report(file, **options)
+
+
+@pytest.mark.parametrize("client", [vllm, sglang, guidellm, aiperf])
+def test_report_gives_rates_and_latencies_in_seconds(client: Any, tmp_path: Path) -> None:
+    figures = read(tmp_path, client())
+    assert figures["output_tokens_per_s"] == 128
+    assert figures["total_tokens_per_s"] == 384
+    assert figures["requests_per_s"] == 2
+    latencies = {"ttft_s": 0.1, "tpot_s": 0.2, "itl_s": 0.3, "e2e_s": 0.4}
+    if client is guidellm:
+        latencies["e2e_s"] = 0.4
+        del latencies["itl_s"]
+    for name, mean in latencies.items():
+        for statistic, share in (("mean", 1.0), ("p50", 1.1), ("p90", 1.2), ("p99", 1.3)):
+            assert figures[f"{name}.{statistic}"] == pytest.approx(mean * share)
+    assert len(figures) == 3 + 4 * len(latencies)
+
+
+def test_figure_that_the_client_did_not_write_is_left_out_or_asked_for_by_name(tmp_path: Path) -> None:
+    usual = {name: value for name, value in vllm().items() if "e2el" not in name and not name.startswith("p90")}
+    assert "e2e_s.mean" not in read(tmp_path, usual)
+    with pytest.raises(ReportError, match=r"report\.json: it lacks e2e_s\.p99; .*--percentile-metrics ttft,tpot,itl"):
+        read(tmp_path, usual, needed=["ttft_s.p99", "e2e_s.p99"])
+
+
+def test_file_of_several_is_read_by_number(tmp_path: Path) -> None:
+    lines = json.dumps(sglang()) + "\n" + json.dumps(sglang(output_throughput=256.0)) + "\n"
+    assert read(tmp_path, lines, number=1)["output_tokens_per_s"] == 256
+    with pytest.raises(ReportError, match="holds 2 benchmarks: say which"):
+        read(tmp_path, lines)
+    with pytest.raises(ReportError, match="none is number 2"):
+        read(tmp_path, lines, number=2)
+    both = guidellm()
+    both["benchmarks"] *= 2
+    with pytest.raises(ReportError, match="holds 2 benchmarks"):
+        read(tmp_path, both)
+
+
+@pytest.mark.parametrize(
+    ("report", "problem"),
+    [
+        (vllm(failed=3), "3 requests failed"),
+        (sglang(errors=["", "refused", ""]), "1 requests failed"),
+        (guidellm(request_totals={"successful": 20, "errored": 2}), "2 requests failed"),
+        (aiperf(error_request_count={"unit": "requests", "avg": 4.0}), "4 requests failed"),
+        (vllm(completed=0), "no request was completed"),
+        (aiperf(is_complete=False, incomplete_reason="the watchdog fired"), "did not end: the watchdog fired"),
+        (aiperf(was_cancelled=True), "did not end: it was cancelled"),
+        (aiperf(total_token_throughput=None), "lacks total_tokens_per_s"),
+        (aiperf(request_latency={"unit": "fortnights", "avg": 1}), "fortnights"),
+        (vllm(output_throughput=0.0), "output_tokens_per_s is 0"),
+        (vllm(mean_ttft_ms=float("nan")), "ttft_s.mean is nan"),
+        (vllm(mean_ttft_ms="fast"), "is not as its client writes it"),
+        (guidellm(request_totals=None), "is not as its client writes it"),
+        ({"benchmarks": []}, "it is empty"),
+        ({"hello": 1}, "no report of vllm bench serve"),
+        ([1], "the JSON is no object"),
+        ("", "it is empty"),
+        ("{half", "neither JSON nor JSON lines"),
+    ],
+)
+def test_report_that_cannot_be_trusted_says_why(report: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ReportError) as error:
+        read(tmp_path, report)
+    assert problem in str(error.value)
+    assert str(error.value).count("report.json") == 1
+
+
+def test_report_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="cannot be read"):
+        read_report(tmp_path / "none.json")

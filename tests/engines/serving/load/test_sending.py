@@ -1,0 +1,226 @@
+"""What servers see of a load: how many requests at once, when, which instance, and what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load import LoadResult, Target, measure
+from flagcore.engines.serving.load.sending import LATE_S
+from flagcore.errors import SpecError
+from tests.engines.serving.load.servers import Asked, Wire, pieces, rest, serving, well
+
+
+def send(urls: list[str], seed: int = 0, **changes: Any) -> LoadResult:
+    load = Load(**{"input_len": 8, "output_len": 5, "num_prompts": 12, "concurrency": 4} | changes)
+    result = measure([Target(url) for url in urls], load, model="m", vocab_size=1000, seed=seed, timeout_s=60)
+    assert result.problems == ()
+    return result
+
+
+async def in_turn(asked: Asked, wire: Wire) -> None:
+    """Give up the loop between pieces, so that requests overlap."""
+    await wire.head()
+    for _ in range(asked["max_tokens"]):
+        await pieces(1, wire)
+        await asyncio.sleep(0.002)
+    await rest(asked, wire)
+
+
+def test_request_asks_for_exactly_its_tokens_streamed_and_counted_from_token_ids() -> None:
+    with serving(well) as served:
+        send([served.url + "/"], num_prompts=1, concurrency=1)
+    (asked,) = served.asked
+    assert len(asked.pop("prompt")) == 8
+    assert asked == {
+        "model": "m",
+        "max_tokens": 5,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def test_closed_loop_keeps_as_many_in_flight_as_it_should_and_never_more() -> None:
+    with serving(in_turn) as served:
+        result = send([served.url])
+    assert served.most == 4
+    assert len(served.asked) == result.completed == len(result.requests) == 12
+
+
+def test_burst_sends_all_at_once() -> None:
+    waiting: list[asyncio.Event] = []
+
+    async def waits_for_all(asked: Asked, wire: Wire) -> None:
+        waiting.append(asyncio.Event())
+        if len(waiting) == 12:
+            for event in waiting:
+                event.set()
+        await waiting[-1].wait()
+        await well(asked, wire)
+
+    with serving(waits_for_all) as served:
+        send([served.url], concurrency=None, request_rate=math.inf)
+    assert served.most == 12
+
+
+def test_rate_with_a_concurrency_never_has_more_in_flight() -> None:
+    with serving(in_turn) as served:
+        send([served.url], request_rate=math.inf, concurrency=3)
+    assert served.most == 3
+
+
+def test_requests_come_at_their_times_and_the_first_at_once() -> None:
+    with serving(well) as served:
+        result = send([served.url], concurrency=None, request_rate=200.0)
+    starts = [answer.start_s for answer in result.requests]
+    assert starts[-1] >= 11 / 200
+    assert len(set(starts)) == 12
+
+
+def test_request_goes_to_the_instance_with_the_fewest_in_flight() -> None:
+    released = threading.Event()
+
+    async def holds_until_the_other_had_nine(asked: Asked, wire: Wire) -> None:
+        while not released.is_set():
+            await asyncio.sleep(0.001)
+        await well(asked, wire)
+
+    async def counts(asked: Asked, wire: Wire) -> None:
+        await well(asked, wire)
+        if len(quick.asked) == 9:
+            released.set()
+
+    with serving(holds_until_the_other_had_nine) as slow, serving(counts) as quick:
+        result = send([slow.url, quick.url], concurrency=2, num_prompts=10)
+    assert len(slow.asked) == 1
+    assert sorted(answer.target for answer in result.requests) == [0] + [1] * 9
+
+
+def test_instances_that_are_alike_get_the_same_share() -> None:
+    with serving(well) as one, serving(well) as other:
+        send([one.url, other.url], concurrency=1)
+    assert len(one.asked) == len(other.asked) == 6
+
+
+def test_warm_up_comes_first_and_does_not_count() -> None:
+    with serving(well) as served:
+        result = send([served.url], warmup=3, prefix_len=4)
+    assert len(served.asked) == 15
+    assert result.completed == 12
+    prompts = [tuple(asked["prompt"]) for asked in served.asked]
+    assert len(set(prompts)) == 15
+    assert len({prompt[:4] for prompt in prompts}) == 1
+
+
+def test_same_seed_sends_the_same_and_another_sends_fresh_prompts_of_the_same_lengths() -> None:
+    def sent(seed: int) -> list[list[int]]:
+        with serving(well) as served:
+            send([served.url], seed, concurrency=1, range_ratio=0.2)
+        return [asked["prompt"] for asked in served.asked]
+
+    first, second = sent(1), sent(2)
+    assert sent(1) == first
+    assert [len(prompt) for prompt in first] == [len(prompt) for prompt in second]
+    assert not {tuple(prompt) for prompt in first} & {tuple(prompt) for prompt in second}
+
+
+def test_result_has_figures_of_the_answers_and_of_the_machine() -> None:
+    with serving(well) as served:
+        result = send([served.url])
+    figures = result.figures
+    assert figures["output_tokens_per_s"] == pytest.approx(60 / result.duration_s)
+    assert figures["total_tokens_per_s"] == pytest.approx((60 + 96) / result.duration_s)
+    assert figures["requests_per_s"] == pytest.approx(12 / result.duration_s)
+    assert 0 < figures["ttft_s.p50"] <= figures["ttft_s.p99"] <= figures["e2e_s.p99"]
+    assert figures["client_cpu_s"] > 0
+    assert figures["others_cores"] >= 0
+
+
+def test_progress_is_told_with_every_answer() -> None:
+    told: list[tuple[int, int]] = []
+    with serving(well) as served:
+        measure(
+            [Target(served.url)],
+            Load(input_len=8, output_len=5, num_prompts=3, concurrency=1),
+            model="m",
+            vocab_size=1000,
+            seed=0,
+            timeout_s=60,
+            on_progress=lambda done, total: told.append((done, total)),
+        )
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("load", "key"),
+    [
+        (Load(num_prompts=None, concurrency=1), "num_prompts"),
+        (Load(num_prompts=0, concurrency=1), "num_prompts"),
+        (Load(num_prompts=1), "concurrency"),
+    ],
+)
+def test_load_that_cannot_be_sent_says_which_key_is_missing(load: Load, key: str) -> None:
+    with pytest.raises(SpecError) as error:
+        measure([Target("http://127.0.0.1:1")], load, model="m", vocab_size=1000, seed=0, timeout_s=1)
+    assert error.value.key == key
+
+
+def test_more_connections_than_files_may_be_open_are_allowed_for() -> None:
+    arrived = 0
+
+    async def waits_for_all(asked: Asked, wire: Wire) -> None:
+        nonlocal arrived
+        arrived += 1
+        while arrived < 80:
+            await asyncio.sleep(0.001)
+        await well(asked, wire)
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+    try:
+        with serving(waits_for_all) as served:
+            send([served.url], num_prompts=80, concurrency=None, request_rate=math.inf)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert served.most == 80
+
+
+def test_request_that_is_sent_late_is_told() -> None:
+    def blocks_the_client(done: int, total: int) -> None:
+        if done == 1:
+            time.sleep(2 * LATE_S + 0.1)
+
+    with serving(well) as served:
+        result = measure(
+            [Target(served.url)],
+            Load(input_len=8, output_len=2, num_prompts=6, request_rate=50.0),
+            model="m",
+            vocab_size=1000,
+            seed=0,
+            timeout_s=60,
+            on_progress=blocks_the_client,
+        )
+    assert [note for note in result.notes if "after it was due" in note]
+
+
+def test_client_that_may_have_been_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flagcore.engines.serving.load.sending.NEAR_LIMIT", 0.0)
+    with serving(well) as served:
+        result = send([served.url])
+    assert [note for note in result.notes if "it may have been the limit, not the server" in note]
+
+
+def test_http_library_is_not_imported_before_a_load_is_sent() -> None:
+    code = "import sys, flagcore.engines.serving.load; sys.exit('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,175 @@
+"""What is counted of one answer, and when: pieces, tokens, and the clock that the test holds."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.engines.serving.load.result import Answer, NotAnswered
+from flagcore.engines.serving.load.stream import Stream
+
+
+def event(text: str | None = " a", **changes: Any) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None} | changes.pop("choice", {})
+    return line({"id": "x", "created": 1, "choices": [choice], "usage": None, **changes})
+
+
+def line(data: Any) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
+
+
+def ending(made: int = 3) -> bytes:
+    usage = {"prompt_tokens": 8, "completion_tokens": made}
+    return event("", choice={"finish_reason": "length"}) + line({"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
+
+
+def answer(stream: Stream, made: int = 3) -> Answer:
+    return stream.answer(sent_s=10.0, start_s=1.0, input_tokens=8, output_tokens=made, target=0)
+
+
+def fed(*parts: tuple[float, bytes], made: int = 3) -> Answer:
+    stream = Stream()
+    for now, data in parts:
+        stream.feed(data, now)
+    assert stream.done
+    return answer(stream, made)
+
+
+def test_first_token_is_the_first_piece_with_text_and_not_an_empty_event() -> None:
+    got = fed((10.5, event("")), (11.0, event()), (11.5, event()), (12.0, event()), (12.0, ending()))
+    assert got.ttft_s == 1.0
+    assert got.e2e_s == 2.0
+    assert got.tpot_s == 0.5
+    assert got.gaps_s == (0.5, 0.5)
+    assert (got.start_s, got.end_s) == (1.0, 3.0)
+
+
+def test_tokens_are_counted_from_usage_and_not_from_pieces() -> None:
+    got = fed((11.0, event("ab")), (13.0, event("cd")), (13.0, ending(9)), made=9)
+    assert got.output_tokens == 9
+    assert got.tpot_s == pytest.approx(2.0 / 8)
+    assert got.gaps_s == (2.0,)
+
+
+def test_last_token_that_is_held_back_ends_with_the_finish_and_not_with_the_last_text() -> None:
+    got = fed((11.0, event()), (12.0, event()), (14.0, ending()))
+    assert got.e2e_s == 4.0
+    assert got.tpot_s == 1.5
+
+
+def test_counts_that_come_after_the_answer_do_not_lengthen_it() -> None:
+    stream = Stream()
+    stream.feed(event() + event(), 11.0)
+    stream.feed(event("", choice={"finish_reason": "length"}), 12.0)
+    stream.feed(line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}), 15.0)
+    stream.feed(b"data: [DONE]\n\n", 16.0)
+    assert answer(stream).e2e_s == 2.0
+
+
+def test_one_token_has_no_time_per_token() -> None:
+    got = fed((11.0, event()), (11.0, ending(1)), made=1)
+    assert got.tpot_s is None
+    assert got.gaps_s == ()
+
+
+def test_answer_in_one_event_has_no_time_per_token() -> None:
+    whole = event("abc", choice={"finish_reason": "length"}, usage={"prompt_tokens": 8, "completion_tokens": 3})
+    assert fed((11.0, whole + b"data: [DONE]\n\n")).tpot_s is None
+
+
+def test_answer_of_tokens_that_have_no_text_is_timed_by_its_events() -> None:
+    got = fed((11.0, event("")), (12.0, event(None)), (13.0, ending()))
+    assert got.ttft_s == 1.0
+    assert got.gaps_s == (1.0, 1.0)
+
+
+def test_piece_that_has_token_ids_and_no_text_counts() -> None:
+    got = fed((11.0, event("", choice={"token_ids": [7]})), (12.0, event()), (12.0, ending()))
+    assert got.ttft_s == 1.0
+
+
+WHOLE = b"".join(
+    [
+        b": ping\n\n",
+        event(""),
+        event(" a"),
+        event(" b"),
+        event(' "quoted" \\ é\n'),
+        event("c", created=2),
+        event("d", created=2),
+        event("data: [DONE]", created=2),
+        ending(6),
+    ]
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_how_bytes_are_cut_into_reads_does_not_matter(size: int, newline: bytes) -> None:
+    data = WHOLE.replace(b"\n", newline)
+    got = fed(*((11.0, data[at : at + size]) for at in range(0, len(data), size)), made=6)
+    assert len(got.gaps_s) == 5
+    assert got.output_tokens == 6
+
+
+def test_spaces_of_the_json_and_the_order_of_its_keys_do_not_matter() -> None:
+    compact = b'data:{"choices":[{"text":"a","index":0,"finish_reason":null}],"id":"x"}\n\n'
+    assert len(fed((11.0, compact * 3), (11.0, ending())).gaps_s) == 2
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        (event().replace(b'"usage": null', b'"error": {"message": "lost"}'), "lost"),
+        (event()[:-4] + b"\n\n", "not JSON"),
+        (b"data: {}\n\n", "neither"),
+        (b"<html>\n", "no event"),
+    ],
+)
+def test_what_follows_good_events_is_not_taken_for_one_by_its_looks(late: bytes, message: str) -> None:
+    stream = Stream()
+    stream.feed(event() * 3, 11.0)
+    with pytest.raises(NotAnswered, match=message):
+        stream.feed(late, 12.0)
+
+
+def test_event_is_parsed_only_where_it_differs_in_more_than_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = []
+
+    def loads(text: bytes) -> Any:
+        parsed.append(text)
+        return json.loads(text)
+
+    monkeypatch.setattr("flagcore.engines.serving.load.stream.json", SimpleNamespace(loads=loads))
+    stream = Stream()
+    for text in ("a", "b", "c", "d"):
+        stream.feed(event(text), 11.0)
+    assert len(parsed) == 1
+    stream.feed(event(created=2) + event(created=2), 12.0)
+    assert len(parsed) == 2
+    assert stream.events == 6
+
+
+def test_finish_among_events_that_look_alike_is_noticed() -> None:
+    stream = Stream()
+    stream.feed(event() * 3 + event(" z", choice={"finish_reason": "abort"}), 11.0)
+    stream.feed(
+        line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}) + b"data: [DONE]\n\n", 12.0
+    )
+    with pytest.raises(NotAnswered, match="finish_reason is 'abort'"):
+        answer(stream)
+
+
+def test_counts_in_every_event_are_read_and_the_last_ones_count() -> None:
+    counted = [event(usage={"prompt_tokens": 8, "completion_tokens": made}) for made in (1, 2, 3)]
+    got = fed((11.0, counted[0]), (12.0, counted[1]), (13.0, counted[2] + b"data: [DONE]\n\n"))
+    assert got.output_tokens == 3
+    assert got.gaps_s == (1.0, 1.0)
+
+
+def test_nothing_after_the_end_counts() -> None:
+    got = fed((11.0, event() + event()), (12.0, ending() + event() + b"garbage\n"))
+    assert len(got.gaps_s) == 1

@@ -1,0 +1,162 @@
+"""Traces in the formats in which they are published, and files that are none."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load.traces import Trace, read_trace
+from flagcore.engines.serving.load.traffic import traffic
+from flagcore.errors import SpecError
+
+MOONCAKE = [
+    {"timestamp": 27000, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]},
+    {"timestamp": 27500, "input_length": 700, "output_length": 3, "hash_ids": [46, 49]},
+    {"timestamp": 30000, "input_length": 512, "output_length": 9, "hash_ids": [46]},
+]
+SHAREGPT = [
+    {"id": "a", "conversations": [{"from": "human", "value": "x" * 40}, {"from": "gpt", "value": "y" * 400}]},
+    {"id": "b", "conversations": [{"from": "human", "value": "left out: nobody answers"}]},
+    {
+        "id": "c",
+        "conversations": [{"from": "human", "value": "z" * 7}, {"from": "gpt", "value": "w"}, {"from": "human"}],
+    },
+]
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,230,1317,Conversation log
+118,GPT-4,417,0,417,Conversation log
+119.5,GPT-4,1360,301,1661,API log
+"""
+
+
+def written(folder: Path, rows: Iterable[Any] | str, name: str = "trace.jsonl") -> str:
+    file = folder / name
+    file.write_text(rows if isinstance(rows, str) else "\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(file)
+
+
+def columns(trace: Trace) -> tuple[list[int], list[int], list[float] | None]:
+    times = None if trace.arrive_s is None else trace.arrive_s.tolist()
+    return trace.input_len.tolist(), trace.output_len.tolist(), times
+
+
+def test_mooncake_gives_lengths_seconds_and_blocks(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, MOONCAKE))
+    assert columns(trace) == ([1100, 700, 512], [52, 3, 9], [0.0, 0.5, 3.0])
+    assert list(trace.blocks) == [(46, 47, 48), (46, 49), (46,)]
+    assert trace.notes == ()
+
+
+def test_requests_are_put_in_order_of_time_with_all_that_is_theirs(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, MOONCAKE[::-1]))
+    assert columns(trace) == ([1100, 700, 512], [52, 3, 9], [0.0, 0.5, 3.0])
+    assert list(trace.blocks) == [(46, 47, 48), (46, 49), (46,)]
+
+
+def test_burstgpt_gives_lengths_and_seconds_without_failed_requests(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, BURSTGPT, "BurstGPT_1.csv"))
+    assert columns(trace) == ([472, 1087, 1360], [18, 230, 301], [0.0, 40.0, 114.5])
+
+
+def test_sharegpt_lengths_are_estimated_from_characters_and_said_to_be(tmp_path: Path) -> None:
+    trace = read_trace(written(tmp_path, SHAREGPT))
+    assert columns(trace) == ([10, 2], [100, 1], None)
+    assert trace.notes == ("lengths of 2 conversations are estimated: 4 characters a token",)
+
+
+def test_sharegpt_as_one_list_and_with_messages_is_the_same(tmp_path: Path) -> None:
+    listed = read_trace(written(tmp_path, json.dumps(SHAREGPT), "list.json"))
+    messages = [{"messages": [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 400}]}]
+    assert columns(listed) == ([10, 2], [100, 1], None)
+    assert columns(read_trace(written(tmp_path, messages))) == ([10], [100], None)
+
+
+def test_token_counts_that_are_given_are_taken_and_not_estimated(tmp_path: Path) -> None:
+    counted = [{**SHAREGPT[0], "prompt_tokens": 33, "completion_tokens": 44}]
+    trace = read_trace(written(tmp_path, counted))
+    assert columns(trace) == ([33], [44], None)
+    assert trace.notes == ()
+
+
+def test_load_takes_lengths_and_times_of_its_trace_as_far_as_it_sends(tmp_path: Path) -> None:
+    asked = traffic(Load(trace=written(tmp_path, MOONCAKE), num_prompts=2, prefix_len=10))
+    assert asked.input_len.tolist() == [1110, 710]
+    assert asked.arrive_s is not None
+    assert asked.arrive_s.tolist() == [0.0, 0.5]
+    assert list(asked.blocks) == [(46, 47, 48), (46, 49)]
+
+
+def test_load_without_a_number_sends_the_whole_trace_and_one_with_too_many_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path, MOONCAKE)
+    assert traffic(Load(trace=path, num_prompts=None)).input_len.size == 3
+    assert traffic(Load(trace=path, num_prompts=9)).notes == ("the trace has 3 requests, not 9: 3 are sent",)
+
+
+def test_rate_or_concurrency_of_a_load_take_the_place_of_the_times(tmp_path: Path) -> None:
+    path = written(tmp_path, MOONCAKE)
+    burst = traffic(Load(trace=path, request_rate=math.inf)).arrive_s
+    assert burst is not None
+    assert burst.tolist() == [0.0] * 3
+    assert traffic(Load(trace=path, concurrency=2)).arrive_s is None
+
+
+def test_trace_without_times_needs_a_rate_or_a_concurrency(tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as error:
+        traffic(Load(trace=written(tmp_path, SHAREGPT)))
+    assert error.value.key == "concurrency"
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "problem"),
+    [
+        ("", "a.jsonl", "it is empty"),
+        ("{not json", "a.jsonl", "neither JSON nor JSON lines"),
+        ('{"input_length": 5, "output_length": 5}\n{"inp', "a.jsonl", "neither JSON nor JSON lines (line 2)"),
+        ("[1, 2]", "a.json", "row 1 is not an object"),
+        ('{"question": "a"}', "a.jsonl", "row 1 has neither conversations nor one of input_len"),
+        ('{"input_length": 5}', "a.jsonl", "row 1 lacks output_len"),
+        ('{"input_length": 0, "output_length": 5}', "a.jsonl", "row 1: input_length is 0, not a count of tokens"),
+        ('{"input_length": "x", "output_length": 5}', "a.jsonl", "row 1: input_length is 'x', not a number"),
+        ('{"input_length": 1.5, "output_length": 5}', "a.jsonl", "row 1: input_length is 1.5, not a count"),
+        ('{"input_length": true, "output_length": 5}', "a.jsonl", "row 1: input_length is True, not a number"),
+        ('{"input_length": 9, "output_length": 5, "timestamp": NaN}', "a.jsonl", "timestamp is nan, not a number"),
+        (
+            '{"input_length": 600, "output_length": 5, "hash_ids": [1]}',
+            "a.jsonl",
+            "1 hash_ids of 512 tokens do not cover",
+        ),
+        ('{"input_length": 6, "output_length": 5, "hash_ids": "1"}', "a.jsonl", "hash_ids is not a list of counts"),
+        ('{"conversations": "a"}', "a.jsonl", "row 1 has no list of turns"),
+        ('{"conversations": []}', "a.jsonl", "has no request with both lengths"),
+        ('{"conversations": [{"value": "a"}]}', "a.jsonl", "has no request with both lengths"),
+        ("a,b\n1,2\n", "a.csv", "it lacks the column 'Timestamp'"),
+        ("", "a.csv", "has no request with both lengths"),
+        ("0,GPT-4,100,20,120,API log\n", "a.csv", "it lacks the column 'Timestamp'"),
+        ("Timestamp,Request tokens,Response tokens\n1,2\n", "a.csv", "row 2 lacks Response tokens"),
+        ("Timestamp,Request tokens,Response tokens\nsoon,1,2\n", "a.csv", "Timestamp is 'soon', not a number"),
+        ("Timestamp,Request tokens,Response tokens\n1,x,2\n", "a.csv", "row 2: Request tokens is 'x'"),
+    ],
+)
+def test_file_that_is_no_trace_says_where_and_why(content: str, name: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as error:
+        read_trace(written(tmp_path, content, name))
+    assert error.value.key == "serve.profile.trace"
+    assert problem in str(error.value)
+
+
+def test_texts_may_hold_unicodes_own_ends_of_lines(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "one\u2028two\x85"}, {"from": "gpt", "value": "abcd\u2029efg"}]
+    row = json.dumps({"conversations": turns}, ensure_ascii=False)
+    assert columns(read_trace(written(tmp_path, f"{row}\n{row}\n"))) == ([2, 2], [2, 2], None)
+
+
+def test_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_trace(str(tmp_path / "none.jsonl"))

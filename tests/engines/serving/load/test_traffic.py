@@ -1,0 +1,137 @@
+"""Lengths, arrivals and prompts: what a load point means."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.engines.serving.load.prompts import prompts, warmup_prompts
+from flagcore.engines.serving.load.traffic import Traffic, traffic
+from flagcore.errors import SpecError
+
+
+def arrivals(**changes: float) -> np.ndarray:
+    asked = traffic(Load(num_prompts=4000, **changes))  # type: ignore[arg-type]
+    assert asked.arrive_s is not None
+    return asked.arrive_s
+
+
+def test_lengths_are_fixed_unless_a_range_is_given() -> None:
+    asked = traffic(Load(input_len=100, output_len=10, prefix_len=7, num_prompts=5, concurrency=1))
+    assert asked.input_len.tolist() == [107] * 5
+    assert asked.output_len.tolist() == [10] * 5
+
+
+def test_range_ratio_draws_from_a_share_of_the_length_to_the_length() -> None:
+    asked = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.25, prefix_len=5))
+    assert (asked.input_len.min(), asked.input_len.max()) == (30, 105)
+    assert (asked.output_len.min(), asked.output_len.max()) == (2, 10)
+    assert asked.input_len.mean() == pytest.approx(5 + 62.5, rel=0.02)
+
+
+def test_range_ratio_of_zero_draws_from_one_token_up() -> None:
+    asked = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_ratio=0.0))
+    assert (asked.input_len.min(), asked.input_len.max()) == (1, 100)
+
+
+def test_range_spread_draws_around_the_length() -> None:
+    asked = traffic(Load(input_len=100, output_len=10, num_prompts=4000, concurrency=1, range_spread=0.25))
+    assert (asked.input_len.min(), asked.input_len.max()) == (75, 125)
+    assert (asked.output_len.min(), asked.output_len.max()) == (7, 13)
+    assert asked.input_len.mean() == pytest.approx(100, rel=0.02)
+
+
+def test_lengths_of_prompts_and_answers_are_not_drawn_alike() -> None:
+    asked = traffic(Load(input_len=1000, output_len=1000, num_prompts=100, concurrency=1, range_ratio=0.0))
+    assert abs(np.corrcoef(asked.input_len, asked.output_len)[0, 1]) < 0.5
+
+
+def test_load_of_another_seed_has_other_lengths() -> None:
+    one, other = (
+        traffic(Load(input_len=1000, num_prompts=10, concurrency=1, range_ratio=0.0, seed=seed)) for seed in (0, 1)
+    )
+    assert one.input_len.tolist() != other.input_len.tolist()
+
+
+def test_closed_loop_has_no_arrivals() -> None:
+    assert traffic(Load(concurrency=3)).arrive_s is None
+
+
+def test_rate_is_kept_on_average_and_gaps_are_those_of_a_poisson_process() -> None:
+    at = arrivals(request_rate=20.0)
+    gaps = np.diff(at)
+    assert at[0] == 0
+    assert gaps.mean() == pytest.approx(1 / 20)
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0, 100.0])
+def test_burstiness_is_the_shape_of_the_gaps(burstiness: float) -> None:
+    gaps = np.diff(arrivals(request_rate=20.0, burstiness=burstiness))
+    assert gaps.mean() == pytest.approx(1 / 20)
+    assert gaps.std() / gaps.mean() == pytest.approx(1 / math.sqrt(burstiness), rel=0.1)
+
+
+def test_infinite_rate_is_a_burst() -> None:
+    assert not arrivals(request_rate=math.inf).any()
+
+
+def test_single_request_comes_at_once() -> None:
+    assert traffic(Load(num_prompts=1, request_rate=2.0)).arrive_s.tolist() == [0.0]  # type: ignore[union-attr]
+
+
+def drawn(asked: Traffic, seed: int = 0, prefix_len: int = 0, vocab_size: int = 10_000) -> list[list[int]]:
+    return [ids.tolist() for ids in prompts(asked, prefix_len=prefix_len, vocab_size=vocab_size, seed=(3, seed))]
+
+
+def test_prompts_have_their_lengths_and_no_id_from_the_ends_of_the_vocabulary() -> None:
+    asked = traffic(Load(input_len=500, num_prompts=20, concurrency=1, range_ratio=0.1))
+    found = drawn(asked)
+    assert [len(ids) for ids in found] == asked.input_len.tolist()
+    everything = {one for ids in found for one in ids}
+    assert min(everything) >= 1000
+    assert max(everything) < 9000
+
+
+def test_prompts_share_their_prefix_and_nothing_else() -> None:
+    found = drawn(traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1)), prefix_len=30)
+    assert len({tuple(ids[:30]) for ids in found}) == 1
+    assert len({tuple(ids[30:40]) for ids in found}) == 20
+
+
+def test_another_seed_shares_no_start_with_the_first_its_prefix_included() -> None:
+    asked = traffic(Load(input_len=50, prefix_len=30, num_prompts=20, concurrency=1))
+    starts = [{tuple(ids[:8]) for ids in drawn(asked, seed, prefix_len=30)} for seed in (0, 1)]
+    assert not starts[0] & starts[1]
+
+
+def test_warm_up_has_the_prefix_of_the_load_and_prompts_of_its_own() -> None:
+    asked = traffic(Load(input_len=50, prefix_len=30, num_prompts=2, concurrency=1))
+    found = drawn(asked, prefix_len=30)
+    warm = [ids.tolist() for ids in warmup_prompts(asked, 5, prefix_len=30, vocab_size=10_000, seed=(3, 0))]
+    assert [len(ids) for ids in warm] == [80] * 5
+    assert {tuple(ids[:30]) for ids in warm} == {tuple(found[0][:30])}
+    assert not {tuple(ids) for ids in warm} & {tuple(ids) for ids in found}
+    assert len({tuple(ids) for ids in warm}) == 5
+
+
+def test_equal_blocks_of_a_trace_are_equal_ids_and_others_are_not() -> None:
+    asked = Traffic(
+        input_len=np.array([1000, 600, 512]),
+        output_len=np.array([1, 1, 1]),
+        arrive_s=None,
+        blocks=((1, 2), (1, 3), (2,)),
+    )
+    one, two, three = drawn(asked)
+    assert one[:512] == two[:512]
+    assert one[512:600] != two[512:600]
+    assert three[:488] == one[512:1000]
+    assert [len(one), len(two), len(three)] == [1000, 600, 512]
+
+
+def test_vocabulary_that_is_too_small_is_an_error() -> None:
+    with pytest.raises(SpecError, match="too small"):
+        drawn(traffic(Load(num_prompts=1, concurrency=1)), vocab_size=2)

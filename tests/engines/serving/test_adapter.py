@@ -1,0 +1,73 @@
+"""What the core asks of a serving workload, whichever the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+
+import pytest
+
+from flagcore.domain.space import Space
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.adapter import Serving
+from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
+from flagcore.errors import SpecError
+from flagcore.stages.build import build
+from tests.engines.serving.profile.tasks import serving
+from tests.small import costs
+
+ALL = pytest.mark.parametrize("workload", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)
+
+
+def task_of(workload: Serving) -> Task:
+    return serving(workload.name, devices=2)
+
+
+def usual(workload: Serving, task: Task) -> Space:
+    given = dataclasses.replace(task, spec=dataclasses.replace(task.spec, space=workload.usual_space(task)))
+    return build(workload.axes(given), workload.rules(given), workload.merges(given))
+
+
+@ALL
+def test_the_usual_space_is_the_engines_defaults_alone(workload: Serving) -> None:
+    task = task_of(workload)
+    (candidate,) = (usual(workload, task).candidate(row) for row in range(len(usual(workload, task))))
+    assert candidate.as_dict() == dict(workload.engine.defaults(task))
+    predictions = workload.predict(task, usual(workload, task).columns(), costs(task))
+    assert workload.rule_of_thumb(usual(workload, task).columns(), predictions) == 0
+
+
+@ALL
+def test_columns_of_no_values_are_the_engines_defaults(workload: Serving) -> None:
+    task = task_of(workload)
+    columns = workload.columns(task, {})
+    decoded = {axis.knob: axis.decode(int(columns[axis.knob][0])) for axis in workload.axes(task)}
+    assert decoded == dict(workload.engine.defaults(task))
+    assert all(size.shape == (1,) for size in workload.sizes(task, columns).values())
+
+
+@ALL
+def test_a_value_that_a_knob_does_not_know_is_told(workload: Serving) -> None:
+    with pytest.raises(SpecError, match="kv_cache_type"):
+        workload.columns(task_of(workload), {"kv_cache_type": "no such type"})
+
+
+@ALL
+def test_a_probe_is_told_to_be_of_training(workload: Serving) -> None:
+    task = task_of(workload)
+    candidate = usual(workload, task).candidate(0)
+    for call in (
+        lambda: workload.ready(task.spec, probe=True),
+        lambda: workload.probe_ranks(task, candidate, costs(task)),
+        lambda: workload.read_probe(task, "."),
+    ):
+        with pytest.raises(SpecError, match="probing is for training"):
+            call()
+
+
+@ALL
+def test_the_trial_program_finds_the_engine_and_users_find_the_workload(workload: Serving) -> None:
+    assert resolve_name(workload._where) is workload.engine
+    (found,) = entry_points(group="flagcore.engines", name=workload.name)
+    assert found.load() is workload

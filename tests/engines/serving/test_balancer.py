@@ -1,0 +1,66 @@
+"""Connections go to the server that has fewest, and streams stay streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from flagcore.engines.serving.balancer import Balancer
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def listening(serve: Serve) -> tuple[asyncio.Server, int]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return server, int(server.sockets[0].getsockname()[1])
+
+
+def echo(name: bytes) -> Serve:
+    """A server that answers each line at once with its name and the line, until the client ends."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(name + line)
+        writer.close()
+
+    return serve
+
+
+def test_open_connections_are_spread_evenly_and_answers_pass_at_once() -> None:
+    async def run() -> None:
+        servers = [await listening(echo(name)) for name in (b"a", b"b")]
+        front, port = await listening(Balancer([each for _, each in servers]).serve)
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        names = []
+        for reader, writer in clients:
+            for _ in range(2):  # the connection stays open, and with its server
+                writer.write(b"hello\n")
+                names.append((await asyncio.wait_for(reader.readline(), 10))[:1])
+        assert sorted(names) == [b"a"] * 4 + [b"b"] * 4
+        assert names[::2] == names[1::2]
+        for _, writer in clients:
+            writer.close()
+        for server in (front, *(each for each, _ in servers)):
+            server.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_gone_is_left_out_and_without_any_the_client_is_let_go() -> None:
+    async def run() -> None:
+        gone, nobody = await listening(echo(b"x"))
+        gone.close()
+        await gone.wait_closed()
+        server, alive = await listening(echo(b"a"))
+        front, port = await listening(Balancer([nobody, alive]).serve)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"hello\n")
+        assert await asyncio.wait_for(reader.readline(), 10) == b"ahello\n"
+        writer.close()
+        none, port = await listening(Balancer([nobody]).serve)
+        reader, _ = await asyncio.open_connection("127.0.0.1", port)
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        for each in (front, none, server):
+            each.close()
+
+    asyncio.run(run())

@@ -1,0 +1,199 @@
+"""How candidates become servers: devices of their own, ports found later, and the winner for users."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.chip import Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.launch import Launch
+from flagcore.domain.serving import Load
+from flagcore.engines.serving import export
+from flagcore.engines.serving.registered import LLAMACPP
+from flagcore.engines.serving.trial.job import Instance, Job, as_text, read_job
+from flagcore.errors import SpecError
+from tests.engines.serving.profile.tasks import serving
+from tests.small import platform as small_platform
+
+VISIBLE = "SOME_VISIBLE_DEVICES"
+
+
+def on_cards(folder: Path, devices: int = 8, **given: Any) -> Platform:
+    weights = folder / "weights.gguf"
+    weights.touch()
+    task = serving("llamacpp", devices=devices, weights=str(weights), command=("/bin/echo", "serve"), **given)
+    support = EngineSupport(support=Support.YES, device_type="x", distributed_backend="y", visible_devices=VISIBLE)
+    return dataclasses.replace(small_platform(task), support=support)
+
+
+def launched(where: Platform, folder: Path, *, for_real: bool = False, **values: Any) -> Launch:
+    wanted = Candidate.of({**LLAMACPP.engine.defaults(where.task), **values})
+    return LLAMACPP.launch(where, wanted, str(folder), for_real=for_real)
+
+
+def instances(where: Platform, folder: Path, **values: Any) -> tuple[Instance, ...]:
+    launched(where, folder, **values)
+    return read_job(folder).instances
+
+
+@pytest.mark.parametrize(
+    ("count", "layers", "seen"),
+    [
+        (2, 4, ["0,1,2,3", "4,5,6,7"]),
+        (4, 2, ["0,1", "2,3", "4,5", "6,7"]),
+        (3, 2, ["0,1", "2,3", "4,5"]),
+        (1, 1, ["0"]),
+    ],
+)
+def test_each_instance_sees_devices_of_its_own(count: int, layers: int, seen: list[str], tmp_path: Path) -> None:
+    made = instances(on_cards(tmp_path), tmp_path, instances=count, pipeline_model_parallel_size=layers)
+    assert [each.environment[VISIBLE] for each in made] == seen
+
+
+def test_unequal_instances_have_devices_and_parallelism_of_their_own(tmp_path: Path) -> None:
+    made = instances(on_cards(tmp_path), tmp_path, instance_sizes="4+2+1")
+    assert [each.environment[VISIBLE] for each in made] == ["0,1,2,3", "4,5", "6"]
+    assert [each.asked.get("tensor_model_parallel_size") for each in made] == [4, 2, None]
+    assert ["row" in each.argv for each in made] == [True, True, False]
+
+
+def test_devices_are_those_that_flagcore_itself_may_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "5, GPU-77 ,2,3")
+    made = instances(on_cards(tmp_path, devices=4), tmp_path, instances=2, pipeline_model_parallel_size=2)
+    assert [each.environment[VISIBLE] for each in made] == ["5,GPU-77", "2,3"]
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job = Job(
+        engine="a:B",
+        instances=(
+            Instance(
+                argv=("serve", "{port}"),
+                environment={"A": "1"},
+                cores=(0, 1),
+                asked={"parallel": 4, "flash_attention": "on", "enable_prefix_caching": True},
+            ),
+        ),
+        loads=(Load(request_rate=float("inf")), Load(concurrency=3, trace="t")),
+        vocab_size=9,
+        timeout_s=1.5,
+        slo={"ttft_s.p99": 1.0},
+        patterns=LLAMACPP.failure_patterns(),
+        versions={"a": "1"},
+    )
+    (tmp_path / "serve.json").write_text(as_text(job))
+    assert read_job(tmp_path) == job
+
+
+def test_only_what_the_engine_is_told_must_be_read_back(tmp_path: Path) -> None:
+    launched(on_cards(tmp_path), tmp_path, parallel=4, n_gpu_layers=-1, enable_prefix_caching=True)
+    assert read_job(tmp_path).instances[0].asked == {"parallel": 4}
+    launched(on_cards(tmp_path), tmp_path, n_gpu_layers=0, enable_prefix_caching=False)
+    assert read_job(tmp_path).instances[0].asked == {"n_gpu_layers": 0, "enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"instances": 3}', '{"loads": [{"request_rate": []}]}'])
+def test_a_job_that_is_not_one_is_told(text: str, tmp_path: Path) -> None:
+    (tmp_path / "serve.json").write_text(text)
+    with pytest.raises(ValueError, match=r"serve\.json is not as agreed"):
+        read_job(tmp_path)
+
+
+def test_a_load_without_end_is_not_run(tmp_path: Path) -> None:
+    where = on_cards(tmp_path, loads=(Load(num_prompts=None, concurrency=1),))
+    with pytest.raises(SpecError, match="num_prompts"):
+        LLAMACPP.ready(where.task.spec)
+
+
+def test_a_trace_without_times_is_sent_by_the_usual_clients_and_one_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    where = on_cards(tmp_path, loads=(Load(trace=str(trace)),))
+    with pytest.raises(SpecError, match=r"serve.profile.trace = .* cannot be read"):
+        LLAMACPP.ready(where.task.spec)
+    trace.write_text('{"conversations": [{"value": "a question"}, {"value": "an answer"}]}\n')
+    LLAMACPP.ready(where.task.spec)
+    launched(where, tmp_path)
+    assert [load.concurrency for load in read_job(tmp_path).loads] == [64]
+
+
+def test_a_folder_of_the_command_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
+    spec = on_cards(tmp_path).task.spec
+    spec = dataclasses.replace(spec, work=dataclasses.replace(spec.serve, directory=str(tmp_path / "none")))
+    with pytest.raises(SpecError, match=r"serve\.directory = .* is no folder"):
+        LLAMACPP.ready(spec)
+
+
+def test_goodput_without_limits_is_told_before_anything_runs(tmp_path: Path) -> None:
+    spec = dataclasses.replace(on_cards(tmp_path).task.spec, objective="goodput_requests_per_s")
+    with pytest.raises(SpecError, match=r"serve\.slo"):
+        LLAMACPP.ready(spec)
+
+
+def test_one_winner_is_the_engines_own_command(tmp_path: Path) -> None:
+    best = launched(on_cards(tmp_path), tmp_path, for_real=True, parallel=4)
+    assert best.argv[:2] == ("/bin/echo", "serve")
+    assert best.argv[best.argv.index("--port") + 1] == str(export.FRONT_PORT)
+    assert best.environment[VISIBLE] == "0"
+    assert not (tmp_path / export.START).exists()
+
+
+def test_several_winners_are_started_behind_a_balancer(tmp_path: Path) -> None:
+    where = on_cards(tmp_path)
+    best = launched(where, tmp_path, for_real=True, instances=2, pipeline_model_parallel_size=2)
+    assert best.argv == ("/bin/sh", str(tmp_path / export.START))
+    conf = (tmp_path / export.NGINX).read_text()
+    assert "least_conn;" in conf
+    assert conf.count("server 127.0.0.1:") == 2
+    assert "proxy_buffering off;" in conf
+    services = yaml.safe_load((tmp_path / export.COMPOSE).read_text())["services"]
+    assert list(services) == ["instance-0", "instance-1", "balancer"]
+    assert [services[f"instance-{number}"]["environment"][VISIBLE] for number in (0, 1)] == ["0,1", "2,3"]
+    weights = tmp_path / "weights.gguf"
+    assert f"{weights}:{weights}:ro" in services["instance-0"]["volumes"]
+    for number in (0, 1):
+        argv = services[f"instance-{number}"]["entrypoint"]
+        assert argv[0] == "echo"  # the image's own
+        assert argv[argv.index("--port") + 1] == str(export.FRONT_PORT + 1 + number)
+        assert f":{export.FRONT_PORT + 1 + number} " in conf
+
+
+def test_unequal_winners_are_started_each_as_wide_as_it_was_tried(tmp_path: Path) -> None:
+    launched(on_cards(tmp_path), tmp_path, for_real=True, instance_sizes="2+1+1")
+    services = yaml.safe_load((tmp_path / export.COMPOSE).read_text())["services"]
+    seen = [services[f"instance-{number}"]["environment"][VISIBLE] for number in range(3)]
+    assert seen == ["0,1", "2", "3"]
+    assert (tmp_path / export.NGINX).read_text().count("server 127.0.0.1:") == 3
+
+
+def test_the_start_script_ends_all_servers_when_one_ends(tmp_path: Path) -> None:
+    marks = [tmp_path / name for name in ("one", "two")]
+    short = Instance(argv=("sh", "-c", f"touch {marks[0]}; sleep 0.2"))
+    long = Instance(argv=("sh", "-c", f"touch {marks[1]}; echo $$ > {tmp_path}/pid; exec sleep 600"))
+    script = tmp_path / "start.sh"
+    script.write_text(export.start_script([short, long], str(tmp_path)))
+    done = subprocess.run(["/bin/sh", str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "has ended" in done.stderr
+    assert all(mark.exists() for mark in marks)
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
+def test_containers_see_where_links_of_a_model_lead_and_all_variables(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    (blobs / "1").touch()
+    (snapshot / "model.safetensors").symlink_to(blobs / "1")
+    instance = Instance(argv=("/opt/bin/serve", str(snapshot)), environment={"PRICE": "$5", "A": "own"})
+    text = export.compose_yaml([instance], str(tmp_path), "/work", {"A": "plugin", "B": "user"})
+    service = yaml.safe_load(text)["services"]["instance-0"]
+    assert {f"{place}:{place}:ro" for place in (blobs, snapshot, "/work")} == set(service["volumes"])
+    assert service["environment"] == {"A": "own", "B": "user", "PRICE": "$$5"}

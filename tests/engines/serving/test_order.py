@@ -1,0 +1,78 @@
+"""What follows from a trial that ran out of memory, and which candidates cannot keep the SLO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.prediction import Predictions
+from flagcore.engines.serving.dominance import SloImpossible, needs_at_least, takes_at_least
+
+
+def columns(**values: list[int]) -> dict[str, Any]:
+    return {knob: np.array(codes) for knob, codes in values.items()}
+
+
+def predictions(ttft: list[float], low: float) -> Predictions:
+    seconds, nothing = np.ones(len(ttft)), np.zeros(len(ttft))
+    return Predictions(
+        step_time_s=seconds,
+        low_s=seconds * low,
+        high_s=seconds / low,
+        time_s={},
+        static_bytes=nothing,
+        activation_bytes=nothing,
+        peak_allocated_bytes=nothing,
+        reserved_bytes=nothing,
+        device_used_bytes=nothing,
+        worst_stage=nothing.astype(np.int64),
+        capacity_bytes=None,
+        model_flops=0.0,
+        figures={"ttft_s.p99": np.array(ttft)},
+    )
+
+
+def test_more_sequences_need_at_least_as_much_memory_all_else_being_equal() -> None:
+    failed = Candidate.of({"max_num_seqs": 64, "instances": 1})
+    assert needs_at_least(columns(max_num_seqs=[32, 64, 128, 128], instances=[1, 1, 1, 2]), failed).tolist() == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_graphs_need_at_least_as_much_memory_as_eager_mode() -> None:
+    assert needs_at_least(columns(enforce_eager=[0, 1]), Candidate.of({"enforce_eager": True})).all()
+    assert needs_at_least(columns(enforce_eager=[0, 1]), Candidate.of({"enforce_eager": False})).tolist() == [
+        True,
+        False,
+    ]
+
+
+def test_a_knob_that_is_left_to_the_engine_has_no_order() -> None:
+    failed = Candidate.of({"max_num_seqs": None})
+    assert needs_at_least(columns(max_num_seqs=[0, 64]), failed).tolist() == [True, False]
+    assert not needs_at_least(columns(max_num_seqs=[0]), Candidate.of({"max_num_seqs": 8})).any()
+
+
+def test_words_have_no_order() -> None:
+    assert not needs_at_least(columns(kv_cache_type=[1, 2]), Candidate.of({"kv_cache_type": "f16"})).any()
+
+
+def test_a_schedulers_knobs_have_no_order_in_time() -> None:
+    assert not takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
+
+
+def test_what_surely_breaks_the_slo_is_pruned_and_what_may_keep_it_is_not() -> None:
+    rule = SloImpossible({"ttft_s.p99": 1.0})
+    asked = columns(parallel=[1, 2, 3, 4])
+    sure = rule.prunes(asked, predictions([0.5, 2.4, 2.6, float("nan")], low=0.9))
+    assert sure.tolist() == [False, False, True, False]
+    assert not rule.prunes(asked, predictions([0.5, 2.4, 2.6, 3.9], low=0.5)).any()
+
+
+def test_a_limit_on_a_figure_that_is_not_predicted_rules_nothing_out() -> None:
+    assert not SloImpossible({"itl_s.p99": 0.001}).prunes(columns(parallel=[1]), predictions([9.0], low=0.9)).any()

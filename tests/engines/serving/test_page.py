@@ -1,0 +1,27 @@
+"""docs/serving.md: its names are those of the programs, and its examples are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flagcore.engines.serving.export import COMPOSE, FRONT_PORT, NGINX, START
+from flagcore.engines.serving.trial.job import METRICS, SERVE
+from flagcore.spec import read_spec
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "serving.md").read_text()
+EXAMPLES = ["serve-cpu.yaml", "serve-vllm-cpu.yaml"]
+
+
+def test_names_of_files_and_ports_are_the_programs_own() -> None:
+    assert all(f"`{name}`" in PAGE for name in (SERVE, METRICS, START, NGINX, COMPOSE))
+    assert f"port {FRONT_PORT}" in PAGE
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_varies_at_least_four_knobs(name: str) -> None:
+    spec = read_spec(ROOT / "examples" / name)
+    assert sum(len(values) > 1 for values in spec.space.values()) >= 4
+    assert spec.control.max_trials >= 8

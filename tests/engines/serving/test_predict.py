@@ -1,0 +1,436 @@
+"""Predictions of servers: what knobs and loads do to figures, memory, and the step time of an objective."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.objective import figure_name, seconds
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.serving import expected, simulated
+from flagcore.engines.serving.overheads import overheads_of
+from flagcore.engines.serving.predict import graph_tokens, predict
+from flagcore.engines.serving.profile.contract import Settings
+from flagcore.engines.serving.profile.heterogeneous import Parts
+from flagcore.engines.serving.profile.sizes import parameters
+from flagcore.engines.serving.published import RECEIVE, published
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.serving.parts import PARTS
+from tests.served import CHIP, DENSE, EXPERTS, costs
+
+LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
+
+
+def task(*loads: Load, engine: str = "vllm", objective: str = "output_tokens_per_s", **serve: object) -> Task:
+    group = NodeGroup(chip=CHIP, nodes=1, devices_per_node=8)
+    job = ServeSpec(engine=engine, loads=loads or (LOAD,), **{"engine_version": "0.19.0", **serve})  # type: ignore[arg-type]
+    spec = Spec(model=DENSE, cluster=ClusterSpec(), work=job, objective=objective)
+    return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def settings(**given: object) -> Settings:
+    values: dict[str, object] = {
+        **dict.fromkeys(("instances", "tensor", "pipeline", "data", "expert"), 1),
+        "max_running": 256,
+        "max_batched_tokens": 8192,
+        "pass_tokens": 8192,
+        "block_size": 16,
+        "context_len": 2048,
+        "chunked": 1,
+        "graphs": 1,
+        "prefix_caching": 0,
+        "memory_fraction": 0.9,
+        "cache_element_bytes": 2.0,
+        "cache_bytes": np.nan,
+        **given,
+    }
+    rows = max(np.size(value) for value in values.values())
+    columns = {name: np.broadcast_to(np.asarray(value), (rows,)) for name, value in values.items()}
+    columns.setdefault("devices", columns["tensor"] * columns["pipeline"] * columns["data"])
+    return Settings(**columns)
+
+
+def predicted(on: Task | None = None, **given: object) -> Predictions:
+    return predict(on or task(), settings(**given), costs())
+
+
+def figure(found: Predictions, name: str = "output_tokens_per_s") -> list[float]:
+    return found.figures[name].tolist()
+
+
+def test_every_figure_of_the_domain_is_predicted() -> None:
+    found = predicted()
+    names = {*RATES, *(f"{name}.{statistic}" for name in LATENCIES for statistic in STATISTICS)}
+    parts = {f"time.{part}" for part in PARTS}
+    assert set(found.figures) == names | parts | {"kv_cache_gib", "kv_cache_tokens"}
+    assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.figures.values())
+    assert all((found.figures[name] > 0).all() for name in names)
+    for name in LATENCIES:
+        assert found.figures[f"{name}.p50"] <= found.figures[f"{name}.p90"] <= found.figures[f"{name}.p99"]
+
+
+@pytest.mark.parametrize("objective", ["output_tokens_per_s", "requests_per_s", "ttft_s.p99", "e2e_s"])
+def test_step_time_is_the_seconds_of_the_objective(objective: str) -> None:
+    found = predicted(task(objective=objective), tensor=[1, 2])
+    expected = [seconds(objective, each) for each in figure(found, figure_name(objective))]
+    assert found.step_time_s == pytest.approx(expected)
+    assert (found.low_s < found.step_time_s).all()
+    assert (found.step_time_s < found.high_s).all()
+
+
+def test_two_instances_on_two_devices_write_more_than_one_on_one_and_no_more_a_device() -> None:
+    found = predicted(instances=[1, 2])
+    one, two = figure(found)
+    assert 1.3 * one < two < 2 * one
+    per_device = figure(found, "output_tokens_per_s_per_device")
+    assert per_device[0] == pytest.approx(one)
+    assert per_device[1] == pytest.approx(two / 2)
+
+
+def test_tensor_ranks_shorten_answers() -> None:
+    tpot = figure(predicted(tensor=[1, 2, 4]), "tpot_s.mean")
+    assert tpot[0] > tpot[1] > tpot[2]
+
+
+def test_stages_of_a_pipeline_do_not_shorten_an_answer_to_one_client() -> None:
+    alone = task(replace(LOAD, concurrency=1, num_prompts=2))
+    one, two = figure(predicted(alone, pipeline=[1, 2]), "tpot_s.mean")
+    assert two >= one
+
+
+def test_a_prompt_in_one_stage_makes_the_batches_in_the_others_wait() -> None:
+    instances, stages = figure(predicted(instances=[4, 1], pipeline=[1, 4]))
+    assert 0.5 * instances < stages < instances
+
+
+def test_small_limits_of_sequences_and_tokens_cost_throughput() -> None:
+    found = figure(
+        predicted(max_running=[256, 4, 256], max_batched_tokens=[8192, 8192, 256], pass_tokens=[8192, 8192, 256])
+    )
+    assert found[1] < 0.5 * found[0]
+    assert found[2] < found[0]
+
+
+def test_eager_mode_costs_throughput() -> None:
+    graphs, eager = figure(predicted(graphs=[1, 0]))
+    assert eager < 0.7 * graphs
+
+
+def test_a_burst_waits_longer_for_its_first_tokens_than_a_few_clients() -> None:
+    burst = task(replace(LOAD, concurrency=None, request_rate=float("inf")))
+    few = task(replace(LOAD, concurrency=4))
+    assert figure(predicted(burst), "ttft_s.p50")[0] > 5 * figure(predicted(few), "ttft_s.p50")[0]
+
+
+def test_requests_that_come_slowly_are_answered_as_they_come() -> None:
+    slow = task(replace(LOAD, concurrency=None, request_rate=2.0))
+    assert figure(predicted(slow), "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_cached_prefix_spares_prompts() -> None:
+    shared = task(replace(LOAD, input_len=128, prefix_len=2048))
+    without, cached = figure(predicted(shared, prefix_caching=[0, 1], context_len=4096), "ttft_s.mean")
+    assert cached < 0.5 * without
+
+
+def test_of_several_loads_the_best_that_keeps_the_limit_counts() -> None:
+    loads = [replace(LOAD, concurrency=clients, num_prompts=4 * clients) for clients in (4, 16, 64)]
+    free = predicted(task(*loads))
+    middle = figure(predicted(task(loads[1])), "tpot_s.p99")[0]
+    bound = predicted(task(*loads, slo={"tpot_s.p99": 1.01 * middle}))
+    assert figure(free) == figure(predicted(task(loads[2])))
+    assert figure(bound) == figure(predicted(task(loads[1])))
+
+
+def test_a_latency_of_several_loads_is_that_of_the_heaviest() -> None:
+    loads = [replace(LOAD, concurrency=each) for each in (1, 8, 32)]
+    found = predicted(task(*loads, objective="ttft_s.p99"))
+    assert figure(found, "ttft_s.p99") == figure(predicted(task(loads[-1], objective="ttft_s.p99")), "ttft_s.p99")
+
+
+def test_an_impossible_limit_tells_the_nearest_load() -> None:
+    loads = [replace(LOAD, concurrency=clients) for clients in (4, 32)]
+    assert figure(predicted(task(*loads, slo={"ttft_s.p99": 1e-6}))) == figure(predicted(task(loads[0])))
+
+
+def test_goodput_counts_requests_that_keep_the_limits() -> None:
+    burst = replace(LOAD, concurrency=None, request_rate=float("inf"))
+    limit = figure(predicted(task(burst)), "ttft_s.p50")[0]
+    found = predicted(task(burst, slo={"ttft_s.p99": limit}))
+    share = figure(found, "goodput_requests_per_s")[0] / figure(found, "requests_per_s")[0]
+    assert share == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_server_fits_if_its_cache_holds_one_request() -> None:
+    found = predicted(context_len=[2048, 400_000])
+    assert found.fits.tolist() == [True, False]
+    small = predict(task(), settings(memory_fraction=[0.9, 0.15]), costs())
+    assert small.fits.tolist() == [True, False]
+
+
+def test_cache_of_a_server_is_that_of_all_instances() -> None:
+    found = predicted(instances=[1, 2])
+    tokens, gib = figure(found, "kv_cache_tokens"), figure(found, "kv_cache_gib")
+    assert tokens[1] == 2 * tokens[0]
+    assert gib[0] * 2**30 == pytest.approx(tokens[0] * 36 * 2 * 8 * 128 * 2)
+
+
+def test_attention_ranks_step_together() -> None:
+    experts = task(precision="fp8")
+    experts = replace(experts, spec=replace(experts.spec, model=EXPERTS))
+    one, four = figure(predicted(experts, data=[1, 4], expert=[1, 4]))
+    assert one < four < 4 * one
+
+
+def test_a_chip_without_facts_is_given_no_times_but_memory() -> None:
+    bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
+    found = predict(task(), settings(), bare)
+    assert np.isnan(found.step_time_s).all()
+    assert found.static_bytes[0] > 16e9
+
+
+def test_weights_in_a_format_that_a_chip_does_not_compute_in_are_read_as_they_are() -> None:
+    wide, four = predicted(), predicted(task(precision="nvfp4"))
+    assert figure(four, "tpot_s.p50")[0] < figure(wide, "tpot_s.p50")[0]
+    assert four.static_bytes[0] <= wide.static_bytes[0] * 1.001
+    assert figure(four, "kv_cache_tokens")[0] > figure(wide, "kv_cache_tokens")[0]
+
+
+def test_weights_in_a_narrow_file_are_as_large_as_the_file_says(tmp_path: Path) -> None:
+    file, bare = tmp_path / "weights.gguf", task(engine="llamacpp")
+    told = task(engine="llamacpp", weights=str(file))
+
+    def stored(bytes_each: float) -> Predictions:
+        with file.open("wb") as weights:
+            weights.truncate(int(parameters(DENSE) * bytes_each))
+        return predicted(told, cache_bytes=1e9)
+
+    whole = predicted(bare, cache_bytes=1e9)
+    assert stored(2.0).static_bytes == whole.static_bytes
+    assert figure(stored(2.0)) == figure(whole)
+    assert stored(0.56).static_bytes[0] < 0.5 * whole.static_bytes[0]
+    assert figure(stored(0.56), "tpot_s.p50")[0] < 0.7 * figure(whole, "tpot_s.p50")[0]
+
+
+def test_releases_have_overheads_of_their_own() -> None:
+    assert overheads_of("vllm", "0.20.2").iteration < overheads_of("vllm", "0.19.1").iteration
+    assert overheads_of("vllm", None) == overheads_of("vllm", "0.33")
+    assert not overheads_of("sglang", "0.5.9").mixes
+
+
+def test_a_host_that_computes_itself_schedules_at_its_own_expense() -> None:
+    own = replace(costs(), synchronous=True)
+    beside = predicted(graphs=[1, 0])
+    found = predict(task(), settings(graphs=[1, 0]), own)
+    assert figure(found, "tpot_s.p50")[0] > figure(beside, "tpot_s.p50")[0]
+    assert figure(found)[1] < figure(found)[0]
+
+
+def fp4_task(engine: str, **serve: object) -> Task:
+    chip = replace(CHIP, dense_flops_per_second={**CHIP.dense_flops_per_second, "fp4": CHIP.memory_bytes})  # type: ignore[dict-item]
+    made = task(engine=engine, **serve)
+    return replace(made, cluster=Cluster(groups=(NodeGroup(chip=chip, nodes=1, devices_per_node=8),)))
+
+
+@pytest.mark.parametrize(
+    ("made", "values", "expected"),
+    [
+        (fp4_task("vllm", precision="fp8"), {}, {"kv_cache_type": "fp8"}),
+        (fp4_task("vllm", precision="bf16"), {}, {}),
+        (fp4_task("vllm", precision="fp8"), {"kv_cache_type": "auto"}, {"kv_cache_type": "auto"}),
+        (task(precision="fp8"), {}, {}),
+    ],
+)
+def test_published_servers_keep_their_cache_in_8_bits_where_the_chip_computes_in_4(
+    made: Task, values: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
+    assert published(made, values)[1] == expected
+
+
+def test_published_servers_without_a_release_have_one_of_their_time() -> None:
+    assert published(task(engine_version=None), {})[0].spec.serve.engine_version == "0.17.0"
+    assert published(task(engine_version="0.33.0"), {})[0].spec.serve.engine_version == "0.33.0"
+    assert published(task(engine="sglang"), {})[0].spec.serve.engine_args == {RECEIVE: 30}
+
+
+def test_in_a_large_space_the_best_are_simulated_and_the_others_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = np.arange(1, 41)
+    whole = predicted(max_running=limits)
+    monkeypatch.setattr(simulated, "MOST_SIMULATED", 10)
+    ranked = predicted(max_running=limits)
+    best = np.argsort(whole.step_time_s)[:5]
+    assert ranked.step_time_s[best] == pytest.approx(whole.step_time_s[best])
+    assert np.isfinite(ranked.step_time_s).all()
+    assert np.abs(np.log(ranked.step_time_s / whole.step_time_s)).max() < 0.5
+
+
+def test_limits_that_a_load_cannot_reach_are_no_other_candidates() -> None:
+    found = predicted(max_running=[64, 512], block_size=[16, 128])
+    assert figure(found)[0] == figure(found)[1]
+
+
+def test_tokens_a_second_and_device_can_be_the_objective() -> None:
+    found = predicted(task(objective="output_tokens_per_s_per_device"), tensor=[1, 2])
+    assert found.step_time_s == pytest.approx(1 / found.figures["output_tokens_per_s_per_device"])
+
+
+def test_a_published_server_that_hardly_fits_was_given_more_of_its_devices() -> None:
+    crowded = task(precision="bf16", engine="sglang")
+    crowded = replace(crowded, spec=replace(crowded.spec, model=replace(EXPERTS, num_layers=30)))
+    assert published(crowded, {})[0].spec.serve.engine_args["mem-fraction-static"] == 0.95
+    assert "mem-fraction-static" not in published(crowded, {"tensor_model_parallel_size": 2})[0].spec.serve.engine_args
+
+
+def test_requests_that_come_at_a_rate_without_end_are_answered_at_that_rate() -> None:
+    endless = task(replace(LOAD, concurrency=None, request_rate=5.0, num_prompts=None))
+    assert figure(predicted(endless), "requests_per_s")[0] == pytest.approx(5.0, rel=0.1)
+
+
+def test_clients_without_end_are_answered_as_many_are() -> None:
+    endless, many = (task(replace(LOAD, num_prompts=count)) for count in (None, 640))
+    assert figure(predicted(endless))[0] == pytest.approx(figure(predicted(many))[0], rel=0.15)
+
+
+def test_a_trace_is_served_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 500 * number, "input_length": 200, "output_length": 20} for number in range(20)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = predicted(task(Load(trace=str(trace), num_prompts=None)))
+    assert figure(found, "requests_per_s")[0] == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_trace_without_times_has_the_usual_clients(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps({"input_len": 200, "output_len": 20}) + "\n" for _ in range(200)))
+    bare, told = Load(trace=str(trace)), Load(trace=str(trace), concurrency=64)
+    assert figure(predicted(task(bare))) == figure(predicted(task(told)))
+
+
+def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
+    told = [graph_tokens(fp4_task("vllm", engine_version=version)) for version in ("0.17.0", "0.19.0", None)]
+    assert told == [512, 1024, 1024]
+    assert graph_tokens(task()) == graph_tokens(fp4_task("sglang")) == 512
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    found = predicted(task(replace(LOAD, output_len=1)))
+    assert figure(found, "tpot_s.p99") == figure(found, "itl_s.mean") == [0.0]
+    assert figure(found, "e2e_s.p50") == figure(found, "ttft_s.p50")
+
+
+def together(on: Task, *kinds: tuple[int, int]) -> Predictions:
+    """One candidate: so many instances of so many tensor ranks, each kind beside the others."""
+    counts, tensor = np.array(kinds).T
+    several = settings(tensor=tensor, instances=np.full(tensor.size, counts.sum()))
+    return predict(on, several, costs(), kinds=Parts(np.zeros(tensor.size, np.int64), counts, {}))
+
+
+STEADY = task(replace(LOAD, concurrency=48, num_prompts=None))
+
+
+def test_kinds_of_instances_that_are_the_same_are_instances_side_by_side() -> None:
+    found, alike = together(STEADY, (1, 2), (2, 2)), predicted(STEADY, tensor=2, instances=3)
+    for name in ("output_tokens_per_s", "ttft_s.p50", "tpot_s.p99", "kv_cache_tokens", "kv_cache_gib"):
+        assert figure(found, name)[0] == pytest.approx(figure(alike, name)[0], rel=0.02), name
+
+
+def test_unequal_instances_give_the_sum_of_what_each_gives_with_its_share_in_flight() -> None:
+    few = task(replace(LOAD, concurrency=16, num_prompts=None))
+    wide, narrow = (figure(predicted(few, tensor=size))[0] for size in (4, 2))
+    found = together(STEADY, (1, 4), (2, 2))
+    assert figure(found)[0] == pytest.approx(wide + 2 * narrow, rel=0.03)
+    assert figure(found, "output_tokens_per_s_per_device")[0] == pytest.approx(figure(found)[0] / 8)
+    fast, slow = (figure(predicted(few, tensor=size), "tpot_s.p50")[0] for size in (4, 2))
+    assert fast < figure(found, "tpot_s.mean")[0] < slow
+
+
+def test_of_a_burst_each_instance_has_as_much_and_the_slowest_ends_it() -> None:
+    burst = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=96))
+    third = task(replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=32))
+    slowest = 32 / figure(predicted(third, tensor=1), "requests_per_s")[0]
+    assert 96 / figure(together(burst, (1, 4), (2, 1)), "requests_per_s")[0] == pytest.approx(slowest, rel=0.02)
+
+
+def test_a_faster_instance_is_sent_more_of_a_load_that_ends() -> None:
+    ending = task(replace(LOAD, concurrency=48, num_prompts=480))
+    found, endless = together(ending, (1, 4), (2, 1)), together(STEADY, (1, 4), (2, 1))
+    assert figure(found)[0] == pytest.approx(figure(endless)[0], rel=0.15)
+
+
+def test_one_client_of_unequal_instances_meets_each_of_them_in_turn() -> None:
+    alone = task(replace(LOAD, concurrency=1, num_prompts=30))
+    times = [figure(predicted(alone, tensor=size), "e2e_s.mean")[0] for size in (4, 1)]
+    assert figure(together(alone, (1, 4), (1, 1)), "e2e_s.mean")[0] == pytest.approx(np.mean(times), rel=0.02)
+
+
+def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None:
+    small = replace(STEADY, spec=replace(STEADY.spec, model=replace(DENSE, num_layers=240)))
+    assert together(small, (2, 4)).fits[0]
+    assert not together(small, (1, 4), (4, 1)).fits[0]
+
+
+def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = settings(tensor=[4, 2, 1], instances=[3, 3, 3])
+    kinds = Parts(np.array([0, 0, 1]), np.array([1, 2, 3]), {})
+    whole = predict(STEADY, several, costs(), kinds=kinds)
+    monkeypatch.setattr(simulated, "MOST_SIMULATED", 1)
+    ranked = predict(STEADY, several, costs(), kinds=kinds)
+    assert ranked.step_time_s == pytest.approx(whole.step_time_s, rel=0.2)
+
+
+def test_parts_of_a_requests_time_add_up_and_tell_what_it_is_spent_on() -> None:
+    crowd = task(replace(LOAD, concurrency=256, num_prompts=512))
+    found = predicted(crowd, max_running=[256, 8, 256], tensor=[1, 1, 4]).figures
+    whole = sum(found[f"time.{part}"] for part in PARTS)
+    assert whole == pytest.approx(found["e2e_s.mean"])
+    share = {part: (found[f"time.{part}"] / whole).tolist() for part in PARTS}
+    assert share["queue_s"][1] > 0.8 > share["queue_s"][0]
+    assert share["collectives_s"][:2] == [0.0, 0.0]
+    assert share["collectives_s"][2] > 0.0
+
+
+def test_a_load_without_bounds_costs_no_more_than_one_that_is_simulated_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loads = {
+        "closed loop": replace(LOAD, concurrency=48, num_prompts=5000),
+        "burst": replace(LOAD, concurrency=None, request_rate=float("inf"), num_prompts=3000),
+        "many clients": replace(LOAD, concurrency=1500, num_prompts=4000),
+        "slow": replace(LOAD, concurrency=None, request_rate=10.0, num_prompts=4000),
+        "too fast": replace(LOAD, concurrency=None, request_rate=200.0, num_prompts=4000),
+    }
+    loads = {name: replace(load, input_len=256, output_len=32) for name, load in loads.items()}
+    whole = {name: predicted(task(load), max_running=[64]).figures for name, load in loads.items()}
+    monkeypatch.setattr(expected, "MOST_REQUESTS", 600)
+    for name, load in loads.items():
+        short = predicted(task(load), max_running=[64]).figures
+        for figure_of in (
+            "output_tokens_per_s",
+            "requests_per_s",
+            "ttft_s.mean",
+            "ttft_s.p99",
+            "tpot_s.p50",
+            "e2e_s.p50",
+        ):
+            assert short[figure_of][0] == pytest.approx(whole[name][figure_of][0], rel=0.06), (name, figure_of)
+
+
+def test_clients_for_whom_there_is_no_place_only_wait() -> None:
+    endless = replace(LOAD, concurrency=3000, num_prompts=None)
+    many, few = (predicted(task(replace(endless, concurrency=flight)), max_running=[16]) for flight in (4000, 400))
+    assert figure(many)[0] == pytest.approx(figure(few)[0], rel=0.03)
+    assert figure(many, "ttft_s.p50")[0] == pytest.approx(10 * figure(few, "ttft_s.p50")[0], rel=0.1)
+
+
+def test_a_prompt_of_millions_of_tokens_is_priced_at_once() -> None:
+    long = task(Load(input_len=10_000_000, output_len=16, concurrency=4, num_prompts=32))
+    found = predicted(long, context_len=[10_000_100])
+    assert 0 < figure(found, "ttft_s.p50")[0] < 1e9

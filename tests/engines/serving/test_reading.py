@@ -1,0 +1,143 @@
+"""What a trial left in its folder becomes a measurement, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.candidate import Candidate
+from flagcore.domain.spec import Task
+from flagcore.domain.trial import Measurement
+from flagcore.engines.serving.reading import NoMetrics
+from flagcore.engines.serving.registered import LLAMACPP
+from tests.engines.serving.profile.tasks import serving
+
+
+def task(objective: str = "output_tokens_per_s", **slo: float) -> Task:
+    made = serving("llamacpp", slo={name.replace("__", "."): limit for name, limit in slo.items()})
+    return dataclasses.replace(made, spec=dataclasses.replace(made.spec, objective=objective))
+
+
+def point(concurrency: int, *repeats: dict[str, float]) -> dict[str, Any]:
+    filled = [{"total_tokens_per_s": 2 * each["output_tokens_per_s"], **each} for each in repeats]
+    return {
+        "load": {"concurrency": concurrency, "input_len": 8, "request_rate": None},
+        "repeats": [{"figures": each} for each in filled],
+    }
+
+
+def rate(tokens: float, ttft: float = 0.1) -> dict[str, float]:
+    return {"output_tokens_per_s": tokens, "ttft_s.p99": ttft, "ttft_s.mean": ttft / 2}
+
+
+def read(folder: Path, where: Task, *points: dict[str, Any], **changes: Any) -> Measurement:
+    knobs = {name: changes.pop(name) for name in ("instances", "instance_sizes") if name in changes}
+    data = {"points": points, "effective": {}, "versions": {}, "counters": {}, "startup_s": [1.0], **changes}
+    (folder / "metrics.json").write_text(json.dumps(data))
+    return LLAMACPP.read(where, Candidate.of({**LLAMACPP.engine.defaults(where), **knobs}), str(folder))
+
+
+def test_a_figure_is_the_median_of_its_repeats_and_they_are_the_steps(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(4, rate(100), rate(400), rate(200)))
+    assert found.figures["output_tokens_per_s"] == 200
+    assert found.step_times_s == (1 / 100, 1 / 400, 1 / 200)
+    assert found.step_time_s == 1 / 200
+    assert 0 < found.spread_s < 1 / 100
+
+
+def test_the_best_load_point_that_keeps_the_slo_is_told(tmp_path: Path) -> None:
+    points = point(1, rate(50)), point(8, rate(90)), point(64, rate(200, ttft=9.0))
+    found = read(tmp_path, task(ttft_s__p99=1.0), *points)
+    assert (found.figures["output_tokens_per_s"], found.broken) == (90, ())
+    assert [each["output_tokens_per_s"] for each in found.points] == [50, 90, 200]
+    assert read(tmp_path, task(), *points).figures["output_tokens_per_s"] == 200
+
+
+def test_tokens_that_were_all_read_at_once_are_no_time_per_token(tmp_path: Path) -> None:
+    with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0; its tokens were read at one moment"):
+        read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
+
+
+def test_where_no_load_point_keeps_the_slo_the_nearest_is_told_with_what_it_breaks(tmp_path: Path) -> None:
+    found = read(tmp_path, task(ttft_s__p99=1.0), point(8, rate(90, ttft=1.5)), point(64, rate(200, ttft=9.0)))
+    assert found.figures["output_tokens_per_s"] == 90
+    assert found.broken == ("ttft_s.p99 is 1.5 s, over 1 s",)
+
+
+def test_a_limit_on_what_was_not_measured_is_not_kept(tmp_path: Path) -> None:
+    assert read(tmp_path, task(itl_s__p99=1.0), point(8, rate(90))).broken == ("itl_s.p99 is not measured, over 1 s",)
+
+
+def test_a_latency_is_made_small_itself(tmp_path: Path) -> None:
+    found = read(tmp_path, task("ttft_s"), point(8, rate(90, ttft=3.0)))
+    assert found.step_time_s == 1.5
+
+
+def test_counters_and_start_up_are_kept_beside_the_figures(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(8, rate(90)), counters={"preemptions": 3}, startup_s=[2.0, 5.0])
+    assert (found.figures["preemptions"], found.figures["startup_s"]) == (3, 5)
+
+
+def test_a_value_that_was_left_to_the_engine_is_not_taken_for_one_that_was_asked_for(tmp_path: Path) -> None:
+    found = read(tmp_path, task(), point(8, rate(90)), effective={"parallel": 4, "enable_prefix_caching": True})
+    assert found.effective == {"parallel (the engine's own choice)": 4, "enable_prefix_caching": True}
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"points": []}', '{"points": [{"load": {}, "repeats": []}]}'])
+def test_metrics_that_are_none_are_told(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "metrics.json").write_text(text)
+    with pytest.raises(NoMetrics, match=r"metrics\.json"):
+        LLAMACPP.read(task(), Candidate.of(LLAMACPP.engine.defaults(task())), str(tmp_path))
+
+
+def test_a_rate_of_nothing_is_no_measurement(tmp_path: Path) -> None:
+    with pytest.raises(NoMetrics, match="not a positive number"):
+        read(tmp_path, task(), point(8, rate(0.0)))
+
+
+def on_cores(**given: Any) -> Task:
+    made = serving("llamacpp", devices=4, on_cores=True, **given)
+    return dataclasses.replace(made, spec=dataclasses.replace(made.spec, objective="output_tokens_per_s"))
+
+
+def test_memory_in_use_on_cores_is_a_cores_share_of_the_fullest_instance(tmp_path: Path) -> None:
+    figures = {"resident_bytes": [8000, 6000]}
+    assert read(tmp_path, on_cores(), point(4, rate(100)), **figures, instances=2).device_used_bytes == 4000
+    split = read(tmp_path, on_cores(), point(4, rate(100)), **figures, instance_sizes="3+1")
+    assert split.device_used_bytes == 6000
+    assert read(tmp_path, on_cores(), point(4, rate(100)), resident_bytes=[0]).device_used_bytes is None
+    assert read(tmp_path, task(), point(4, rate(100)), **figures, instances=2).device_used_bytes is None
+
+
+def test_a_plugins_knob_among_the_candidates_own_is_passed_over(tmp_path: Path) -> None:
+    read(tmp_path, on_cores(), point(4, rate(100)))
+    wanted = Candidate.of({**LLAMACPP.engine.defaults(on_cores()), "a_vendors_knob": "on"})
+    assert LLAMACPP.read(on_cores(), wanted, str(tmp_path)).figures["output_tokens_per_s"] == 100
+
+
+def test_what_engines_say_of_memory_is_of_the_fullest_device_and_tokens_of_all(tmp_path: Path) -> None:
+    told = [{"weights_gib": 4.0, "kv_cache_tokens": 100.0}, {"weights_gib": 6.0, "kv_cache_tokens": 200.0}]
+    found = read(tmp_path, task(), point(4, rate(100)), memory=told, instances=2)
+    assert (found.figures["weights_gib"], found.figures["kv_cache_tokens"]) == (6.0, 300.0)
+    shared = read(tmp_path, on_cores(), point(4, rate(100)), memory=told, instances=2)
+    assert (shared.figures["weights_gib"], shared.figures["kv_cache_tokens"]) == (3.0, 300.0)
+
+
+def test_a_latency_is_told_where_it_is_longest_not_at_the_lightest_load(tmp_path: Path) -> None:
+    points = point(1, rate(50, ttft=0.2)), point(8, rate(90, ttft=0.9)), point(64, rate(200, ttft=0.6))
+    found = read(tmp_path, task("ttft_s.p99", ttft_s__p99=1.0), *points)
+    assert (found.figures["ttft_s.p99"], found.step_time_s, found.broken) == (0.9, 0.9, ())
+    over = read(tmp_path, task("tpot_s", ttft_s__p99=0.5), *(_with_tpot(each) for each in points))
+    assert over.figures["ttft_s.p99"] == 0.9
+    assert over.broken
+
+
+def _with_tpot(given: dict[str, Any]) -> dict[str, Any]:
+    for repeat in given["repeats"]:
+        repeat["figures"]["tpot_s.mean"] = 0.01
+    return given

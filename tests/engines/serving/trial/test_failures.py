@@ -1,0 +1,97 @@
+"""What a log says went wrong first, whatever stands at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.failure import LONGEST_REASON, classify
+from flagcore.domain.launch import Exit, FailurePattern
+from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP_ENGINE
+from flagcore.engines.serving.profile.contract import Engine
+from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG_ENGINE
+from flagcore.engines.serving.trial import failures
+from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, died, first_error, log_text
+from flagcore.engines.serving.vllm.profile import ENGINE as VLLM_ENGINE
+
+VLLM = """\
+INFO 11-20 10:00:00 [core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: model='x'
+WARNING 11-20 10:00:01 [cpu.py:2] an Error that is only a warning
+(EngineCore pid=7) ERROR 11-20 10:00:02 [core.py:3] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-20 10:00:02 [core.py:3] ValueError: No common block size for 16 (CPU_ATTN: [MultipleOf(32)])
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def test_the_first_line_that_names_a_cause_is_told_not_the_last_that_names_none() -> None:
+    state, line = first_error(VLLM, VLLM_ENGINE.failure_patterns())
+    assert state is TrialState.INVALID
+    assert "No common block size for 16" in line
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("INFO: fine\nTypeError: a\nValueError: b\n", "TypeError: a"),
+        ("error: no such flag\nValueError: b\n", "ValueError: b"),
+        ("ready\nfatal: it broke\nbye\n", "fatal: it broke"),
+        ("WARNING: TypeError: harmless\nready\nbye\n", "bye"),
+        ("ImportError: x, falling back to y\nValueError: b\nbye\n", "ValueError: b"),
+        ("", ""),
+    ],
+)
+def test_without_a_pattern_an_exception_goes_before_an_error_and_that_before_the_last_line(log: str, line: str) -> None:
+    assert first_error(log, ()) == (None, line)
+
+
+@pytest.mark.parametrize("engine", [VLLM_ENGINE, SGLANG_ENGINE, LLAMACPP_ENGINE])
+@pytest.mark.parametrize("line", ["x" * 2000, "a." * 1000])
+def test_lines_of_one_long_word_are_looked_through(engine: Engine, line: str) -> None:
+    log = f"{line}\n" * 2500 + "ValueError: at last"
+    assert first_error(log, engine.failure_patterns())[1] == "ValueError: at last"
+
+
+def test_running_out_of_memory_goes_before_what_follows_from_it() -> None:
+    patterns = (
+        FailurePattern(pattern="ValueError", state=TrialState.INVALID),
+        FailurePattern(pattern="out of memory", state=TrialState.OUT_OF_MEMORY, advice="use less"),
+    )
+    assert first_error("ValueError: x\nCUDA out of memory", patterns) == (
+        TrialState.OUT_OF_MEMORY,
+        "CUDA out of memory (use less)",
+    )
+
+
+def test_of_a_long_log_beginning_and_end_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "HEAD_BYTES", 20)
+    monkeypatch.setattr(failures, "TAIL_BYTES", 10)
+    (tmp_path / "log").write_text("first line" + "x" * 100 + "\nlast line")
+    text = log_text(tmp_path / "log")
+    assert text.startswith("first line")
+    assert text.endswith("last line")
+    assert len(text) == 31
+    assert log_text(tmp_path / "none") == ""
+
+
+def test_of_a_server_that_dies_under_load_what_it_said_then_is_told_and_nothing_harmless(tmp_path: Path) -> None:
+    begun = "ImportError: fast_kernels is not there\nready\n"
+    (tmp_path / "log").write_text(begun + "slot 3 is free\nbus error in worker 1\nslot 4 is free\n")
+    assert "its log: bus error in worker 1" in str(died("instance 0", "ended", tmp_path / "log", (), len(begun)))
+    (tmp_path / "log").write_text("listening\nerrors are ignored\nPOST /v1/completions 200\n")
+    told = str(died("instance 0", "ended with signal 11", tmp_path / "log", ()))
+    assert "its log names no error, and ends: POST /v1/completions 200" in told
+
+
+def test_a_server_that_the_system_killed_was_probably_too_large(tmp_path: Path) -> None:
+    assert died("instance 0", "ended with signal 9", tmp_path / "log", ()).state is TrialState.OUT_OF_MEMORY
+    assert died("instance 0", "ended with signal 11", tmp_path / "log", ()).state is TrialState.FAILED
+
+
+@pytest.mark.parametrize("state", failures.WORDS)
+def test_what_the_program_says_last_is_classified_as_it_was_meant(state: TrialState) -> None:
+    said = str(TrialFailure(state, "it\nsaid " + "much " * 200))
+    ended = Exit(code=1, ended_by=None, duration_s=1.0)
+    assert classify(ended, f"load 1 of 1\n{said}\n", PATTERNS) == (state, said)
+    assert len(said) <= LONGEST_REASON

@@ -1,0 +1,156 @@
+"""The real trial program with servers that do what real ones did: the right class, a clear message, and no figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flagcore.domain.serving import Load
+from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.registered import LLAMACPP
+from flagcore.engines.serving.trial.job import METRICS
+from flagcore.engines.serving.trial.ports import listeners
+from flagcore.launchers.local import LAUNCHER
+from flagcore.stages.launch import launch
+from tests.engines.serving.trial import trials
+
+WRONG = {
+    "dies": (TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),
+    "slow": (TrialState.TIMED_OUT, "timed out: not answered within"),
+    "garbage": (TrialState.FAILED, "broken stream"),
+    "error_in_200": (TrialState.FAILED, "EngineDeadError: the engine core is dead"),
+    "busy": (TrialState.FAILED, "HTTP 503 Service Unavailable: overloaded"),
+    "cut_off": (TrialState.FAILED, "connection lost: the stream ended after 3 events, without [DONE]"),
+    "refuses": (TrialState.INVALID, "exceed_context_size_error: 700 of 512"),
+    "stops_at_eos": (TrialState.INVALID, "ignore_eos is not kept"),
+    "cuts": (TrialState.INVALID, "do not fit into the context"),
+    "never_healthy": (TrialState.TIMED_OUT, "answer 503 on /health"),
+    "mute": (TrialState.TIMED_OUT, "was not healthy after 4 s: no answer (timed out) on /health"),
+    "crashes": (TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError: 16 is no multiple"),
+    "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
+    "out_of_memory_later": (TrialState.OUT_OF_MEMORY, "failed to allocate CUDA0 buffer"),
+    "other_slots": (TrialState.INVALID, "runs parallel = 5 where 4 was asked for"),
+    "stale": (TrialState.FAILED, "was taken by another process, the last of 4 times"),
+}
+
+
+def all_gone(folder: Path) -> bool:
+    """Whether no process of a trial in `folder` is left, nor a listener on a port that its servers had."""
+    ports = [int(file.stem.partition("-")[2]) for file in folder.glob("environment-*.json")]
+    left = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
+    return not left and not any(listeners(port) for port in ports)
+
+
+@pytest.mark.parametrize("behaviour", WRONG)
+def test_a_trial_that_went_wrong_has_its_class_its_reason_and_no_figures(behaviour: str, tmp_path: Path) -> None:
+    state, reason = WRONG[behaviour]
+    where = trials.platform(tmp_path, behaviour, seconds=9.0 if state is TrialState.TIMED_OUT else 60.0)
+    done = trials.run(where, tmp_path, parallel=4)
+    assert (done.state, done.measurement) == (state, None), done.reason
+    assert reason in str(done.reason)
+    assert not (trials.trial_folder(tmp_path) / METRICS).exists()
+    assert all_gone(tmp_path)
+
+
+def test_a_server_that_floods_its_log_is_measured(tmp_path: Path) -> None:
+    done = trials.run(trials.platform(tmp_path, "talks"), tmp_path)
+    assert done.state is TrialState.MEASURED, done.reason
+
+
+def test_figures_of_an_earlier_trial_in_the_folder_do_not_pass_for_this_ones(tmp_path: Path) -> None:
+    assert trials.run(trials.platform(tmp_path, "well"), tmp_path).state is TrialState.MEASURED
+    done = trials.run(trials.platform(tmp_path, "garbage"), tmp_path)
+    assert (done.state, done.measurement) == (TrialState.FAILED, None)
+    assert not (trials.trial_folder(tmp_path) / METRICS).exists()
+
+
+def test_a_server_whose_port_was_taken_is_started_on_another_one(tmp_path: Path) -> None:
+    done = trials.run(trials.platform(tmp_path, "port_taken"), tmp_path)
+    assert done.state is TrialState.MEASURED, done.reason
+    assert len(trials.servers(tmp_path)) == 2
+    assert len({each["port"] for each in trials.asked(tmp_path)}) == 1
+
+
+def test_no_prompt_is_sent_twice_so_that_no_prefix_cache_knows_it(tmp_path: Path) -> None:
+    points = (trials.LOAD, dataclasses.replace(trials.LOAD, concurrency=2))
+    done = trials.run(trials.platform(tmp_path, "well", loads=points, repeats=3), tmp_path)
+    assert done.state is TrialState.MEASURED, done.reason
+    prompts = [tuple(each["prompt"]) for each in trials.asked(tmp_path)]
+    assert len(set(prompts)) == len(prompts) > 2 * 3 * 8
+
+
+def test_prompts_are_the_same_for_each_candidate(tmp_path: Path) -> None:
+    sent = []
+    for slots in (2, 4):
+        folder = tmp_path / str(slots)
+        folder.mkdir()
+        assert trials.run(trials.platform(folder, "well"), folder, parallel=slots).measurement
+        sent.append(sorted(each["prompt"] for each in trials.asked(folder)))
+    assert sent[0] == sent[1]
+
+
+def test_tokens_are_counted_by_the_server_not_by_pieces(tmp_path: Path) -> None:
+    trials.run(trials.platform(tmp_path, "well"), tmp_path)  # sends two tokens in a piece
+    (point,) = json.loads((trials.trial_folder(tmp_path) / METRICS).read_text())["points"]
+    (repeat,) = point["repeats"]
+    rate = repeat["figures"]["output_tokens_per_s"]
+    assert rate * repeat["duration_s"] == pytest.approx(trials.LOAD.output_len * 8)
+
+
+def test_requests_go_to_all_instances_each_on_cores_of_its_own(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    done = trials.run(trials.platform(tmp_path, "well"), tmp_path, instances=2)
+    assert done.state is TrialState.MEASURED, done.reason
+    first, second = trials.servers(tmp_path)
+    assert len(first["cores"]) == len(second["cores"]) == 1
+    assert first["cores"] != second["cores"]
+    assert len({each["port"] for each in trials.asked(tmp_path)}) == 2
+
+
+def test_what_the_user_sets_goes_before_what_the_engine_sets(tmp_path: Path) -> None:
+    where = trials.platform(tmp_path, "well")
+    trials.run(where, tmp_path)
+    assert trials.servers(tmp_path)[0]["OMP_WAIT_POLICY"] == "passive"
+    (tmp_path / "own").mkdir()
+    where = trials.platform(tmp_path / "own", "well")
+    spec = dataclasses.replace(where.task.spec, envs={"OMP_WAIT_POLICY": "active"})
+    trials.run(dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec)), tmp_path / "own")
+    assert trials.servers(tmp_path / "own")[0]["OMP_WAIT_POLICY"] == "active"
+
+
+@pytest.mark.parametrize("behaviour", ["has_children", "ignores_sigterm"])
+def test_a_server_is_stopped_with_all_that_it_started(behaviour: str, tmp_path: Path) -> None:
+    done = trials.run(trials.platform(tmp_path, behaviour), tmp_path)
+    assert done.state is TrialState.MEASURED, done.reason
+    assert all_gone(tmp_path)
+
+
+def test_a_trial_program_that_is_killed_leaves_no_process_and_no_port(tmp_path: Path) -> None:
+    where = trials.platform(tmp_path, "slow")
+    wanted, folder = trials.candidate(where, instances=2), str(trials.trial_folder(tmp_path))
+    running = launch(where, LLAMACPP, LAUNCHER, wanted, folder, 60.0)
+    while not (tmp_path / "asked.jsonl").exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+    os.kill(running.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    assert running.wait(30) is not None
+    assert all_gone(tmp_path)
+
+
+def test_the_best_load_point_that_keeps_the_slo_is_told(tmp_path: Path) -> None:
+    points = tuple(Load(input_len=16, output_len=8, num_prompts=8, concurrency=each) for each in (1, 8))
+    done = trials.run(trials.platform(tmp_path, "well", loads=points), tmp_path).measurement
+    assert done is not None
+    one, eight = done.points
+    assert (one["concurrency"], eight["concurrency"]) == (1, 8)
+    assert done.figures["output_tokens_per_s"] == max(each["output_tokens_per_s"] for each in done.points)
+    assert done.step_time_s == pytest.approx(1.0 / done.figures["output_tokens_per_s"])
+    assert done.effective["parallel (the engine's own choice)"] == 4

@@ -1,0 +1,108 @@
+"""The trial program with llama.cpp's own server and a model of random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagcore.contracts import Platform
+from flagcore.domain.cluster import Cluster
+from flagcore.domain.model import Model
+from flagcore.domain.serving import Load
+from flagcore.domain.trial import TrialState
+from tests.engines.serving.trial import trials
+from tests.engines.serving.trial.test_misbehaving_servers import all_gone
+
+pytest.importorskip("xllamacpp")
+pytest.importorskip("gguf")
+
+MAKER = Path(__file__).parents[4] / "examples" / "tiny_gguf.py"
+MODEL = Model(
+    name="tiny",
+    num_layers=2,
+    hidden_size=128,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=32,
+    vocab_size=1000,
+)
+SHAPE = ("--layers=2", "--hidden=128", "--heads=4", "--kv-heads=2", "--ffn=256", "--vocab=1000", "--context=1024")
+LOAD = Load(input_len=100, output_len=30, num_prompts=8, concurrency=8)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    subprocess.run([sys.executable, str(MAKER), str(file), *SHAPE], check=True, timeout=60)
+    return file
+
+
+def platform(folder: Path, weights: Path, **given: object) -> Platform:
+    """The played server's platform with the real one in its place."""
+    where = trials.platform(folder, "unused", model=MODEL, loads=(LOAD,))
+    work = dataclasses.replace(where.task.spec.serve, command=None, weights=str(weights), **given)
+    spec = dataclasses.replace(where.task.spec, work=work)
+    return dataclasses.replace(where, task=dataclasses.replace(where.task, spec=spec))
+
+
+def test_two_instances_answer_all_that_was_asked_and_run_what_was_asked(weights: Path, tmp_path: Path) -> None:
+    asked = {"instances": 2, "parallel": 4, "threads": 1, "ubatch_size": 64, "kv_cache_type": "q8_0"}
+    done = trials.run(platform(tmp_path, weights, repeats=2), tmp_path, flash_attention="on", **asked)
+    assert done.state is TrialState.MEASURED, done.reason
+    assert done.measurement is not None
+    ran = done.measurement.effective
+    assert {knob: ran[knob] for knob in asked if knob in ran} == {k: v for k, v in asked.items() if k != "instances"}
+    assert ran["flash_attention"] == "on"
+    assert len(done.measurement.step_times_s) == 2
+    assert done.measurement.versions["llamacpp"]
+    figures = done.measurement.figures
+    assert figures["ttft_s.p50"] > 0
+    assert figures["kv_cache_tokens"] == 2 * 4 * 256
+    assert 10 * 2**20 < (done.measurement.device_used_bytes or 0) < 2**30
+    assert figures["output_tokens_per_s_per_device"] == pytest.approx(figures["output_tokens_per_s"] / 2)
+    assert all_gone(weights.parent)
+
+
+def test_unequal_instances_serve_side_by_side_with_threads_of_their_own(weights: Path, tmp_path: Path) -> None:
+    where = platform(tmp_path, weights, loads=(dataclasses.replace(LOAD, num_prompts=18, concurrency=6),))
+    (group,) = where.task.cluster.groups
+    task = dataclasses.replace(where.task, cluster=Cluster(groups=(dataclasses.replace(group, devices_per_node=3),)))
+    done = trials.run(dataclasses.replace(where, task=task), tmp_path, instance_sizes="2+1", parallel=4)
+    assert done.state is TrialState.MEASURED, done.reason
+    logs = [(tmp_path / "trial" / f"instance-{number}.log").read_text() for number in (0, 1)]
+    assert [re.search(r"n_threads = (\d+)", log)[1] for log in logs] == ["2", "1"]  # type: ignore[index]
+    assert all("print_timing" in log for log in logs)
+    assert done.measurement is not None
+    assert "threads" not in done.measurement.effective
+    figures = done.measurement.figures
+    assert figures["output_tokens_per_s_per_device"] == pytest.approx(figures["output_tokens_per_s"] / 3)
+    assert all_gone(weights.parent)
+
+
+def test_each_slot_has_room_for_a_whole_request_however_many_slots_there_are(weights: Path, tmp_path: Path) -> None:
+    done = trials.run(platform(tmp_path, weights), tmp_path, parallel=8)
+    assert done.state is TrialState.MEASURED, done.reason
+
+
+def test_an_answer_that_does_not_fit_into_a_slot_voids_the_trial(weights: Path, tmp_path: Path) -> None:
+    short = platform(
+        tmp_path, weights, engine_args={"ctx-size": 512}, loads=(dataclasses.replace(LOAD, output_len=200),)
+    )
+    done = trials.run(short, tmp_path, parallel=2, kv_unified="off")
+    assert (done.state, done.measurement) == (TrialState.INVALID, None), done.reason
+    assert "tokens instead of 200" in str(done.reason)
+
+
+def test_weights_that_cannot_be_read_are_told_by_the_engines_first_error(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    done = trials.run(platform(tmp_path, broken), tmp_path)
+    assert (done.state.failed, done.measurement) == (True, None)
+    assert "ended while it started" in str(done.reason)
+    assert "server cannot be started" not in str(done.reason)

@@ -1,0 +1,68 @@
+"""Trials of a server that tests play, through the launcher and the real trial program."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flagcore.contracts import Platform
+from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.chip import Support
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.serving import Load
+from flagcore.domain.spec import Control
+from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.engines.serving.registered import LLAMACPP
+from flagcore.launchers.local import LAUNCHER
+from flagcore.stages.launch import launch
+from flagcore.stages.measure import measure
+from tests.engines.serving.profile.tasks import serving
+from tests.small import platform as small_platform
+
+SERVER = Path(__file__).with_name("server.py")
+LOAD = Load(input_len=16, output_len=8, num_prompts=8, concurrency=4)
+
+
+def platform(folder: Path, behaviour: str, *, seconds: float = 60.0, **given: Any) -> Platform:
+    """Two cores on which `behaviour` serves; `given` goes to the serving job."""
+    weights = folder / "weights.gguf"
+    weights.touch()
+    command = {"command": (sys.executable, str(SERVER), behaviour), "directory": str(folder)}
+    task = serving("llamacpp", devices=2, on_cores=True, weights=str(weights), **{"loads": (LOAD,), **command, **given})
+    spec = dataclasses.replace(task.spec, control=Control(max_time_per_task=seconds), objective="output_tokens_per_s")
+    task = dataclasses.replace(task, spec=spec)
+    support = EngineSupport(support=Support.YES, device_type="cpu", distributed_backend="gloo", shared_devices=True)
+    return dataclasses.replace(small_platform(task), support=support)
+
+
+def candidate(where: Platform, **values: KnobValue) -> Candidate:
+    """The engine's defaults but for `values`."""
+    return Candidate.of({**LLAMACPP.engine.defaults(where.task), **values})
+
+
+def trial_folder(folder: Path) -> Path:
+    made = folder / "trial"
+    made.mkdir(exist_ok=True)
+    return made
+
+
+def run(where: Platform, folder: Path, **values: KnobValue) -> Trial:
+    """Launch and measure one candidate, as the loop does."""
+    wanted, made = candidate(where, **values), str(trial_folder(folder))
+    trial = Trial(number=0, candidate=wanted, role=Role.SEARCH, state=TrialState.RUNNING)
+    seconds = where.task.spec.control.max_time_per_task
+    running = launch(where, LLAMACPP, LAUNCHER, wanted, made, seconds)
+    return measure(running, where, LLAMACPP, trial, made, None)
+
+
+def asked(folder: Path) -> list[dict[str, Any]]:
+    """What the servers were asked, in order."""
+    return [json.loads(line) for line in (folder / "asked.jsonl").read_text().splitlines()]
+
+
+def servers(folder: Path) -> list[dict[str, Any]]:
+    """The environment, the cores and the process of each server that was started."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("environment-*.json"))]

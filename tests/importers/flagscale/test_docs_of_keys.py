@@ -1,0 +1,49 @@
+"""docs/flagscale.md speaks for every key that the trees have, and for none that the importer has not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flagcore.importers.flagscale import engines, experiment, history, layouts, options, shape, training
+from flagcore.spec.knobs import SPACE_KNOBS
+from flagcore.spec.settings import SETTINGS
+from tests.importers.flagscale.accounting import leaves
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "flagscale.md").read_text(encoding="utf-8")
+KEYS = PAGE[PAGE.index("## What becomes of the keys") :]
+TREES = Path(__file__).parent / "trees"
+WORDS = {word for quoted in re.findall(r"`([^`]+)`", KEYS) for word in re.split(r"[^\w]+", quoted) if word}
+KNOBS = {knob for knobs in engines.KNOBS.values() for knob in knobs}
+
+
+@pytest.mark.parametrize("file", sorted(TREES.rglob("*.yaml")), ids=lambda file: str(file.relative_to(TREES)))
+def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
+    """By its own name, or by that of the section that it stands in; those of other pages are linked there."""
+    known = WORDS | {*SETTINGS, *SPACE_KNOBS, *KNOBS, *engines.AS_KNOBS} | {"never_heard_of"}
+    wide = {"experiment", "train", "system", "model", "serve", "runner", "auto_tuner", "task", "control"}
+    missing = []
+    for path, _ in leaves(yaml.safe_load(file.read_text(encoding="utf-8"))):
+        words = [str(part).replace("-", "_") for part in path if not isinstance(part, int)]
+        last, above = words[-1], set(words[:-1]) - wide
+        told = last in known or above & known or last.endswith(("_interval", "_samples")) or words[0] == "defaults"
+        if not told and not last.startswith((*shape.OTHER_LAYERS, "freeze_", "hetero_")):
+            missing.append(".".join(words))
+    assert missing == []
+
+
+def test_the_lists_of_the_page_are_those_of_the_importer() -> None:
+    for names in (options.NO_INFLUENCE, shape.OTHER_LAYERS):
+        assert [name for name in sorted(names) if f"`{name}`" not in KEYS] == []
+    moved = {part for old in layouts.MOVED for part in old.split(".")}
+    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *training.DROPPED, *experiment.RUNNERS)}
+    assert sorted(name for name in (moved | dropped) if name not in WORDS) == []
+
+
+def test_columns_of_a_history_are_on_the_page() -> None:
+    page = PAGE[: PAGE.index("## What becomes of the keys")]
+    assert [name for name in (*history.BOOKKEEPING, *history.IGNORED, *history.SPELT) if f"`{name}`" not in page] == []

@@ -1,0 +1,87 @@
+"""What is no tree, or none that can be tuned, is refused in one line: the file, the key and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from flagcore.cli.main import flag
+from flagcore.errors import SpecError
+from flagcore.importers.flagscale import read_tree
+
+BROKEN = {
+    "no YAML": ("\nexperiment: [1,\n", r"tune\.yaml: line \d+ is no YAML"),
+    "tab": ("\nmore:\n\tkey: 1\n", "indent with blanks"),
+    "twice": ("\naction: run\n", r"line \d+ gives action a second time"),
+    "tag": ("\nkey: !!python/object/apply:os.system [ls]\n", "no YAML.*python/object"),
+    "circle": ("\nkey: &a\n  key: *a\n", "contains itself"),
+    "two documents": ("\n---\nkey: 1\n", "another document"),
+    "no interpolation": ("\nkey: ${a b}\n", r"key = '\$\{a b\}' is no interpolation"),
+    "odd key": ("\nkey: {null: 1}\n", "key has a key that is neither text nor a number"),
+    "latin-1": (b"\nkey: \xe9\n", "tune.yaml: the file is no text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_its_line_or_key(case: str) -> None:
+    added, says = BROKEN[case]
+    top = Path("train_dense", "tune.yaml")
+    top.write_bytes(top.read_bytes() + (added if isinstance(added, bytes) else added.encode()))
+    with pytest.raises(SpecError, match=says) as caught:
+        read_tree(Path("train_dense"), "tune")
+    assert "\n" not in str(caught.value)
+    assert "hydra" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("tun", "--config-name = 'tun' is no file in train_dense; use tune"),
+        ("train/small", "give the folder to --config-path"),
+        ("", "is no file in train_dense; use tune"),
+    ],
+)
+def test_a_top_file_that_is_not_there_is_answered_with_those_that_are(name: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        read_tree(Path("train_dense"), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "says"),
+    [
+        ("train_dense", "action=stop", "action"),
+        ("train_dense", "no.such.key=1", r"not there; .*\+no\.such\.key=1"),
+        ("train_dense", "+train.model.num_layers=1", "there already; change it: train"),
+        ("train_dense", "~train.model.nothing", "does not exist"),
+        ("train_dense", "train=nothing", "train/nothing.yaml, which is not there; use "),
+        ("train_dense", "train.model.seq_length=1,2", r"sweep of hydra's.*\[1,2\]"),
+        ("train_dense", "train.model.seq_length=choice(1,2)", "sweep of hydra's"),
+        ("train_dense", "experiment.exp_name='a b", "none of hydra's"),
+        ("serve_vllm", "serve[0].engine=vllm", "as serve.0"),
+        ("train_dense", "experiment=5", "must be a mapping"),
+        ("train_dense", "~train", "train is missing, but"),
+        ("train_dense", "++experiment.auto_tuner.control.run_best=maybe", "true or false"),
+        ("serve_vllm", "serve.0.engine={vllm: 1}", "no engine's name"),
+        ("train_dense", "~experiment", "experiment is missing"),
+        ("train_dense", "experiment.auto_tuner=5", "must be a mapping"),
+        ("train_dense", "~train.data.tokenizer.vocab_size", "vocab_size"),
+        ("train_dense", "~train.model.global_batch_size", "global_batch_size"),
+        ("train_dense", "experiment.runner.nnodes=many", "nnodes"),
+        ("train_dense", "experiment.task.type=rl", "task.type"),
+        ("serve_vllm", "experiment.auto_tuner.engines=[tgi]", "tgi"),
+        ("serve_vllm", "experiment.auto_tuner.performance.metric=speed", "metric"),
+        ("serve_vllm", "serve=[]", "serve"),
+    ],
+)
+def test_a_tree_that_cannot_be_tuned_is_refused_in_one_line(name: str, override: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as caught:
+        read_tree(Path(name), "tune", (override,))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_spec_beside_a_tree_is_refused() -> None:
+    done = CliRunner().invoke(flag, ["estimate", "spec.yaml", "--config-path", "train_dense", "--config-name", "tune"])
+    assert done.exit_code == 2
+    assert "spec.yaml is no override (a.b=c), and --config-path takes the place of SPEC" in done.output

@@ -1,0 +1,402 @@
+"""Trees of FlagScale's shape, with its traps, become specs; what happens to each key is told."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import flagcore
+from flagcore.engines.megatron import launching
+from flagcore.engines.serving.llamacpp import knobs as llama_knobs
+from flagcore.engines.serving.sglang import knobs as sglang_knobs
+from flagcore.engines.serving.vllm import knobs as vllm_knobs
+from flagcore.errors import SpecError
+from flagcore.importers.flagscale import Imported, read_tree, translate
+from flagcore.importers.flagscale.compose import compose
+from flagcore.importers.flagscale.engines import KNOBS, OURS
+from flagcore.spec import parse_spec
+from tests.importers.flagscale.accounting import TREES, unaccounted
+
+ROOT = Path(__file__).parents[2]
+ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
+TRAIN = tuple(name for name in ALL if name.startswith("train"))
+
+
+def tree(name: str, *overrides: str) -> Imported:
+    return read_tree(Path(name), "tune", overrides)
+
+
+def notes(found: Imported) -> dict[str, str]:
+    return {note.key: note.text for note in found.notes}
+
+
+def flag(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    code = "from flagcore.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_dense_tree_says_what_it_trains_and_where() -> None:
+    data = tree("train_dense", "action=auto_tune").data
+    spec = parse_spec(data, file="x", base=Path())
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (1, 8)
+    assert spec.model.num_query_groups == 4
+    assert spec.model.vocab_size == 151851
+    assert spec.model.untie_embeddings_and_output_weights
+    assert (spec.train.seq_length, spec.train.global_batch_size, spec.train.precision) == (4096, 128, "bf16")
+    assert spec.space["tensor_model_parallel_size"] == (1, 2, 4)
+    assert spec.space["data_parallel_size"] == spec.space["sequence_parallel"] == "auto"
+    assert spec.baseline is not None
+    assert spec.baseline["tensor_model_parallel_size"] == 2
+    assert spec.baseline["sequence_parallel"] is True
+    assert (spec.control.train_iters, spec.control.max_time, spec.control.run_best) == (6, 7200, False)
+    assert data["envs"] == {"CUDA_DEVICE_MAX_CONNECTIONS": 1}
+
+
+def test_what_a_tree_leaves_out_is_megatrons_own_and_not_flagcores() -> None:
+    gone = ("swiglu", "group_query_attention", "untie_embeddings_and_output_weights", "ffn_hidden_size")
+    model = tree("train_dense", *(f"~train.model.{key}" for key in gone)).data["model"]
+    assert model["gated_linear_unit"] is model["untie_embeddings_and_output_weights"] is False
+    assert "num_query_groups" not in model
+    assert model["ffn_hidden_size"] == 4 * 3584
+
+
+def test_on_one_node_the_spec_is_what_the_trial_program_can_run() -> None:
+    found = tree("train_dense")
+    launching.ready(parse_spec(found.data, file="x", base=Path()), {})
+    assert "trial program cannot" in notes(found)["train.system.overlap_grad_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("train.system.tensor_model_parallel_size=3", "does not divide 8 devices"),
+        ("train.model.micro_batch_size=3", "12 samples at once"),
+        ("+train.system.pipeline_model_parallel_size=8", "does not divide 8"),
+        ("train.model.num_layers=27", ""),
+    ],
+)
+def test_sizes_that_cannot_run_are_no_baseline(override: str, why: str) -> None:
+    found = tree("train_dense", override)
+    assert ("baseline" in found.data["auto_tuner"]) == (not why)
+    assert why in notes(found).get("train.system", "")
+
+
+def test_a_tree_of_experts_over_nodes_keeps_all_settings_for_the_prediction() -> None:
+    spec = parse_spec(tree("train_moe").data, file="x", base=Path())
+    assert (spec.cluster.nodes, spec.cluster.hosts) == (2, ("node-a", "node-b"))
+    assert spec.cluster.memory_bytes_per_device == 32768 << 20
+    model = spec.model
+    assert (model.num_moe_experts, model.moe_first_dense_layers, model.mtp_num_layers) == (64, 1, 1)
+    assert (model.qk_head_dim, model.v_head_dim) == (128, 128)
+    assert spec.train.implementation == "transformer_engine"
+    assert spec.train.settings["overlap_grad_reduce"] is True
+    assert spec.train.settings["num_layers_in_first_pipeline_stage"] == 13
+    assert spec.train.settings["attention_dropout"] == 0.1
+
+
+def test_what_cannot_run_on_one_node_takes_with_it_what_needs_it() -> None:
+    found = tree("train_newest")
+    spec = parse_spec(found.data, file="x", base=Path())
+    launching.ready(spec, {})
+    assert (spec.train.precision, spec.train.settings["recompute_modules"]) == ("bf16", "layernorm")
+    on_two = parse_spec(tree("train_newest", "experiment.runner.nnodes=2").data, file="x", base=Path())
+    assert on_two.train.precision == "fp8"
+    assert on_two.train.settings["recompute_modules"] == "layernorm,moe_act"
+
+
+def test_a_tree_in_groups_is_composed_as_hydra_does() -> None:
+    found = tree("train_groups")
+    spec = parse_spec(found.data, file="x", base=Path())
+    assert (spec.cluster.nodes, spec.model.num_layers, spec.train.global_batch_size) == (2, 16, 64)
+    assert spec.space["tensor_model_parallel_size"] == (1, 2)
+    assert spec.control.max_time_per_task == 300
+    told = notes(found)
+    assert "HydraConfig was not set" in told["experiment.exp_dir"]
+    assert "more than two stages" in told["experiment.auto_tuner.space.num_layers_per_virtual_pipeline_stage"]
+
+
+def test_flags_of_one_node_of_several_and_relative_paths_do_not_reach_a_server(folder: Path) -> None:
+    arguments = tree("serve_pairs").data["serve"]["engine_args"]
+    assert not {"node_rank", "dist_init_addr", "host"} & arguments.keys()
+    assert arguments["attention_backend"] == "triton"
+    assert tree("serve_cloud").data["serve"]["engine_args"]["tokenizer"] == str(folder / "model")
+    long = tree("serve_cloud", "+serve.0.engine_args.chat_template=" + "x" * 300)
+    assert len(long.data["serve"]["engine_args"]["chat_template"]) == 300
+
+
+def test_the_width_that_is_reckoned_is_told() -> None:
+    more = ("~train.model.ffn_hidden_size", "+train.model.multiple_of=4096", "+train.model.hidden_dim_multiplier=1.3")
+    found = tree("train_dense", *more)
+    assert found.data["model"]["ffn_hidden_size"] == 16384
+    assert {"train.model.multiple_of", "train.model.hidden_dim_multiplier"} <= notes(found).keys()
+
+
+def test_a_hostfile_of_several_chips_leaves_the_numbers_and_a_broken_one_is_refused() -> None:
+    Path("hosts.txt").write_text("a slots=8 type=A\nb slots=4 type=B\n")
+    found = tree("train_moe")
+    assert found.data["cluster"]["nodes"] == 2
+    assert "line 2 of hosts.txt differs from the first host" in notes(found)["experiment.runner.hostfile"]
+    for text, says in {
+        "a slots=8\na slots=8\n": "hosts.txt: line 2 = 'a slots=8' names a host for the second time",
+        "# nobody\n": "hosts.txt: experiment.runner.hostfile names no host",
+    }.items():
+        Path("hosts.txt").write_text(text)
+        with pytest.raises(SpecError, match=says):
+            tree("train_moe")
+
+
+def test_a_hostfile_that_is_not_there_leaves_the_numbers() -> None:
+    Path("hosts.txt").unlink()
+    found = tree("train_moe")
+    assert found.data["cluster"]["nodes"] == 2
+    assert "dropped" in notes(found)["experiment.runner.hostfile"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "hostfile"),
+    [
+        ((), 8, True),
+        (("experiment.runner.nproc_per_node=4",), 4, False),
+        (("+experiment.envs.SOME_VISIBLE_DEVICES='0,1,2'",), 3, False),
+        (("~experiment.runner.nproc_per_node", "~experiment.runner.nnodes"), 8, True),
+    ],
+)
+def test_of_slots_processes_and_visible_devices_the_least_counts(
+    overrides: tuple[str, ...], devices: int, hostfile: bool
+) -> None:
+    found = tree("train_moe", *overrides)
+    spec = parse_spec(found.data, file="x", base=Path())
+    assert (spec.cluster.nodes, spec.cluster.devices_per_node) == (2, devices)
+    assert ("hostfile" in found.data["cluster"]) is hostfile
+    assert ("experiment.runner.hostfile" in notes(found)) is not hostfile
+
+
+@pytest.mark.parametrize(("pattern", "dense"), [("[0]*3+[1]*24", 3), ("1", 0), ("[1]*27", 0)])
+def test_dense_layers_come_first(pattern: str, dense: int) -> None:
+    model = tree("train_moe", f"train.model.moe_layer_freq='{pattern}'").data["model"]
+    assert model.get("moe_first_dense_layers", 0) == dense
+
+
+@pytest.mark.parametrize("pattern", ["2", "[1]*13+[0]*14", "[1]*5", "[0]*27", "[1]**27", "([0]+[1]*99999)*99999", "x"])
+def test_another_pattern_of_experts_is_refused(pattern: str) -> None:
+    with pytest.raises(SpecError, match="moe_layer_freq"):
+        tree("train_moe", f"train.model.moe_layer_freq='{pattern}'")
+
+
+def test_a_vllm_tree_loses_what_vllm_refuses_and_says_so() -> None:
+    found = tree("serve_vllm")
+    space, told = found.data["auto_tuner"]["space"], notes(found)
+    assert space["block_size"] == [16, 32]
+    assert "swap_space" not in space
+    assert space["instances"] == "auto"
+    assert space["max_num_seqs"] == [64, 128]
+    assert space["enforce_eager"] == [True, False]
+    at = "experiment.auto_tuner.space"
+    assert "8 is dropped" in told[f"{at}.vllm.block_size"]
+    assert "0.18" in told[f"{at}.vllm.swap_space"]
+    assert "ignored by FlagScale" in told[f"{at}.max_num_seqs"]
+    assert "tried by vllm" in told[f"{at}.enforce_eager"]
+    assert "no knob" in told[f"{at}.no_such_knob"]
+    spec = parse_spec(found.data, file="x", base=Path())
+    assert spec.objective == "total_tokens_per_s"
+    assert spec.serve.engine_args["max_model_len"] == 4096
+    assert not {"host", "port", "served_model_name"} & spec.serve.engine_args.keys()
+    (load,) = spec.serve.loads
+    assert (load.range_ratio, load.prefix_len, load.request_rate) == (0.5, 0, float("inf"))
+
+
+def test_a_llama_cpp_tree_finds_its_weights_and_shares_one_context(folder: Path) -> None:
+    (folder / "b.gguf").touch()
+    (folder / "a.gguf").touch()
+    found = tree("serve_llama_cpp")
+    assert found.data["model"] == str(folder / "a.gguf")
+    assert found.data["serve"]["engine"] == "llamacpp"
+    assert found.data["auto_tuner"]["objective"] == "tpot_s"
+    wanted = {"ctx_size": 1000, "parallel": 2, "kv_cache_type": "q8_0", "threads": 1}
+    assert found.data["serve"]["engine_args"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("override", "nodes", "devices"), [("", 2, 8), ("+experiment.runner.nnodes=1", 1, 8), ("~serve.hostfile", 1, 8)]
+)
+def test_hosts_beside_the_models_count(override: str, nodes: int, devices: int) -> None:
+    cluster = tree("serve_hosts", *filter(None, [override])).data["cluster"]
+    assert (cluster["nodes"], cluster["devices_per_node"]) == (nodes, devices)
+
+
+def test_a_list_of_switches_that_is_none_is_told() -> None:
+    whole, _ = compose(Path("serve_first"), "tune", (), file="x")
+    whole["serve"]["model_args"]["vllm_model"]["action-args"] = True
+    found = translate(whole, file="x")
+    assert "no list" in notes(found)["serve.model_args.vllm_model.action-args"]
+
+
+def test_several_engines_have_knobs_of_their_own_and_flagscales_space_where_they_have_none() -> None:
+    more = ("experiment.auto_tuner.engines=[vllm,sglang]", "+experiment.auto_tuner.space.sglang.instace=[1]")
+    data = tree("serve_vllm", *more).data
+    assert data["serve"]["engine"] == ["vllm", "sglang"]
+    space = data["auto_tuner"]["space"]
+    assert space["sglang"] == {"instances": [1], "enforce_eager": [True, False], "context_len": 4096}
+    assert space["vllm"]["gpu_memory_utilization"] == 0.9
+    bare = tree("serve_vllm", "~experiment.auto_tuner.space", "experiment.auto_tuner.engines=sglang").data
+    assert bare["auto_tuner"]["space"]["page_size"] == [32, 64, 128]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_key_of_a_tree_has_an_effect_or_is_told(name: str) -> None:
+    whole, _ = compose(Path(name), "tune", (), file="x")
+    assert unaccounted(whole) == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_key_that_nobody_has_heard_of_is_told_wherever_it_is_put(name: str) -> None:
+    before = tree(name)
+    sections = {"experiment", "experiment.auto_tuner", "experiment.auto_tuner.control", "experiment.runner"}
+    if name in TRAIN:
+        sections |= {"train.model", "train.system", "train.data", "experiment.auto_tuner.space"}
+    after = tree(name, *(f"+{section}.zzz={place}" for place, section in enumerate(sections)))
+    assert after.data == before.data
+    told = " ".join(note.key for note in after.notes)
+    assert told.count("zzz") == len(sections)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_written_spec_reads_back_with_a_comment_for_every_note(name: str) -> None:
+    found = tree(name)
+    text = found.as_yaml()
+    assert yaml.safe_load(text) == found.data
+    comments = " ".join(line.strip().removeprefix("#").strip() for line in text.splitlines() if "#" in line)
+    assert [note for note in found.notes if " ".join(str(note).split()) not in comments] == []
+
+
+def test_a_value_that_cannot_be_resolved_is_told() -> None:
+    assert "cannot be resolved" in notes(tree("train_dense"))["train.data.data_path"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"), [("hydra.job.chdir=false", "job.chdir"), ("hydra/launcher=basic", "launcher")]
+)
+def test_what_is_said_to_hydra_itself_is_told(override: str, key: str) -> None:
+    (told,) = (each for each in notes(tree("train_dense", override)) if each.startswith("hydra ("))
+    assert {"run.dir", key} == set(told[len("hydra (") : -1].split(", "))
+
+
+@pytest.mark.parametrize("override", ["action='auto_tune'", "+action=auto_tune", "++action=auto_tune", "~action"])
+def test_the_action_may_be_spelt_in_all_of_hydras_ways(override: str) -> None:
+    assert tree("train_dense", override).data == tree("train_dense").data
+
+
+def test_interpolations_and_overrides_are_hydras() -> None:
+    data = tree("train_dense", "train.model.seq_length=512", "experiment.auto_tuner.space.micro_batch_size=[8]").data
+    assert data["train"]["seq_length"] == 512
+    assert data["auto_tuner"]["space"]["micro_batch_size"] == [8]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_odd_value_anywhere_ends_in_a_spec_or_in_a_spec_error(name: str) -> None:
+    whole, _ = compose(Path(name), "tune", (), file="x")
+    same = translate(whole, file="x").data
+    for path in _paths(whole):
+        for odd in ("x", [1], 0, None, {"a": [True]}):
+            changed = copy.deepcopy(whole)
+            section: Any = changed
+            for part in path[:-1]:
+                section = section[part]
+            section[path[-1]] = odd
+            with contextlib.suppress(SpecError):
+                if (data := translate(changed, file="x").data) != same:
+                    parse_spec(data, file="x", base=Path())
+
+
+def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from _paths(value, (*at, key))
+
+
+def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() -> None:
+    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in (*module.OURS,)}
+    assert {name.replace("-", "_") for name in refused} - OURS.keys() == {"model", "model_path", "model_tag"}
+
+
+def test_knobs_are_those_of_the_engines() -> None:
+    engines = {"vllm": vllm_knobs, "sglang": sglang_knobs, "llamacpp": llama_knobs}
+    assert {name: set(knobs) for name, knobs in KNOBS.items()} == {
+        name: {knob.name for knob in module.KNOBS} for name, module in engines.items()
+    }
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_a_training_tree_is_estimated_for_a_chip_that_is_not_here(name: str, folder: Path) -> None:
+    pytest.importorskip("flagcore_nvidia")
+    given = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")
+    done = flag("estimate", *given, "action=auto_tune", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "FlagScale's experiment.exp_dir" in done.stderr
+    assert json.loads(done.stdout)[0]["step_time_s"]["value"] > 0
+
+
+def test_a_vllm_tree_is_estimated_on_cpu_with_a_model_of_ones_own(folder: Path) -> None:
+    given = ("--config-path", "serve_vllm", "--config-name", "tune", "--chip", "cpu", "--json")
+    done = flag("estimate", *given, "serve.0.engine_args.model=./model", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", ["train_moe", "train_groups", "serve_pairs", "serve_hosts"])
+def test_a_tree_and_the_spec_that_is_written_of_it_have_the_same_candidates(name: str, folder: Path) -> None:
+    pytest.importorskip("flagcore_nvidia")
+    (folder / "elsewhere").mkdir()
+    found, written = tree(name), folder / "elsewhere" / "spec.yaml"
+    written.write_text(found.as_yaml())
+    direct, imported = (flagcore.estimate(given, chip="H100-SXM") for given in (found.data, written))
+    assert direct.candidates == imported.candidates
+    assert direct.candidates
+
+
+def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path) -> None:
+    given = ("import", "flagscale", "train_dense", "--config-name", "tune", "-o", "spec.yaml")
+    done = flag(*given, cwd=folder)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert parse_spec(yaml.safe_load((folder / "spec.yaml").read_text()), file="x", base=folder)
+    assert flag(*given, cwd=folder).returncode == 2
+
+
+def test_keys_are_told_as_they_are_in_another_language_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLAGCORE_LANG", "zh")
+    done = flag("import", "flagscale", "train_newest", "--config-name", "tune", cwd=folder)
+    assert done.returncode == 0
+    assert "train.system.checkpoint (save_interval, load, async_save)：已删去" in done.stderr
+    assert "# train.system.checkpoint (save_interval, load, async_save): dropped" in done.stdout
+
+
+def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("gguf")
+    sizes = ("--layers", "2", "--hidden", "128", "--heads", "4", "--kv-heads", "2", "--ffn", "256", "--context", "1024")
+    tiny = [sys.executable, str(ROOT / "examples" / "tiny_gguf.py"), str(folder / "tiny.gguf"), *sizes]
+    subprocess.run(tiny, check=True, timeout=60)
+    given = ("--config-path", "serve_llama_cpp", "--config-name", "tune", "--no-plugin", "nvidia")
+    control = ("+experiment.auto_tuner.control.max_time=120",)
+    done = flag("tune", *given, "--run-dir", "run", *control, "action=auto_tune", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    result: Any = json.loads((folder / "run" / "result.json").read_text())
+    measured = {each["candidate"]["threads"]: each for each in result["trials"] if each["state"] == "measured"}
+    assert measured[1]["role"] == "baseline"  # the tree's own arguments
+    counts = result["counts"]
+    assert (counts["candidates"], counts["failed"]) == (2, 0)
+    assert measured.keys() | ({2} if counts["untried"] else set()) == {1, 2}, result["stopped_because"]
+    assert "llama_cpp is called llamacpp" in done.stderr

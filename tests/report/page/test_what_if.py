@@ -1,0 +1,100 @@
+"""What each value of each knob would cost: checked candidate by candidate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flagcore.api.common.context import build_problem_of_spec
+from flagcore.engines.megatron.adapter import WORKLOAD
+from flagcore.problem import Problem
+from flagcore.report.page import what_if as what_if_module
+from flagcore.report.page.insight import insight
+from flagcore.report.page.what_if import what_if
+from tests.cli.conftest import MODEL
+
+SPEC: dict[str, Any] = {
+    "model": {**MODEL, "num_layers": 8},
+    "cluster": {"chip": "cpu", "devices_per_node": 4, "memory_per_device": "400MiB"},
+    "train": {"engine": "megatron", "seq_length": 256, "global_batch_size": 8, "precision": "bf16"},
+    "auto_tuner": {"space": {"context_parallel_size": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return build_problem_of_spec(SPEC, None, ())[0]
+
+
+def fitting(problem: Problem) -> list[tuple[dict[str, Any], float]]:
+    """Every candidate that is predicted to fit, with its step."""
+    rows = np.flatnonzero(problem.predictions.fits)
+    assert 0 < rows.size < len(problem.space)
+    return [(problem.space.candidate(int(row)).as_dict(), float(problem.predictions.step_time_s[row])) for row in rows]
+
+
+def test_each_value_has_its_fastest_and_its_nearest_candidate(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(what_if_module, "CHUNK", 100)  # so that what is found in one piece is set against the others
+    every = fitting(problem)
+    best, _ = every[len(every) // 2]
+    row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
+    told = {knob["knob"]: knob for knob in what_if(problem, row)}
+    for name in best:
+        values = {candidate[name] for candidate, _ in every}
+        if len(values) < 2:
+            assert name not in told
+            continue
+        assert {value["value"] for value in told[name]["values"]} == values
+        for value in told[name]["values"]:
+            mine = [(candidate, step) for candidate, step in every if candidate[name] == value["value"]]
+            assert value["candidates"] == len(mine)
+            assert _step(value["fastest"]) == min(step for _, step in mine)
+            least = min(_apart(candidate, best) for candidate, _ in mine)
+            assert len(value["nearest"]["differs"]) == least
+            assert _step(value["nearest"]) == min(step for each, step in mine if _apart(each, best) == least)
+
+
+def test_what_differs_is_told_with_its_values(problem: Problem) -> None:
+    best, _ = fitting(problem)[0]
+    row = next(row for row in range(len(problem.space)) if problem.space.candidate(row).as_dict() == best)
+    for knob in what_if(problem, row):
+        assert knob["best"] == best[knob["knob"]]
+        for value in knob["values"]:
+            near = value["nearest"]
+            assert {**best, **near["differs"]} == near["candidate"]
+            assert (value["value"] == knob["best"]) == (not near["differs"])
+
+
+def test_insight_tells_every_stage_and_adds_up_to_the_prediction(problem: Problem) -> None:
+    staged = [
+        row
+        for row in range(len(problem.space))
+        if problem.space.columns(np.array([row]))["pipeline_model_parallel_size"][0] == 4
+    ]
+    best = problem.space.candidate(staged[0])
+    told = insight(problem, WORKLOAD, best)
+    assert [stage["rank"] for stage in told["stages"]] == [0, 1, 2, 3]
+    assert len(told["pipeline"]["forward_s"]) == 4
+    worst = max(told["stages"], key=lambda stage: stage["device_used_gib"])
+    assert worst["device_used_gib"] * 2**30 == pytest.approx(float(problem.predictions.device_used_bytes[staged[0]]))
+    assert all(rule in told["says"] for rule in problem.space.illegal)
+    assert all(fact["kind"] for chip in told["chips"] for fact in chip["facts"])
+
+
+def test_without_a_best_rules_and_chips_are_told_all_the_same(problem: Problem) -> None:
+    told = insight(problem, WORKLOAD, None)
+    assert told["says"]
+    assert told["chips"]
+    assert "knobs" not in told
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> int:
+    return sum(one[knob] != other[knob] for knob in one)
+
+
+def _step(told: dict[str, Any]) -> float:
+    return float(told["predicted"]["step_time_s"]["value"])

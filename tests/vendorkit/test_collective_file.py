@@ -1,0 +1,95 @@
+"""Measured collectives of a plugin, read from YAML."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagcore.domain.chip import Chip
+from flagcore.errors import SpecError
+from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.vendorkit.collective_file import collective_table, read_collectives
+
+GOOD = """
+level: node
+source: {kind: measured, how: accl-tests, software: accl 1.2}
+curves:
+  - {kind: all_reduce, ranks: 8, payload_bytes: [1024, 1048576], seconds: [1.2e-05, 3.0e-05]}
+  - {kind: send, ranks: 2, payload_bytes: [1048576], seconds: [4.0e-05]}
+"""
+
+
+def test_a_file_of_curves_is_read_with_its_source() -> None:
+    table = read_collectives(GOOD, "collectives.yaml")
+    assert isinstance(table, CollectiveTable)
+    assert (table.level, table.source) == ("node", "measured: accl-tests, software accl 1.2")
+    first, second = table.curves
+    assert (first.kind, first.ranks, first.payload_bytes, first.seconds) == (
+        "all_reduce",
+        8,
+        (1024.0, 1048576.0),
+        (1.2e-05, 3.0e-05),
+    )
+    assert second.kind == "send"
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "words"),
+    [
+        (("source: {kind: measured, how: accl-tests, software: accl 1.2}", ""), "source", "is missing"),
+        (("kind: all_reduce", "kind: broadcast"), "curves[0].", "not broadcast"),
+        (("ranks: 8", "ranks: 1"), "curves[0].", "2 ranks or more"),
+        (("kind: send, ranks: 2", "kind: send, ranks: 4"), "curves[1].", "a send 2"),
+        (("[1024, 1048576]", "[1048576, 1024]"), "curves[0].", "that grow"),
+        (("[1024, 1048576]", "[1024]"), "curves[0].", "as many seconds"),
+        (("[1024, 1048576]", "[1 KiB, 1 MiB]"), "curves[0].payload_bytes", "list of int"),
+        (("[1.2e-05, 3.0e-05]", "[12, 30]"), "curves[0].seconds", "list of float"),
+        (("[1.2e-05, 3.0e-05]", "[-1.2e-05, 3.0e-05]"), "curves[0].", "above 0"),
+        (("kind: send, ranks: 2", "kind: all_reduce, ranks: 8"), "curves", "two curves of one kind"),
+        (("ranks: 8", "rank: 8"), "curves[0].ranks", "is missing"),
+        (("level: node", "levels: node"), "levels", "is no key"),
+    ],
+)
+def test_a_mistake_is_told_with_its_key_and_the_rule(change: tuple[str, str], key: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        read_collectives(GOOD.replace(*change), "collectives.yaml")
+    assert caught.value.key == key
+    assert words in str(caught.value)
+
+
+def test_a_file_without_curves_is_refused() -> None:
+    with pytest.raises(SpecError, match="at least one curve"):
+        read_collectives("source: {kind: measured, how: nothing}\n", "collectives.yaml")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package that ships curves of the A1, and of chips that point at others."""
+    for name, text in {
+        "a1": GOOD,
+        "a1-lite": "same_as: A1\nsource: {kind: estimated, method: the same switch}\n",
+        "lost": "same_as: A9\nsource: {kind: estimated, method: a guess}\n",
+        "round": "same_as: round\nsource: {kind: estimated, method: a guess}\n",
+    }.items():
+        folder = tmp_path / "curves_of_acme" / "costs" / name
+        folder.mkdir(parents=True)
+        (folder / "collectives.yaml").write_text(text)
+    (tmp_path / "curves_of_acme" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "curves_of_acme", raising=False)
+    return "curves_of_acme"
+
+
+def test_a_chip_with_the_links_of_another_takes_its_curves(package: str) -> None:
+    own, other = (collective_table(package, Chip(name=name, vendor="acme")) for name in ("A1", "A1-Lite"))
+    assert own is not None
+    assert other == own
+    assert collective_table(package, Chip(name="A2", vendor="acme")) is None
+
+
+@pytest.mark.parametrize(("chip", "words"), [("Lost", "is missing"), ("Round", "leads back to itself")])
+def test_a_chip_that_points_nowhere_is_told(package: str, chip: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        collective_table(package, Chip(name=chip, vendor="acme"))

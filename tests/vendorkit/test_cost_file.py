@@ -1,0 +1,133 @@
+"""Curves and measured kernels that plugins ship."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.errors import SpecError
+from flagcore.physics.kernels.curve import Curve
+from flagcore.physics.kernels.roofline import Roofline
+from flagcore.physics.kernels.table import KernelTable
+from flagcore.vendorkit.cost_file import kernel_costs, read_curve, read_kernels, read_provenance
+
+PEAK = Fact(value=1e14, source=Source(kind="datasheet", detail="made up"))
+CHIP = Chip(
+    name="X1-64G",
+    vendor="x",
+    memory_bandwidth_bytes_per_second=Fact(value=1e12, source=PEAK.source),
+    dense_flops_per_second={"bf16": PEAK},
+)
+CURVE = """\
+curve: {gemm_share: 0.6, gemm_shares: {fp8: 0.5}, launch_seconds: 2.0e-5}
+source: {kind: estimated, method: guessed for this test}
+"""
+PROVENANCE = """\
+how: a clock
+software: {torch: 2.10.0}
+date: 2026-11-20
+event_us: 4
+host_us: {gemm: 30}
+slowed: {gemm: {after_us: 1000, by: 0.5}}
+"""
+
+
+def gemm(m: int, us: float) -> str:
+    return json.dumps({"kernel": "gemm", "precision": "bf16", "m": m, "n": 4096, "k": 4096, "us": us})
+
+
+@pytest.fixture
+def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An importable package and its folder of costs for the chip."""
+    folder = tmp_path / "shipped" / "costs" / "x1-64g"
+    folder.mkdir(parents=True)
+    (tmp_path / "shipped" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "shipped", raising=False)
+    return folder
+
+
+def test_a_chip_without_files_is_left_to_the_core(costs: Path) -> None:
+    assert kernel_costs("shipped", CHIP) is None
+
+
+def test_a_curve_overrides_what_it_names_and_nothing_else(costs: Path) -> None:
+    (costs / "curve.yaml").write_text(CURVE)
+    made = kernel_costs("shipped", CHIP)
+    assert isinstance(made, Roofline)
+    assert made.curve == Curve(gemm_share=0.6, gemm_shares={"fp8": 0.5}, launch_seconds=2e-5)
+
+
+def test_measured_kernels_make_a_table(costs: Path) -> None:
+    (costs / "provenance.yaml").write_text(PROVENANCE)
+    (costs / "kernels.jsonl").write_text(gemm(2048, 1504.0))
+    made = kernel_costs("shipped", CHIP)
+    assert isinstance(made, KernelTable)
+    m, side = np.array([2048.0]), np.array([4096.0])
+    clock = 1.0 + 0.5 / (1.0 + (1000 / 1500) ** 4)
+    assert made.gemm_seconds(m, side, side, "bf16") == pytest.approx(1500e-6 / clock, rel=0.02)
+
+
+def test_measured_kernels_without_their_provenance_are_refused(costs: Path) -> None:
+    (costs / "kernels.jsonl").write_text(gemm(2048, 1504.0))
+    with pytest.raises(SpecError, match=r"provenance\.yaml.* is missing"):
+        kernel_costs("shipped", CHIP)
+
+
+def test_times_that_the_host_decided_are_bounds() -> None:
+    sheet = read_kernels(gemm(1, 29.0) + "\n\n" + gemm(2048, 600.0), "f", read_provenance(PROVENANCE, "p"))
+    assert [kernel.bound for kernel in sheet.kernels] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "curve: {gemm_shore: 0.6}\nsource: {kind: measured, how: x}",
+            "curve.gemm_shore.*the parameters are .*gemm_share",
+        ),
+        ("curve: {gemm_share: fast}\nsource: {kind: measured, how: x}", "curve.gemm_share = 'fast' must be a number"),
+        ("curve: {gemm_share: -1}\nsource: {kind: measured, how: x}", "curve.gemm_share = -1"),
+        ("curve: {tile: 0}\nsource: {kind: measured, how: x}", "curve.tile = 0.0 must be a number, above 0"),
+        ("curve: {gemm_shares: {fp8: 0}}\nsource: {kind: measured, how: x}", "gemm_shares.fp8 = 0.0 .*above 0"),
+        ("curve: {gemm_share: 0.6}", "source is missing"),
+        ("source: {kind: measured, how: x}", "curve is missing"),
+    ],
+)
+def test_a_bad_curve_is_told_with_key_value_and_fix(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        read_curve(text, "curve.yaml")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"kernel": "gemv", "us": 1}',
+        '{"kernel": "gemm", "precision": "bf16", "m": 1, "n": 1, "us": 1}',
+        '{"kernel": "copy", "bytes": 1, "us": 0}',
+        '{"kernel": "copy", "bytes": -1, "us": 1}',
+        '{"kernel": "copy", "bytes": 1, "us": Infinity}',
+    ],
+)
+def test_a_bad_kernel_is_told_with_its_line(line: str) -> None:
+    with pytest.raises(SpecError, match="line 2"):
+        read_kernels(gemm(1, 1.0) + "\n" + line, "kernels.jsonl", read_provenance(PROVENANCE, "p"))
+
+
+@pytest.mark.parametrize(("of", "longer"), [("", 1.0), ("of: runs\n", 1.0), ("of: kernels\n", 1.25)])
+def test_a_curve_says_whether_it_is_of_runs_or_of_kernels_alone(of: str, longer: float) -> None:
+    text = f"curve: {{gemm_share: 0.8}}\n{of}source: {{kind: published, where: a report}}\n"
+    assert read_curve(text, "curve.yaml").in_runs == longer
+
+
+def test_a_curve_of_something_else_is_told() -> None:
+    text = "curve: {gemm_share: 0.8}\nof: dreams\nsource: {kind: published, where: a report}\n"
+    with pytest.raises(SpecError, match=r"of = .dreams. is nothing that a curve is fitted to; use runs or kernels"):
+        read_curve(text, "curve.yaml")
