@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from flagcore.contracts.chip import PruningRule
 from flagcore.contracts.platform import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
@@ -21,6 +22,10 @@ class Workload(Protocol):
     """One engine: its knobs, their rules, its flags, its metrics. Knows no vendor."""
 
     name: str
+    kind: str
+    """What it does: train or serve."""
+    knobs: tuple[Knob, ...]
+    """All options that specs and job records may set."""
     modules: Mapping[str, str]
     """What trials import, and the pip requirement that brings it."""
 

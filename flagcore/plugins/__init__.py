@@ -5,6 +5,7 @@ Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
 """
 
 from flagcore.plugins.entry_points import (
+    ENGINES,
     LAUNCHERS,
     STRATEGIES,
     WORKLOADS,
@@ -20,6 +21,7 @@ from flagcore.plugins.loader import Plugin
 
 __all__ = [
     "DISABLE_VARIABLE",
+    "ENGINES",
     "GROUP",
     "LAUNCHERS",
     "STRATEGIES",

@@ -48,6 +48,8 @@ class Megatron:
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
     name = "megatron"
+    kind = "train"
+    knobs = knobs.KNOBS
     modules: Mapping[str, str] = {"torch": "torch", "megatron.core": "megatron-core>=0.16,<0.17"}
 
     def axes(self, task: Task) -> tuple[Axis, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
@@ -27,6 +28,7 @@ class Serving:
     """Servers of one engine, loaded as clients do. `where` leads the trial program to it, as module:attribute."""
 
     kind = "serve"
+    knobs: tuple[Knob, ...] = ()
 
     def __init__(self, engine: Engine, where: str) -> None:
         self.engine, self._where = engine, where
