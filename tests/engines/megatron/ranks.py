@@ -15,7 +15,7 @@ from flagcore.domain.model import Model
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.options import Options, StageLayers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 DP, TP, PP, VP = (
     "data_parallel_size",
