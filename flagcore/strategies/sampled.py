@@ -14,7 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from flagcore.contracts import Choice, SearchContext
+from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.space import Axis, Columns, IntArray, Space, decode
 from flagcore.domain.trial import Trial
 from flagcore.domain.trial import TrialState as Ended
@@ -126,4 +126,5 @@ def _gp(seed: int) -> BaseSampler:
     return GPSampler(seed=seed)
 
 
-TPE, GP = Sampled("tpe", _tpe), Sampled("gp", _gp)
+TPE: Strategy = Sampled("tpe", _tpe)
+GP: Strategy = Sampled("gp", _gp)
