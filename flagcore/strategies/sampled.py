@@ -24,7 +24,7 @@ WORSE = 2.0
 """A trial that ran out of memory counts as one that took so many times as long as the slowest one that ran."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """Tries what a sampler of Optuna suggests. It sees step times, and knobs by their place among their values."""
 
