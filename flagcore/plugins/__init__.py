@@ -5,9 +5,11 @@ Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
 """
 
 from flagcore.plugins.entry_points import (
+    IMPORTERS,
     LAUNCHERS,
     STRATEGIES,
     WORKLOADS,
+    importer,
     launcher,
     names,
     strategy,
@@ -21,12 +23,14 @@ from flagcore.plugins.loader import Plugin
 __all__ = [
     "DISABLE_VARIABLE",
     "GROUP",
+    "IMPORTERS",
     "LAUNCHERS",
     "STRATEGIES",
     "WORKLOADS",
     "LoadedPlugins",
     "Plugin",
     "PluginFailure",
+    "importer",
     "launcher",
     "load_plugins",
     "names",
