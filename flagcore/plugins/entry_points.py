@@ -10,7 +10,7 @@ from flagcore.contracts import Importer, Launcher, Strategy, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.engines.with_knobs import with_knobs
-from flagcore.errors import NoDevice, SpecError, UsageError
+from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
 from flagcore.plugins.validation import behaviour
 
@@ -46,6 +46,14 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
     return with_knobs(found)
+
+
+def kind_of(engine: str) -> str:
+    """Return what the engine of this name does, "train" or "serve"; empty if it is not installed or does not load."""
+    try:
+        return workload(engine).kind
+    except FlagError:
+        return ""
 
 
 def launcher(name: str) -> Launcher:
