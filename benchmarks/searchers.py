@@ -16,7 +16,7 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.api.tuning.transfer import MOST
+from flagcore.api.common.transfer import MOST
 from flagcore.contracts import SearchContext, Strategy
 from flagcore.domain.budget import spent
 from flagcore.domain.experience import Observed, Past

@@ -10,11 +10,11 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.common.inputs import SpecLike, given
 from flagcore.api.common.run_folder import RUNS, anywhere, task_of, with_fidelity
+from flagcore.api.common.transfer import past as past_of
 from flagcore.api.common.warnings import loaded_plugins, parsed, tell, tell_of_problem
 from flagcore.api.reporting.report import keep_report, keep_report_of_engines
 from flagcore.api.tuning.export import Outcome, keep
 from flagcore.api.tuning.several_engines import each_engine
-from flagcore.api.tuning.transfer import past as past_of
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.experience import Past

@@ -7,8 +7,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from flagcore.api.hardware.machine_load import busy
-from flagcore.api.hardware.unlisted_chips import chip_of, support_from
+from flagcore.api.common.machine_load import busy
+from flagcore.api.common.unlisted_chips import chip_of, support_from
 from flagcore.calibration import Calibration, Calibrations, collective_table, kernel_table
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip, bare
