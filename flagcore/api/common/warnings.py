@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.hardware.calibrated_plugins import CalibratedPlugins
+from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import InstalledVersion, Workload
 from flagcore.domain.chip import Support

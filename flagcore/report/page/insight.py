@@ -4,7 +4,7 @@ when a run ends and need not be later, on another machine, or with other plugins
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import Task
+from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.problem import Problem
 from flagcore.report.page.what_if import what_if
 from flagcore.stages.build import refusals
@@ -31,6 +32,7 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
         "says": _says(problem, workload),
         "chips": list(_chips(problem.platform.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
+        "kernel_sources": {} if row is None else _kernel_sources(problem, workload, row),
         "environment": dict(problem.platform.environment),
     }
     if row is None:
@@ -80,6 +82,16 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
             }
         )
     return found
+
+
+def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str, list[str]]:
+    """Return the sources of the times of kernels of one candidate, by kind of kernel."""
+    costs = problem.platform.costs
+    if not isinstance(costs.kernels, KernelCostStack):
+        return {}
+    kernels = costs.kernels.recording()
+    workload.predict(problem.platform.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
+    return {kind: sorted(names) for kind, names in (kernels.answered or {}).items()}
 
 
 def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
