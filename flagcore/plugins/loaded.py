@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
-from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support, bare
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
@@ -18,13 +18,14 @@ from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
 from flagcore.plugins.capture_warnings import heard
-from flagcore.plugins.fallback_costs import FilledCollectiveCosts, FilledKernelCosts
+from flagcore.plugins.entry_points import kind_of
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
-from flagcore.plugins.plugin_proxy import proxied
+from flagcore.plugins.plugin_proxy import plugin_name, proxied
 
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
@@ -119,12 +120,16 @@ class LoadedPlugins:
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
         """Return the first plugin's answer."""
-        return self._first([group.chip], "flagcore_memory_model", validation.memory_model, group=group, engine=engine)
+        about = {"group": group, "engine": engine, "kind": kind_of(engine)}
+        return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **about)
 
-    def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
-        """Return the first plugin's answer, with the roofline where that is NaN; None for the roofline alone."""
-        table = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, chip=chip, engine=engine)
-        return None if table is None else FilledKernelCosts(table, Roofline(chip=chip))
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
+        """Return the first plugin's costs and the roofline below them; None if no plugin has any."""
+        about = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
+        table = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **about)
+        if table is None:
+            return None
+        return KernelCostStack(((f"plugin {plugin_name(table)}", table), (ROOFLINE, Roofline(chip=chip))))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return the first plugin's answer, with the topology's where that is NaN; None for the topology alone."""
@@ -134,14 +139,20 @@ class LoadedPlugins:
             return validation.collective_costs(answer, levels)
 
         found = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
-        return None if found is None else FilledCollectiveCosts(found, Collectives(topology=levels))
+        return None if found is None else CollectiveCostStack((found, Collectives(topology=levels)))
 
     def environment(
         self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
     ) -> Mapping[str, str]:
         """Return all plugins' variables; where several set one, the plugin asked first wins."""
         joined: dict[str, str] = {}
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "task": task}
+        about = {
+            "chip": chip,
+            "engine": engine,
+            "engine_version": engine_version,
+            "task": task,
+            "kind": kind_of(engine),
+        }
         for found in self._all([chip], "flagcore_environment", validation.environment, **about):
             joined = {**found, **joined}
         return joined
@@ -158,7 +169,7 @@ class LoadedPlugins:
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the first plugin's answer; UNKNOWN if there is none."""
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         found = self._first([chip], "flagcore_engine_support", validation.support, **about)
         return found or EngineSupport(
             support=Support.UNKNOWN, reason=f"no plugin says how {engine} runs on {chip.name}"

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
@@ -29,7 +30,7 @@ from flagcore.spec.schema import (
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
 from flagcore.spec.units import parse_bytes
-from flagcore.spec.validate import checked
+from flagcore.spec.validate import checked, gathered, joined
 
 
 def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Collection[str] = ()) -> Spec:
@@ -44,22 +45,34 @@ def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plug
     try:
         document = checked(document_of(name, knobs) if knobs else Document, data, file=file)
     except SpecError as error:
-        raise with_plugin_knobs(error, plugin_knobs) from None
-    tuner, baseline = document.auto_tuner, None
-    if tuner.baseline is not None:
-        baseline = candidate_of(tuner.baseline, knobs) | plugin_baseline(beside, file)
-    return Spec(
-        cluster=_cluster(document.cluster, file, base),
-        control=_control(tuner.control, file),
-        envs=_environment(document.envs, file),
-        model=_model(document.model, file, base),
-        work=train_of(document.train, knobs, base),
-        space=space_of(tuner.space, knobs) | plugin_space(beside["space"], file),
-        baseline=baseline,
-        objective=tuner.objective,
-        strategy=tuner.strategy,
-        launcher=tuner.launcher,
+        problems = [with_plugin_knobs(each, plugin_knobs) for each in error.problems]
+    else:
+        return _training(document, knobs, beside, file, base)
+    raise joined(problems)
+
+
+def _training(
+    document: Document, knobs: Sequence[Knob], beside: dict[str, dict[str, Any]], file: str, base: Path
+) -> Spec:
+    tuner = document.auto_tuner
+    parts = gathered(
+        {
+            "model": lambda: _model(document.model, file, base),
+            "cluster": lambda: _cluster(document.cluster, file, base),
+            "work": lambda: train_of(document.train, knobs, base),
+            "space": lambda: space_of(tuner.space, knobs) | plugin_space(beside["space"], file),
+            "baseline": lambda: _baseline(tuner.baseline, knobs, beside, file),
+            "control": lambda: _control(tuner.control, file),
+            "envs": lambda: _environment(document.envs, file),
+        }
     )
+    return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+
+
+def _baseline(
+    baseline: Any, knobs: Sequence[Knob], beside: dict[str, dict[str, Any]], file: str
+) -> dict[str, KnobValue] | None:
+    return None if baseline is None else candidate_of(baseline, knobs) | plugin_baseline(beside, file)
 
 
 def _serving(data: Any, file: str, base: Path) -> Spec:
@@ -73,21 +86,28 @@ def _serving(data: Any, file: str, base: Path) -> Spec:
             problem, fix = "are several, and this takes one", "give one of them; `flag tune` takes several"
             raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
         engine = engine[0]
-    check_sections(tuner.space, [engine], "space", file)
-    check_sections(tuner.baseline or {}, [engine], "baseline", file)
-    baseline = None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
-    return Spec(
-        cluster=_cluster(document.cluster, file, base),
-        control=Control(**tuner.control.model_dump()),
-        envs=_environment(document.envs, file),
-        model=_model(document.model, file, base),
-        work=serve_of(document.serve, engine, base, cards=tuner.cards, model=document.model, file=file),
-        space=space_of_engine(tuner.space, engine),
-        baseline=baseline,
-        objective=tuner.objective,
-        strategy=tuner.strategy,
-        launcher=tuner.launcher,
+    serve = document.serve
+
+    def space() -> dict[str, Any]:
+        check_sections(tuner.space, [engine], "space", file)
+        return space_of_engine(tuner.space, engine)
+
+    def baseline() -> dict[str, Any] | None:
+        check_sections(tuner.baseline or {}, [engine], "baseline", file)
+        return None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
+
+    parts = gathered(
+        {
+            "model": lambda: _model(document.model, file, base),
+            "cluster": lambda: _cluster(document.cluster, file, base),
+            "work": lambda: serve_of(serve, engine, base, cards=tuner.cards, model=document.model, file=file),
+            "space": space,
+            "baseline": baseline,
+            "control": lambda: Control(**tuner.control.model_dump()),
+            "envs": lambda: _environment(document.envs, file),
+        }
     )
+    return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
 
 
 def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpec:
@@ -184,8 +204,7 @@ def _control(control: ControlSection, file: str) -> Control:
 
 
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
-    for name in envs:
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            problem = "is not the name of an environment variable"
-            raise spec_error(("envs", name), problem, fix="use letters, digits and underscores", file=file)
+    problem, fix = "is not the name of an environment variable", "use letters, digits and underscores"
+    if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
+        raise joined([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
     return {name: str(value) for name, value in envs.items()}

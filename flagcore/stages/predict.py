@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Workload, memory_components
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.objective import told
 from flagcore.domain.prediction import ModelPart, Prediction, Predictions, RankPrediction
@@ -59,7 +59,7 @@ def predict_components(
     """Return the engine's figures by component with the settings of each row's knobs; factors are not split."""
     found: dict[str, dict[str, FloatArray]] = {}
     for effects, some, rows in rows_by_effects(task, columns):
-        components = workload.components(engine_task(task, effects), some, stages[rows], costs)
+        components = memory_components(workload, engine_task(task, effects), some, stages[rows], costs)
         for component, figures in components.items():
             for name, values in figures.items():
                 found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flagcore.contracts import Launcher, Platform, Running, Workload
+from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of
 from flagcore.domain.failure import classify, log_tail
@@ -55,11 +55,11 @@ def probe(
     cannot be started, and lets exceptions pass; either ends the processes.
     """
     task = platform.task
-    bare, own = engine_task(task), engine_candidate(task, candidate)
-    chosen = tuple(ranks) or workload.probe_ranks(bare, own, platform.costs)
+    prober, bare, own = require_prober(workload), engine_task(task), engine_candidate(task, candidate)
+    chosen = tuple(ranks) or prober.probe_ranks(bare, own, platform.costs)
     columns = workload.columns(bare, own.as_dict())
     as_set = engine_task(task, effects_of(task, candidate.as_dict()))
-    predicted = {rank: workload.rank(as_set, columns, rank, platform.costs) for rank in chosen}
+    predicted = {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in chosen}
     done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
     waiting, playing = [rank for rank in chosen if rank not in done], list[_Playing]()
     ends = time.monotonic() + seconds
@@ -94,7 +94,7 @@ def _known(
         with suppress(OSError, ValueError, KeyError, TypeError, FlagError):
             ended = json.loads(read_regular(os.path.join(where, "exit.json")))
             if ended["code"] == 0 and ended["ended_by"] is None:
-                measured = workload.read_probe(platform.task, where)
+                measured = require_prober(workload).read_probe(platform.task, where)
                 return RankProbe(rank=rank, state=TrialState.MEASURED, predicted=predicted, measured=measured)
     return None
 
@@ -115,7 +115,7 @@ def _start(
         raise LaunchError(f"{where} cannot be made: {error.strerror or error}") from None
     task = platform.task
     bare, own = replace(platform, task=engine_task(task)), engine_candidate(task, candidate)
-    planned = workload.probe_launch(bare, own, blank.rank, where, blank.device)
+    planned = require_prober(workload).probe_launch(bare, own, blank.rank, where, blank.device)
     variables = environment_of(effects_of(task, candidate.as_dict()))
     planned = platform.prepared(replace(planned, environment={**planned.environment, **variables}))
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
@@ -134,7 +134,7 @@ def _first(playing: Sequence[_Playing]) -> tuple[_Playing, Exit]:
 def _outcome(blank: RankProbe, ended: Exit, platform: Platform, workload: Workload, folder: str) -> RankProbe:
     if ended.code == 0 and ended.ended_by is None:
         try:
-            measured = workload.read_probe(platform.task, folder)
+            measured = require_prober(workload).read_probe(platform.task, folder)
         except FlagError as error:
             return replace(blank, reason=str(error))
         return replace(blank, state=TrialState.MEASURED, measured=measured)

@@ -21,7 +21,7 @@ def rank(strategy: Strategy, context: SearchContext) -> Choice:
         return Choice(row=None, because="every candidate is settled")
     for trial in context.trials:
         if trial.state is TrialState.INTERRUPTED and (row := context.space.find(trial.candidate)) in context.open_rows:
-            return Choice(row=row, because="it was interrupted")
+            return Choice(row=row, because="interrupted before")
     return strategy.next(context)
 
 

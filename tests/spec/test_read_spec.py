@@ -80,7 +80,7 @@ auto_tuner:
 envs: {WORD: on, NUMBER: 8}
 action: auto_tune
 """,
-        train="train: {engine: megatron, seq_length: 8, global_batch_size: 4, precision: fp8, command: [bash, run.sh]}\n",
+        train="train: {engine: megatron, seq_length: 8, global_batch_size: 4, precision: fp8, command: [bash, x]}\n",
     )
     assert spec.cluster == ClusterSpec(
         chip="example-80g", nodes=2, devices_per_node=8, memory_bytes_per_device=3 * 2**29
@@ -90,7 +90,7 @@ action: auto_tune
     )
     assert (spec.objective, spec.strategy, spec.launcher) == ("step_time_s", "mine", "far")
     assert spec.envs == {"WORD": "on", "NUMBER": "8"}
-    assert spec.train.command == ("bash", "run.sh")
+    assert spec.train.command == ("bash", "x")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.common.inputs import UNNAMED, SpecLike, given
 from flagcore.api.common.runs import SPEC, Run, load_run
+from flagcore.api.common.transfer import past as past_of
 from flagcore.api.common.warnings import loaded_plugins, parsed, tell_of_problem
-from flagcore.api.tuning.transfer import past as past_of
 from flagcore.calibration import Experience
 from flagcore.contracts import SearchContext, Workload
 from flagcore.domain.experience import Past

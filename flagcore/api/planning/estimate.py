@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.common.plugin_notes import plugin_notes
-from flagcore.contracts import Workload
+from flagcore.contracts import Workload, model_parts
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import SearchState
@@ -94,7 +94,7 @@ def estimate(
         candidates=tuple(
             {"number": n, **each} for n, each in enumerate(_records(problem, workload, order[:top]), start=1)
         ),
-        model=tuple(model_table(workload.parts(task))),
+        model=tuple(model_table(model_parts(workload, task))),
         untimed=int(untimed.sum()),
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),

@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.warnings import loaded_plugins
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Workload, memory_components, model_parts, require_job_records, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -80,7 +80,9 @@ def _job(line: Line) -> Job:
 
 def _refused(error: FlagError) -> Answer:
     """Return what is said of a record that cannot be predicted."""
-    return {"status": "invalid" if isinstance(error, SpecError) else "unknown", "reason": str(error)}
+    if isinstance(error, SpecError):
+        return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
+    return {"status": "unknown", "reason": str(error)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class _Jobs:
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")
         bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
-        task, values, noted = workload.published(bare, job.candidate, job.notes)
+        task, values, noted = require_job_records(workload).published(bare, job.candidate, job.notes)
         warnings: tuple[str, ...] = ()
         if isinstance(job.work, TrainSpec):
             assumed = assumed_in_job({*job.work.settings, *noted}, task.spec.train.settings)
@@ -203,7 +205,7 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
     task = rows[0].task
     columns = canonical(columns, workload.merges(task))
     predictions = workload.predict(task, columns, platform.costs)
-    components = workload.components(task, columns, predictions.worst_stage, platform.costs)
+    components = memory_components(workload, task, columns, predictions.worst_stage, platform.costs)
     answers: dict[int, Answer] = {}
     untimed = no_time(task, platform.costs) if not np.isfinite(predictions.step_time_s).all() else ""
     for number, row in enumerate(rows):
@@ -213,7 +215,9 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
         answers[row.place] = {"status": "ok", **why, **told, **record(task, figures)}
         if row.rank is not None:
             only = _taken(columns, np.array([number]))
-            answers[row.place]["rank"] = rank_record(workload.rank(task, only, row.rank, platform.costs))
+            answers[row.place]["rank"] = rank_record(
+                require_prober(workload).rank(task, only, row.rank, platform.costs)
+            )
     return answers
 
 
@@ -225,7 +229,7 @@ def _described(workload: Workload, row: _Row) -> Answer:
         "devices": cluster.devices,
         "candidate": {knob: value for knob, value in row.values.items() if value is not None},
         "settings": dict(work.settings if isinstance(work, TrainSpec) else work.engine_args),
-        "model": model_table(workload.parts(row.task)),
+        "model": model_table(model_parts(workload, row.task)),
     }
 
 

@@ -20,7 +20,7 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import plain_without_secrets, secrets_of, secrets_within, without_secrets
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
-from flagcore.loop import Ending
+from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import as_yaml
 from flagcore.report.notebook import as_html
@@ -59,7 +59,7 @@ class Outcome:
         return as_html(repr(self).strip("<>"), [], {}, below=str(self))
 
 
-def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+def keep(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"

@@ -4,18 +4,18 @@ when a run ends and need not be later, on another machine, or with other plugins
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Pipelined, Workload
+from flagcore.contracts import Pipelined, Prober, Workload, memory_components
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import Task
-from flagcore.errors import FlagError
+from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.problem import Problem
 from flagcore.report.page.what_if import what_if
 from flagcore.stages.prune import LEARNED
@@ -32,6 +32,7 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
         "says": _says(problem),
         "chips": list(_chips(problem.platform.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
+        "kernel_sources": {} if row is None else _kernel_sources(problem, workload, row),
         "environment": dict(problem.platform.environment),
     }
     if row is None:
@@ -58,12 +59,11 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
     as_set = engine_task(task, effects_of_row(task, columns))
     count = int(columns.get("pipeline_model_parallel_size", np.ones(1))[0])
     found = []
+    if not isinstance(workload, Prober):
+        return []
     for stage in range(count):
-        parts = workload.components(as_set, columns, np.array([stage]), platform.costs)
-        try:
-            held = workload.rank(as_set, columns, stage * (task.cluster.devices // count), platform.costs)
-        except FlagError:
-            return []
+        parts = memory_components(workload, as_set, columns, np.array([stage]), platform.costs)
+        held = workload.rank(as_set, columns, stage * (task.cluster.devices // count), platform.costs)
         found.append(
             {
                 "stage": stage,
@@ -82,6 +82,16 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
             }
         )
     return found
+
+
+def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str, list[str]]:
+    """Return the sources of the times of kernels of one candidate, by kind of kernel."""
+    costs = problem.platform.costs
+    if not isinstance(costs.kernels, KernelCostStack):
+        return {}
+    kernels = costs.kernels.recording()
+    workload.predict(problem.platform.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
+    return {kind: sorted(names) for kind, names in (kernels.answered or {}).items()}
 
 
 def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.importers.flagscale import engines, experiment, history, layouts, options, shape, training
 from tests.importers.flagscale.accounting import leaves
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "flagscale.md").read_text(encoding="utf-8")
 KEYS = PAGE[PAGE.index("## What becomes of the keys") :]
 TREES = Path(__file__).parent / "trees"
