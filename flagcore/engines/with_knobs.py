@@ -62,13 +62,13 @@ def rules_of(task: Task, knob: PluginKnob, known: Sequence[Axis]) -> tuple[Rule,
     if knob.of_experts and task.spec.model.num_moe_experts is None:
         says = f"{knob.name} is of mixtures of experts, and the model is none"
         name = f"{knob.name}_without_experts"
-        rules.append(Rule(name=name, knobs=(knob.name,), says=says, broken=lambda c: c[knob.name] != off))
+        rules.append(Rule(name=name, knobs=(knob.name,), message=says, broken=lambda c: c[knob.name] != off))
     for need in knob.needs:
         wanted = by_name.get(need.knob)
         broken = partial(_lacks, knob.name, off, need, wanted)
-        says = f"{knob.name} needs {need}: {knob.says}"
+        says = f"{knob.name} needs {need}: {knob.message}"
         knobs = (knob.name, need.knob) if wanted else (knob.name,)
-        rules.append(Rule(name=f"{knob.name}_needs_{need.knob}", knobs=knobs, says=says, broken=broken))
+        rules.append(Rule(name=f"{knob.name}_needs_{need.knob}", knobs=knobs, message=says, broken=broken))
     return tuple(rules)
 
 
@@ -129,7 +129,7 @@ class _WithKnobs:
             (knob.name, axis_of(task, knob), each) for knob in task.knobs for each in knob.choices if each.settings
         ]
         mine = [_but_where_set(rule, setting) for rule in own]
-        return (*mine, *needed, *self._rules_of_settings(task, setting, {(rule.name, rule.says) for rule in own}))
+        return (*mine, *needed, *self._rules_of_settings(task, setting, {(rule.name, rule.message) for rule in own}))
 
     def _rules_of_settings(
         self, task: Task, setting: Sequence[_Setting], own: Container[tuple[str, str]]
@@ -140,10 +140,10 @@ class _WithKnobs:
         """
         for knob, axis, choice in setting:
             for rule in self._engine.rules(_set(task, [choice])):
-                if rule.name in choice.settings or (rule.name, rule.says) not in own:
+                if rule.name in choice.settings or (rule.name, rule.message) not in own:
                     broken = partial(_broken_where, knob, axis.encode(choice.value), rule)
-                    knobs, says = (knob, *rule.knobs), f"{knob} = {choice.value}: {rule.says}"
-                    yield Rule(name=f"{knob}_{rule.name}", knobs=knobs, says=says, broken=broken)
+                    knobs, says = (knob, *rule.knobs), f"{knob} = {choice.value}: {rule.message}"
+                    yield Rule(name=f"{knob}_{rule.name}", knobs=knobs, message=says, broken=broken)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return what is the same to the engine."""

@@ -53,7 +53,7 @@ class Known:
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return what the rules say that call one candidate, in the space or not, not worth a trial."""
         predicted = self.workload.predict(self.task, columns, self.problem.platform.costs)
-        return [f"{rule.name}: {rule.says}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
+        return [f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
 
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return what is predicted of one candidate, in the space or not, by component of its worst stage, too."""

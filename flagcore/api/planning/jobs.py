@@ -190,12 +190,12 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
 def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
     """Return what the rules that a row breaks say, and the values of their knobs; those that are off or 1 left out."""
     found: dict[str, KnobValue] = {}
-    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.says))]
+    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
     for knob in named:
         given = values.get(knob)
         found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
     told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
-    return "; ".join(rule.says for rule in rules) + (f" (here {told})" if told else "")
+    return "; ".join(rule.message for rule in rules) + (f" (here {told})" if told else "")
 
 
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:

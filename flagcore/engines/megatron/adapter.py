@@ -36,7 +36,7 @@ class UselessSelectiveRecompute:
     """Selective recompute drops the attention core, which flash attention recomputes by itself."""
 
     name = "selective_recompute_with_flash_attention"
-    says = "flash attention keeps no attention core, so recomputing it costs time and saves nothing"
+    message = "flash attention keeps no attention core, so recomputing it costs time and saves nothing"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         """Return True where recompute is selective."""

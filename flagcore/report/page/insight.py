@@ -47,7 +47,7 @@ def _says(problem: Problem, workload: Workload) -> dict[str, str]:
     """Return what each rule says that removed something."""
     task, platform = problem.platform.task, problem.platform
     rules = (*workload.rules(task), *refusals(workload.axes(task), platform.support))
-    says = {rule.name: rule.says for rule in rules} | {rule.name: rule.says for rule in problem.rules} | LEARNED
+    says = {rule.name: rule.message for rule in rules} | {rule.name: rule.message for rule in problem.rules} | LEARNED
     took = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
     return {name: text for name, text in says.items() if name in took}
 
