@@ -21,7 +21,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving.predict import predict
-from flagcore.engines.serving.profile.contract import Settings
+from flagcore.engines.serving.engine import Settings
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.kernels.roofline import Roofline

@@ -11,14 +11,14 @@ import pytest
 from flagcore.engines.serving.llamacpp import knobs as llama_knobs
 from flagcore.engines.serving.llamacpp import reading as llama_reading
 from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
-from flagcore.engines.serving.profile.contract import Engine
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.sglang import knobs as sglang_knobs
 from flagcore.engines.serving.sglang import reading as sglang_reading
 from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
 from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.engines.serving.vllm import reading as vllm_reading
 from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import EXPERTS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "engines.md").read_text(encoding="utf-8")

@@ -16,8 +16,8 @@ from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving import dominance, launching, reading
 from flagcore.engines.serving.predict import predict
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.contract import Engine
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.published import published
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.errors import SpecError

@@ -13,9 +13,9 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.overheads import overheads_of, release
-from flagcore.engines.serving.profile.contract import Settings
-from flagcore.engines.serving.profile.heterogeneous import Parts, alone
-from flagcore.engines.serving.profile.sizes import parameters
+from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.common.heterogeneous import Parts, alone
+from flagcore.engines.serving.common.sizes import parameters
 from flagcore.engines.serving.published import RECEIVE
 from flagcore.engines.serving.simulated import SearchContext, expected_figures, time_parts
 from flagcore.physics.serving.iteration import iteration_costs

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile.contract import DP, PP, TP
-from flagcore.engines.serving.profile.place import Place
-from flagcore.engines.serving.profile.sizes import weight_bytes
+from flagcore.engines.serving.common.names import DP, PP, TP
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.sizes import weight_bytes
 
 CACHE_TYPE = "kv_cache_type"
 NARROW: Mapping[str, str] = {"vllm": "fp8", "sglang": "fp8_e4m3"}

@@ -14,7 +14,7 @@ from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
 from flagcore.errors import SpecError
 from flagcore.stages.build import build
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import costs
 
 ALL = pytest.mark.parametrize("workload", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)

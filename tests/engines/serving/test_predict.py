@@ -18,9 +18,9 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import expected, simulated
 from flagcore.engines.serving.overheads import overheads_of
 from flagcore.engines.serving.predict import graph_tokens, predict
-from flagcore.engines.serving.profile.contract import Settings
-from flagcore.engines.serving.profile.heterogeneous import Parts
-from flagcore.engines.serving.profile.sizes import parameters
+from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.common.sizes import parameters
 from flagcore.engines.serving.published import RECEIVE, published
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.serving.parts import PARTS

@@ -14,7 +14,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving.reading import NoMetrics
 from flagcore.engines.serving.registered import LLAMACPP
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 
 
 def task(objective: str = "output_tokens_per_s", **slo: float) -> Task:

@@ -15,11 +15,12 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.llamacpp.flags import FLAGS, KV_TYPES, SPLIT_MODES
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import INSTANCES, PP, TP, Settings
-from flagcore.engines.serving.profile.knob import FLAG, WORD, Knob, column, powers_of_two
-from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
-from flagcore.engines.serving.profile.sizes import cache_bytes_per_token
+from flagcore.engines.serving.common import knobs
+from flagcore.engines.serving.common.names import INSTANCES, PP, TP
+from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.common.knobs import FLAG, WORD, Knob, column, powers_of_two
+from flagcore.engines.serving.common.place import Place, longest, most_in_flight
+from flagcore.engines.serving.common.sizes import cache_bytes_per_token
 from flagcore.errors import FlagError, SpecError
 from flagcore.spec import gguf
 

@@ -29,10 +29,11 @@ from flagcore.engines.serving.llamacpp.knobs import (
     slot_context,
     total_context,
 )
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile import metrics, program
-from flagcore.engines.serving.profile.contract import INSTANCES, PORT, PP, TP, Server, Settings
-from flagcore.engines.serving.profile.sizes import fewest_devices
+from flagcore.engines.serving.common import knobs
+from flagcore.engines.serving.common import metrics, program
+from flagcore.engines.serving.common.names import INSTANCES, PP, TP
+from flagcore.engines.serving.engine import PORT, Server, Settings
+from flagcore.engines.serving.common.sizes import fewest_devices
 from flagcore.errors import NoDevice, SpecError
 
 PACKAGE = "xllamacpp"

@@ -32,10 +32,10 @@ from flagcore.engines.serving.llamacpp.knobs import (
     slot_share,
     total_context,
 )
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, split_rules
-from flagcore.engines.serving.profile.contract import INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.profile.place import Place, longest
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.rules import at_least_one, context_rule, split_rules
+from flagcore.engines.serving.common.names import INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.place import Place, longest
 
 
 def rules(task: Task) -> tuple[Rule, ...]:

@@ -8,12 +8,13 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import Axis, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.profile import engine_flags, metrics, program
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import DP, INSTANCES, PORT, TP, Server, Settings
-from flagcore.engines.serving.profile.place import Place
-from flagcore.engines.serving.profile.sizes import fewest_devices
-from flagcore.engines.serving.profile.weights import check_directory
+from flagcore.engines.serving.common import engine_args, metrics, program
+from flagcore.engines.serving.common import knobs
+from flagcore.engines.serving.common.names import DP, INSTANCES, TP
+from flagcore.engines.serving.engine import PORT, Server, Settings
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.sizes import fewest_devices
+from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.sglang import knobs as sglang_knobs
 from flagcore.engines.serving.sglang import reading as sglang_reading
 from flagcore.engines.serving.sglang import rules as sglang_rules

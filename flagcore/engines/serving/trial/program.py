@@ -16,8 +16,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.load import LoadResult, ProblemKind, Target, goodput, measure, quantiles_of
-from flagcore.engines.serving.profile.contract import Engine
-from flagcore.engines.serving.profile.metrics import joined
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.common.metrics import joined
 from flagcore.engines.serving.trial.client import ask_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore.engines.serving.trial.job import METRICS, Job, plain_load

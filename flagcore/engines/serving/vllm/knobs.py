@@ -15,12 +15,13 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.profile import engine_flags, program
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP, Settings
-from flagcore.engines.serving.profile.knob import FLAG, SHARE, WORD, Knob, column, powers_of_two
-from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
-from flagcore.engines.serving.profile.sizes import cache_bytes_per_token, weight_bytes
+from flagcore.engines.serving.common import engine_args, program
+from flagcore.engines.serving.common import knobs
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.common.knobs import FLAG, SHARE, WORD, Knob, column, powers_of_two
+from flagcore.engines.serving.common.place import Place, longest, most_in_flight
+from flagcore.engines.serving.common.sizes import cache_bytes_per_token, weight_bytes
 from flagcore.errors import FlagError, SpecError
 
 PROGRAM = ("vllm", "serve")

@@ -10,12 +10,13 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.space import Axis, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.profile import engine_flags, metrics, program
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import EP, INSTANCES, PORT, TP, Server, Settings
-from flagcore.engines.serving.profile.place import Place
-from flagcore.engines.serving.profile.sizes import fewest_devices
-from flagcore.engines.serving.profile.weights import check_directory
+from flagcore.engines.serving.common import engine_args, metrics, program
+from flagcore.engines.serving.common import knobs
+from flagcore.engines.serving.common.names import EP, INSTANCES, TP
+from flagcore.engines.serving.engine import PORT, Server, Settings
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.sizes import fewest_devices
+from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.vllm import knobs as vllm_knobs
 from flagcore.engines.serving.vllm import reading as vllm_reading
 from flagcore.engines.serving.vllm import rules as vllm_rules

@@ -12,10 +12,10 @@ import numpy as np
 
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.rules import at_least_one, context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.vllm.knobs import (
     BLOCK,
     CHUNKED,

@@ -19,7 +19,7 @@ from flagcore.engines.serving.registered import LLAMACPP
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import platform as small_platform
 
 SERVER = Path(__file__).with_name("server.py")

@@ -13,8 +13,8 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import ENGINE
 from flagcore.errors import SpecError
 from flagcore.spec.gguf import context_length, shape
-from tests.engines.serving.profile.starting import started
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.starting import started
+from tests.engines.serving.engines.tasks import serving
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")

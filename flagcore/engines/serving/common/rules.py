@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.profile.place import Place, longest
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.place import Place, longest
 
 
 def devices(columns: Columns) -> IntArray:

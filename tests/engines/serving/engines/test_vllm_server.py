@@ -12,8 +12,8 @@ import pytest
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.vllm.profile import ENGINE, whole
 from flagcore.errors import NoDevice
-from tests.engines.serving.profile.starting import started
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.starting import started
+from tests.engines.serving.engines.tasks import serving
 
 HERE = Path(__file__).parents[4]
 PROGRAM = HERE / ".venv-vllm/bin/vllm"

@@ -10,13 +10,13 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.profile import metrics, program
-from flagcore.engines.serving.profile.contract import MEMORY
-from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
-from flagcore.engines.serving.profile.sizes import cache_bytes_per_token, fewest_devices, parameters
+from flagcore.engines.serving.common import metrics, program
+from flagcore.engines.serving.engine import MEMORY
+from flagcore.engines.serving.common.place import Place, longest, most_in_flight
+from flagcore.engines.serving.common.sizes import cache_bytes_per_token, fewest_devices, parameters
 from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
 from flagcore.errors import NoDevice
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import DENSE
 
 TEXT = """# TYPE a:total counter

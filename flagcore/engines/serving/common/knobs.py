@@ -15,9 +15,9 @@ from flagcore.domain.objective import is_rate
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.spec import AUTO, Task
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.place import Place
 from flagcore.errors import SpecError
 
 INT, FLAG, WORD, SHARE, SPLIT = "int", "flag", "word", "share", "split"
@@ -131,7 +131,7 @@ def axes(task: Task, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> t
 
 
 def values(given: Mapping[str, object], knobs: Sequence[Knob], engine: str) -> dict[str, KnobValue]:
-    """Return `flagcore.engines.serving.profile.contract.Engine.values` for some knobs."""
+    """Return `flagcore.engines.serving.common.contract.Engine.values` for some knobs."""
     named = _known(given, knobs, engine, "")
     return {knob.name: knob.value(given[name], name) for name, knob in named.items()}
 

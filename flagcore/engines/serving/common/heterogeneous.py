@@ -14,8 +14,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.profile.place import CORES, Place
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.place import CORES, Place
 from flagcore.errors import SpecError
 
 MOST_PARTS = 16

@@ -14,7 +14,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.profile.contract import Engine
+from flagcore.engines.serving.engine import Engine
 from flagcore.stages.build import build, canonical
 from tests.small import CHIP, DENSE, SOURCE
 
