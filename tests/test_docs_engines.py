@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp import knobs as llama_knobs
 from flagcore.engines.serving.llamacpp import reading as llama_reading
 from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
-from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.sglang import knobs as sglang_knobs
 from flagcore.engines.serving.sglang import reading as sglang_reading
 from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG

@@ -11,7 +11,8 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import knobs, metrics
+from flagcore.engines.serving.common import knobs as common_knobs
+from flagcore.engines.serving.common import metrics
 from flagcore.engines.serving.common.names import TP
 from flagcore.engines.serving.common.overheads import HostTimes, Releases, overheads_of
 from flagcore.engines.serving.common.sizes import fewest_devices
@@ -94,7 +95,7 @@ class Engine:
     modules: Mapping[str, str]
     """What its program imports, and the pip requirement that installs it."""
     knobs: tuple[Knob, ...]
-    parse_args: Callable[[Spec], knobs.EngineArgs]
+    parse_args: Callable[[Spec], common_knobs.EngineArgs]
     """Returns the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
     ready: Callable[[Spec], None]
     """Returns if servers can be started here. Raises SpecError or NoDevice with the problem and the fix."""
@@ -134,11 +135,11 @@ class Engine:
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the knobs and the values of a task, in the order in which they are crossed. Raises SpecError."""
-        return knobs.axes(task, self.knobs, self.parse_args(task.spec).fixed)
+        return common_knobs.axes(task, self.knobs, self.parse_args(task.spec).fixed)
 
     def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
         """Return knob values of a spec or a job record as values of the axes. Raises SpecError."""
-        return knobs.parse(values, self.knobs, self.name)
+        return common_knobs.parse(values, self.knobs, self.name)
 
     def defaults(self, task: Task) -> dict[str, KnobValue]:
         """Return the candidate that runs if no knob is set, on as many devices as the weights need."""

@@ -11,9 +11,9 @@ import numpy as np
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.serving.expected import MOST_REQUESTS, Expected
-from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.expected import MOST_REQUESTS, Expected
 from flagcore.physics.serving.closed_loop import ClosedLoop, steady
 from flagcore.physics.serving.iteration import IterationCosts
 from flagcore.physics.serving.memory import ServingMemory

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flagcore.engines.serving.overheads import overheads_of
 
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.objective import figure_name, seconds
@@ -16,11 +17,10 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import expected, simulated
-from flagcore.engines.serving.overheads import overheads_of
-from flagcore.engines.serving.predict import graph_tokens, predict
-from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.common.heterogeneous import Parts
 from flagcore.engines.serving.common.sizes import parameters
+from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.predict import graph_tokens, predict
 from flagcore.engines.serving.published import RECEIVE, published
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.serving.parts import PARTS

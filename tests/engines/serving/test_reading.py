@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flagcore.engines.serving.registered import LLAMACPP
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.serving.reading import NoMetrics
-from flagcore.engines.serving.registered import LLAMACPP
 from tests.engines.serving.engines.tasks import serving
 
 

@@ -9,6 +9,10 @@ import numpy as np
 
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.place import Place, longest
+from flagcore.engines.serving.common.rules import at_least_one, context_rule, split_rules
 from flagcore.engines.serving.llamacpp.flags import KV_TYPES, SPLIT_MODES
 from flagcore.engines.serving.llamacpp.knobs import (
     AUTO_SLOTS,
@@ -32,10 +36,6 @@ from flagcore.engines.serving.llamacpp.knobs import (
     slot_share,
     total_context,
 )
-from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.rules import at_least_one, context_rule, split_rules
-from flagcore.engines.serving.common.names import INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.common.place import Place, longest
 
 
 def rules(task: Task) -> tuple[Rule, ...]:

@@ -10,9 +10,9 @@ import numpy as np
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.rules import at_least_one, context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.common.names import DP, EP, TP
 from flagcore.engines.serving.common.place import Place, longest
+from flagcore.engines.serving.common.rules import at_least_one, context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.sglang.knobs import (
     CHUNK,
     CONTEXT,
@@ -26,7 +26,7 @@ from flagcore.engines.serving.sglang.knobs import (
     PREFILL_TOKENS,
     RUNNING,
     chunk_sizes,
-    fixed_arguments,
+    parse_args,
 )
 
 PAGES = {
@@ -77,7 +77,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _pages(task: Task) -> tuple[Rule, ...]:
-    backend = str(fixed_arguments(task.spec)[1].get("attention-backend") or "").lower()
+    backend = str(parse_args(task.spec)[1].get("attention-backend") or "").lower()
     sizes = PAGES.get(backend)
     if sizes is None:
         return ()
@@ -93,7 +93,7 @@ def _pages(task: Task) -> tuple[Rule, ...]:
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return values that SGLang has by itself, and knobs without effect."""
-    backend = fixed_arguments(task.spec)[1].get("attention-backend")
+    backend = parse_args(task.spec)[1].get("attention-backend")
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     own_page = same_as_unset(PAGE, 1, "by_default")
     return (

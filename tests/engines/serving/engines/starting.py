@@ -19,9 +19,9 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.engine import PORT, Engine
 from flagcore.engines.serving.common.heterogeneous import seats
 from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.engine import PORT, Engine
 
 
 @dataclass

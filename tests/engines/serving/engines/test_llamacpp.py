@@ -9,10 +9,10 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.llamacpp.profile import ENGINE
-from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.common.heterogeneous import seats
 from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.engine import PORT
+from flagcore.engines.serving.llamacpp.profile import ENGINE
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import metrics, program
-from flagcore.engines.serving.engine import MEMORY
 from flagcore.engines.serving.common.place import Place, longest, most_in_flight
 from flagcore.engines.serving.common.sizes import cache_bytes_per_token, fewest_devices, parameters
-from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
+from flagcore.engines.serving.engine import MEMORY
 from flagcore.errors import NoDevice
 from tests.engines.serving.engines.tasks import serving
 from tests.small import DENSE

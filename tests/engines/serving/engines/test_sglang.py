@@ -11,9 +11,9 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.common.heterogeneous import seats
 from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.sglang.profile import ENGINE
 from flagcore.errors import NoDevice, SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
 
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.names import INSTANCES, SIZES, TP
-from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.common.place import Place
-from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
+from flagcore.engines.serving.engine import Engine
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, serving, space_of
 from tests.small import DENSE

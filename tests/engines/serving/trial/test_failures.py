@@ -9,8 +9,8 @@ import pytest
 from flagcore.domain.failure import LONGEST_REASON, classify
 from flagcore.domain.launch import Exit, FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP_ENGINE
 from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP_ENGINE
 from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG_ENGINE
 from flagcore.engines.serving.trial import failures
 from flagcore.engines.serving.trial.failures import PATTERNS, TrialFailure, died, first_error, log_text
