@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from flagcore.engines.serving.registered import LLAMACPP
 
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate
@@ -18,6 +17,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load
 from flagcore.engines.serving import export
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.job import Instance, Job, as_text, read_job
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import serving

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flagcore.engines.serving.registered import LLAMACPP
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.reading import NoMetrics
 from tests.engines.serving.engines.tasks import serving
 

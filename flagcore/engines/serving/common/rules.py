@@ -14,22 +14,6 @@ def devices(columns: Columns) -> IntArray:
     return columns[TP] * columns[PP] * columns[DP] if DP in columns else columns[TP] * columns[PP]
 
 
-def at_least_one(*knobs: str) -> tuple[Rule, ...]:
-    """Return, for each knob that counts something, that it is not below one where it is set: its code is not negative.
-
-    Knobs whose neutral value is None have code 0 there.
-    """
-    return tuple(
-        Rule(
-            name=f"{knob}_positive",
-            knobs=(knob,),
-            message=f"{knob} must be at least 1",
-            broken=lambda c, knob=knob: c[knob] < (1 if knob in (INSTANCES, TP, PP, DP, EP) else 0),  # type: ignore[misc]
-        )
-        for knob in knobs
-    )
-
-
 def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
     """Return the rules of instances and of splitting a model.
 
@@ -39,7 +23,6 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
     knobs = (INSTANCES, TP, PP, DP) if data else (INSTANCES, TP, PP)
     product = " x ".join(knobs)
     rules = (
-        *at_least_one(*knobs),
         Rule(
             name="cards",
             knobs=knobs,
@@ -79,7 +62,6 @@ def _heads(task: Task) -> tuple[Rule, ...]:
 def _experts(task: Task) -> tuple[Rule, ...]:
     experts = task.spec.model.num_moe_experts
     return (
-        *at_least_one(EP),
         Rule(
             name="experts_exist",
             knobs=(EP,),

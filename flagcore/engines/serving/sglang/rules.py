@@ -12,7 +12,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.names import DP, EP, TP
 from flagcore.engines.serving.common.place import Place, longest
-from flagcore.engines.serving.common.rules import at_least_one, context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.sglang.knobs import (
     CHUNK,
     CONTEXT,
@@ -24,7 +24,6 @@ from flagcore.engines.serving.sglang.knobs import (
     POLICY,
     PREFILL,
     PREFILL_TOKENS,
-    RUNNING,
     chunk_sizes,
     parse_args,
 )
@@ -45,18 +44,11 @@ def rules(task: Task) -> tuple[Rule, ...]:
     need = longest(task.spec.serve.loads)
     return (
         *split_rules(task, data=True),
-        *at_least_one(PAGE, PREFILL, RUNNING, CONTEXT),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
             message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts",
             broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
-        ),
-        Rule(
-            name="chunk_positive",
-            knobs=(CHUNK,),
-            message=f"{CHUNK} must be at least 1, or -1 for whole prompts",
-            broken=lambda c: c[CHUNK] < -1,
         ),
         Rule(
             name="chunk_of_pages",

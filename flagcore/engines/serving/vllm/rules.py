@@ -15,7 +15,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
 from flagcore.engines.serving.common.place import Place
-from flagcore.engines.serving.common.rules import at_least_one, context_rule, same_as_unset, split_rules
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.vllm.knobs import (
     BLOCK,
     CHUNKED,
@@ -51,7 +51,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
     place = Place.of(task)
     return (
         *split_rules(task, data=True),
-        *at_least_one(BLOCK, SEQS, TOKENS, CONTEXT, THREADS),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flagcore.engines.serving.registered import LLAMACPP
-
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.chip import Support
@@ -17,6 +15,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
