@@ -13,8 +13,8 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import ENGINE
 from flagcore.errors import SpecError
 from flagcore.spec.gguf import context_length, shape
-from tests.engines.serving.profile.starting import started
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.starting import started
+from tests.engines.serving.engines.tasks import serving
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
@@ -48,7 +48,7 @@ def test_a_candidate_is_served_as_it_was_asked_for_and_stops_on_a_signal(model: 
         assert server.wait() is None, server.log
         assert ENGINE.effective(server.fetch, server.log) == asked
         assert server.completion_tokens(9) == 9
-        counted = ENGINE.counters(server.fetch)
+        counted = ENGINE.read_counters(server.fetch)
         assert counted["output_tokens"] == 9
         assert counted["prompt_tokens"] == 3
         assert counted["requests_waiting"] == 0
