@@ -22,6 +22,8 @@ from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 from flagcore.launchers.local import LAUNCHER, MARKER, free_port
 
+pytestmark = pytest.mark.process
+
 PYTHON = (sys.executable, "-I", "-S", "-c")
 STUBBORN = """
 import os, signal, time

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the micro-benchmark needs torch", exc_type=ImportError)
 
+pytestmark = pytest.mark.process
+
 ACCELERATOR = """
 import json, time
 from types import SimpleNamespace

@@ -22,6 +22,8 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS, LATENT
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training")]
+
 TIED = {**DENSE, "untie_embeddings_and_output_weights": False, "qk_layernorm": True}
 PLAIN = {**DENSE, "gated_linear_unit": False}
 PREDICTS_TWO = {**DENSE, "mtp_num_layers": 1}
