@@ -7,6 +7,7 @@ says (page, software, date, repeats, confidence) is kept in its text.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 
 from flagcore.domain.chip import Chip, Link
@@ -16,6 +17,7 @@ TOPOLOGIES = ("switch", "mesh", "pcie", "ring", "shared-memory")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
 
+@cache
 def load_chips(package: str) -> tuple[Chip, ...]:
     """Return the chips of every `chips/*.yaml` in `package`, by file name. Raises SpecError for a bad file."""
     folder = files(package).joinpath("chips")
