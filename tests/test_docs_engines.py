@@ -1,4 +1,4 @@
-"""The page of engines has every knob, its flag and its rules, and no others."""
+"""The page of engines has every knob with its flag, every rule and every counter, and no others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEW = {
     "sglang": {"attention_backend": "flashmla"},
     "llamacpp": {"ctx_size": 4096},
 }
-"""Flags with which rules apply that do not otherwise."""
+"""Flags that activate further rules."""
 
 
 def section(name: str) -> str:
@@ -52,13 +52,14 @@ def test_every_rule_of_an_engine_is_on_the_page(name: str, engine: Engine, knobs
     tasks = [serving(engine.name, **given), serving(engine.name, on_cores=True, devices=2, **given)]
     names = {rule.name for task in tasks for rule in engine.rules(task)}
     positive = {f"{knob.name}_positive" for knob in knobs}
-    listed = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", section(name), re.MULTILINE))
+    text = section("Rules of all engines") + section(name)
+    listed = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE))
     assert listed - {"KNOB_positive"} == names - positive
     assert "KNOB_positive" in listed
 
 
-def test_every_counter_is_on_the_page_with_the_engines_that_tell_it() -> None:
+def test_every_counter_is_on_the_page_with_its_engines() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \| .+ \|$", section("Counters"), re.MULTILINE)
     listed = {(name, engine) for names, of in rows for name in re.findall(r"\w+", names) for engine in of.split(", ")}
-    told = {"vLLM": vllm_reading, "SGLang": sglang_reading, "llama.cpp": llama_reading}
-    assert listed == {(name, engine) for engine, reading in told.items() for name in reading.COUNTERS.values()}
+    readings = {"vLLM": vllm_reading, "SGLang": sglang_reading, "llama.cpp": llama_reading}
+    assert listed == {(name, engine) for engine, reading in readings.items() for name in reading.COUNTERS.values()}

@@ -1,12 +1,17 @@
-"""The page of vendors, written from what their plugins ship: `python benchmarks/vendors_page.py > docs/vendors.md`."""
+"""Writes docs/vendors/*.md and the table of docs/vendors.md from the plugins' files.
+
+Usage: `python docs/site/vendor_pages.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.domain.maturity import Claim
+from flagcore.domain.maturity import Claim, Maturity
 from flagcore.domain.plugin_knob import Factor
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.knobs import all_knobs
@@ -14,49 +19,84 @@ from flagcore.vendorkit.maturity import maturity
 from flagcore.vendorkit.quirks import quirks
 from flagcore.vendorkit.variables import variables
 
-VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
-HEAD = """# Vendors
+DOCS = Path(__file__).parents[1]
+OVERVIEW = DOCS / "vendors.md"
+TABLE = re.compile(r"<!-- maturity -->\n.*?<!-- end -->", re.DOTALL)
+VENDORS = {
+    "nvidia": "NVIDIA",
+    "metax": "MetaX",
+    "iluvatar": "Iluvatar CoreX",
+    "cambricon": "Cambricon",
+}
 
-What each vendor's plugin ships as data, with its sources: `flag explain` and `flag estimate` use all of it. This page
-is written from the plugins' own files by `benchmarks/vendors_page.py`; what is not here, nobody published or measured,
-and flagcore says so instead of guessing. Chips that are not here are calibrated: `flag calibrate`.
 
-A source is *measured* by this project, a *datasheet* (a document of the vendor), *published* by others, or *estimated*.
-"""
+def pages() -> dict[Path, str]:
+    """Return the text of every generated page by its file."""
+    found = {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
+    return {OVERVIEW: _overview(OVERVIEW.read_text(encoding="utf-8")), **found}
 
 
-def page() -> str:
-    """Return the whole page."""
-    parts = [HEAD, *_overview()]
-    for vendor in VENDORS:
-        parts += [f"\n## {vendor}\n", *_vendor(f"flagcore_{vendor}")]
+def _overview(text: str) -> str:
+    rows = [
+        [
+            f"[{shown}](vendors/{name}.md)",
+            maturity(f"flagcore_{name}").word,
+            str(len(chips(f"flagcore_{name}"))),
+            ", ".join(each.name for each in chips(f"flagcore_{name}")),
+        ]
+        for name, shown in VENDORS.items()
+    ]
+    made = table(["vendor", "maturity", "chips", "names"], rows)
+    return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{made}\n\n<!-- end -->", text)
+
+
+def _page(name: str) -> str:
+    """Return the page of one vendor."""
+    head = (
+        f"# {VENDORS[name]}\n\n"
+        f"This page is generated from the data files of the plugin `flagcore-{name}`. [Vendors](../vendors.md)\n"
+        "explains the columns. Values that nobody published or measured are absent.\n"
+    )
+    package = f"flagcore_{name}"
+    sources = Sources()
+    parts = [head, *_maturity(maturity(package)), *_vendor(package, sources.number)]
+    parts += ["\n## Sources\n", *(f"{number}. {text}" for text, number in sources.numbers.items())]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def _overview() -> Iterator[str]:
-    said = {vendor: maturity(f"flagcore_{vendor}") for vendor in VENDORS}
-    rows = [
-        [vendor, each.word, _claims(each.run_on_hardware), _claims(each.checked_on_transcripts), _not(each.not_checked)]
-        for vendor, each in said.items()
-    ]
-    yield "## How well founded\n"
-    yield table(["vendor", "best", "run on hardware", "checked on transcripts", "not checked"], rows)
+class Sources:
+    """Numbers the sources of a page in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def number(self, source: Source) -> str:
+        """Return the kind of a source and its number."""
+        text = f"{source.kind}: {' '.join(source.detail.split())}"
+        return f"{source.kind} [{self.numbers.setdefault(text, len(self.numbers) + 1)}]"
 
 
-def _claims(claims: Sequence[Claim]) -> str:
-    return "; ".join(f"{each.what} ({each.by}; {', '.join(each.chips) or 'no chip'})" for each in claims) or "nothing"
+def _maturity(known: Maturity) -> Iterator[str]:
+    yield "## Maturity\n"
+    rows = [["run on hardware", text] for text in _claims(known.run_on_hardware)]
+    rows += [["checked on transcripts", text] for text in _claims(known.checked_on_transcripts)]
+    rows += [["from documents", text] for text in _claims(known.from_documents)]
+    rows += [["not checked", each] for each in known.not_checked]
+    yield table(["level", "what"], rows)
 
 
-def _not(sentences: Sequence[str]) -> str:
-    return "; ".join(sentences)
+def _claims(claims: Sequence[Claim]) -> Iterator[str]:
+    for each in claims:
+        details = [text for text in (each.by, ", ".join(each.chips)) if text]
+        yield f"{each.what} ({'; '.join(details)})" if details else each.what
 
 
-def _vendor(package: str) -> Iterator[str]:
-    yield "### Chips\n"
+def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
+    yield "\n## Chips\n"
     rows = []
     for chip in chips(package):
         found = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
-        rows += found or [[chip.name, "nothing is published", "", ""]]
+        rows += found or [[chip.name, "no published values", "", ""]]
     yield table(["chip", "fact", "value", "source"], rows)
     known = quirks(package)
     where = [
@@ -88,33 +128,35 @@ def _vendor(package: str) -> Iterator[str]:
         [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.says, source(each.source)]
         for each in known.notes
     ]
-    yield from _section("Engines", ["engine", "where", "what is known", "source"], where)
-    yield from _section("Refused and forced", ["rule", "engine", "where", "what", "why", "source"], refused)
-    yield from _section("Notes", ["engines", "where", "note", "source"], notes)
+    yield from _section("Engines", ["engine", "applies to", "status", "source"], where)
     yield from _section(
-        "Knobs", ["knob", "value", "time", "peak memory", "switched on by", "what it is"], list(_knobs(package))
+        "Rejected and forced values", ["rule", "engine", "applies to", "value", "reason", "source"], refused
+    )
+    yield from _section("Notes", ["engines", "applies to", "note", "source"], notes)
+    yield from _section(
+        "Knobs", ["knob", "value", "time", "peak memory", "enabled by", "description"], list(_knobs(package, source))
     )
     rows = [
         [
             f"`{each.name}`",
-            f"`{each.value}`" if each.value else f"not given; its source sets `{each.used}`",
+            f"`{each.value}`" if each.value else f"not set by flagcore; the source sets `{each.used}`",
             ", ".join(filter(None, [", ".join(each.engines), each.condition])) or "always",
             each.meaning,
             source(each.source),
         ]
         for each in variables(package)
     ]
-    yield from _section("Variables", ["variable", "value", "when", "meaning", "source"], rows)
+    yield from _section("Environment variables", ["variable", "value", "when", "meaning", "source"], rows)
     failures = [
         [f"`{each.pattern.pattern}`", each.pattern.state.value, each.pattern.advice, source(each.source)]
         for each in known.failures
     ]
-    yield from _section("Failures", ["log line", "means", "advice", "source"], failures)
+    yield from _section("Failure patterns", ["log line", "state", "advice", "source"], failures)
 
 
 def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     if rows:
-        yield f"\n### {title}\n"
+        yield f"\n## {title}\n"
         yield table(headings, rows)
 
 
@@ -135,7 +177,7 @@ def facts(chip: Chip) -> Iterator[tuple[str, Fact]]:
         yield f"link.bytes_per_second ({chip.link.name}, {chip.link.topology})", chip.link.bytes_per_second
 
 
-def _knobs(package: str) -> Iterator[list[str]]:
+def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]:
     try:
         listed = all_knobs(package)
     except FileNotFoundError:
@@ -149,8 +191,8 @@ def _knobs(package: str) -> Iterator[list[str]]:
                 str(choice.value).lower(),
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
-                f"`{how}`" if how else "not published: planned with only",
-                f"{each.knob.says}. Source: {each.knob.claim} ({source(each.knob.source)})",
+                f"`{how}`" if how else "unknown: for planning only",
+                f"{each.knob.says}. {each.knob.claim} ({source(each.knob.source)})",
             ]
 
 
@@ -166,11 +208,6 @@ def _scope(chips: Sequence[str], versions: str) -> str:
     return ", ".join([*(chips or ("all chips",)), *([f"releases {versions}"] if versions else [])])
 
 
-def source(each: Source) -> str:
-    """Return where something is from."""
-    return f"{each.kind}: {each.detail}"
-
-
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of markdown."""
     lines = [headings, ["---"] * len(headings), *rows]
@@ -179,4 +216,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    (DOCS / "vendors").mkdir(exist_ok=True)
+    for file, text in pages().items():
+        file.write_text(text, encoding="utf-8")
