@@ -125,7 +125,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
         for each in known.forced
     ]
     notes = [
-        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.says, source(each.source)]
+        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.message, source(each.source)]
         for each in known.notes
     ]
     yield from _section("Engines", ["engine", "applies to", "status", "source"], where)
@@ -192,7 +192,7 @@ def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
                 f"`{how}`" if how else "unknown: for planning only",
-                f"{each.knob.says}. {each.knob.claim} ({source(each.knob.source)})",
+                f"{each.knob.message}. {each.knob.claim} ({source(each.knob.source)})",
             ]
 
 
