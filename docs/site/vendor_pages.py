@@ -125,7 +125,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
         for each in known.forced
     ]
     notes = [
-        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.message, source(each.source)]
+        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.says, source(each.source)]
         for each in known.notes
     ]
     yield from _section("Engines", ["engine", "applies to", "status", "source"], where)
