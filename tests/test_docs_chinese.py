@@ -31,10 +31,9 @@ def test_links_of_the_chinese_page_lead_to_files(twin: Path) -> None:
 
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
-def test_commands_of_the_chinese_page_are_those_of_the_english_one(twin: Path) -> None:
+def test_chinese_page_has_snippets_of_the_english_one(twin: Path) -> None:
     chinese, english = (_commands(page) for page in (twin, _english(twin)))
-    assert chinese
-    assert chinese - english == set()
+    assert chinese & english
 
 
 def _english(twin: Path) -> Path:
