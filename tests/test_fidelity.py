@@ -27,8 +27,8 @@ from flagcore.hooks import hookimpl
 from flagcore.importers.flagscale import grid
 from flagcore.loop import Ending, Parts, tune
 from flagcore.plugins import LoadedPlugins
+from flagcore.report.plan_text import plan_text
 from flagcore.report.result import result
-from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
 from flagcore.strategies import learned, predicted
 from tests import small

@@ -25,8 +25,8 @@ from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.hooks import hookimpl
 from flagcore.loop import Ending, Parts, _spent_by, tune
 from flagcore.plugins import LoadedPlugins
+from flagcore.report.plan_text import plan_text
 from flagcore.report.result import result
-from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
 from flagcore.strategies.predicted import STRATEGY
 from tests import small
