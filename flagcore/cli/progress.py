@@ -58,7 +58,7 @@ def _details(event: Event) -> list[str]:
     """Return why a trial that starts was chosen, and its log."""
     if event.kind != "trial_started":
         return []
-    reason = event.trial.predicted.get("chosen_because")
+    reason = event.trial.chosen_because
     chosen = ["  " + _("chosen for {reason}", reason=reason)] if reason else []
     return [*chosen, "  " + _("log: {file}", file=event.trial.log)]
 

@@ -10,7 +10,7 @@ from flagcore.contracts import Launcher, Strategy, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.engines.with_knobs import with_knobs
-from flagcore.errors import NoDevice, SpecError
+from flagcore.errors import FlagError, NoDevice, SpecError
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
 from flagcore.plugins.validation import behaviour
 
@@ -36,17 +36,23 @@ def workload(name: str, key: str = "engine") -> Workload:
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
     """Return the engine that does `work`, with the knobs that plugins bring to a task.
 
-    Raises like `workload`, and SpecError for one that does other work.
-
-    An engine that does not tell its `kind` trains.
+    Raises like `workload`, and SpecError for an engine of the other kind.
     """
     kind = "serve" if isinstance(work, ServeSpec) else "train"
     found = workload(work.engine, f"{kind}.engine")
-    if getattr(found, "kind", "train") != kind:
+    if found.kind != kind:
         does = {"serve": "trains", "train": "serves"}[kind]
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
     return with_knobs(found)
+
+
+def kind_of(engine: str) -> str:
+    """Return what the engine of this name does, "train" or "serve"; empty if it is not installed or does not load."""
+    try:
+        return str(getattr(workload(engine), "kind", "train"))
+    except FlagError:
+        return ""
 
 
 def launcher(name: str) -> Launcher:

@@ -9,7 +9,7 @@ import numpy as np
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, IntArray
-from flagcore.physics.collectives.topology import NETWORK_COMPUTE_TAKEN, NETWORK_EFFICIENCY
+from flagcore.physics.collectives.topology import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
 from flagcore.vendorkit.matrix import group_size
 
 ISLAND = 4
@@ -62,7 +62,7 @@ def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None
                 bytes_per_second=network,
                 latency_seconds=BETWEEN_NODES_SECONDS,
                 efficiency=NETWORK_EFFICIENCY,
-                compute_taken=NETWORK_COMPUTE_TAKEN,
+                compute_share=NETWORK_COMPUTE_SHARE,
             )
         )
     return Topology(levels=tuple(levels))
@@ -76,7 +76,7 @@ class StayInsideIsland:
 
     def __init__(self, island: int = ISLAND) -> None:
         self._island = island
-        self.says = f"tensor and expert parallelism of a C500 stay inside an island of {island} (vendor's advice)"
+        self.message = f"tensor and expert parallelism of a C500 stay inside an island of {island} (vendor's advice)"
 
     def prunes(self, columns: Mapping[str, IntArray], predictions: Predictions) -> BoolArray:
         """Return True where either is wider than the island."""
