@@ -22,19 +22,6 @@ from flagcore.spec.schema import Shape
 from flagcore.spec.serve_schema import Clients, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
 from flagcore.spec.validate import Section, checked
 
-SERVING_KNOBS = (
-    "instances",
-    "instance_sizes",
-    "max_num_seqs",
-    "max_running_requests",
-    "max_num_batched_tokens",
-    "chunked_prefill_size",
-    "block_size",
-    "page_size",
-    "enforce_eager",
-)
-"""Knobs of engines that go by a name of their own, which a record has under `candidate`."""
-
 
 class _Cluster(Section):
     chip: Text
@@ -169,7 +156,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     serve = data.get("serve")
     engine = serve.get("engine") if isinstance(serve, dict) else None
     known = engines[engine].knobs if isinstance(engine, str) and engine in engines else ()
-    knobs = dict.fromkeys([name for knob in known for name in knob.names] or SERVING_KNOBS, "candidate")
+    knobs = dict.fromkeys((name for knob in known for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
     _no_slips(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits

@@ -183,4 +183,19 @@ def json_schema(engines: Engines) -> dict[str, Any]:
     training = [document_of(name, engine.knobs) for name, engine in engines.items() if engine.kind == "train"]
     document: Any = reduce(or_, [*training, ServeDocument])
     made = TypeAdapter(document).json_schema()
+    space = made["$defs"]["ServeTunerSection"]["properties"]["space"]
+    texts = _serving_knobs(engines)
+    space["properties"] = {knob: {**space["additionalProperties"], "description": text} for knob, text in texts.items()}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "flagcore spec"}
+
+
+def _serving_knobs(engines: Engines) -> dict[str, str]:
+    """Return a description of each knob of the engines that serve, for editors; engines may differ in its values."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    for name, engine in engines.items():
+        for knob in engine.knobs if engine.kind == "serve" else ():
+            texts.setdefault(knob.name, {}).setdefault(knob.help, []).append(name)
+    return {
+        knob: "; ".join(f"{help} ({', '.join(names)})" for help, names in each.items())
+        for knob, each in sorted(texts.items())
+    }
