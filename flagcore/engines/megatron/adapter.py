@@ -122,7 +122,11 @@ class Megatron:
         """Return TP x PP x DP (and EP) with micro batch 1, with and without distributed optimizer and recompute."""
         neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in knobs.SPACE_KNOBS}
         auto = (rules.DP, rules.TP, rules.PP, rules.EP, rules.SP, rules.DIST_OPT, rules.RECOMPUTE)
-        full = {rules.GRANULARITY: ("full",), rules.METHOD: ("uniform",), rules.RECOMPUTE_LAYERS: (1,)}
+        full: dict[str, tuple[KnobValue, ...]] = {
+            rules.GRANULARITY: ("full",),
+            rules.METHOD: ("uniform",),
+            rules.RECOMPUTE_LAYERS: (1,),
+        }
         return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
