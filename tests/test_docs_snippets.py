@@ -29,6 +29,8 @@ from flagcore.spec.serving import engines_of, only
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("docs snippets")]
+
 OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": ""}
 """Pages that tests of their own follow: tests/test_docs_hooks.py all Python, tests/test_docs_plugin.py everything."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
