@@ -4,14 +4,31 @@ from flagcore.contracts.chip import AttentionShape, CollectiveCosts, KernelCosts
 from flagcore.contracts.platform import Costs, Platform, Plugins
 from flagcore.contracts.running import Launcher, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
-from flagcore.contracts.workload import Pipelined, Workload
+from flagcore.contracts.workload import (
+    Breakdown,
+    InstalledVersion,
+    JobRecords,
+    Pipelined,
+    Predictor,
+    Prober,
+    Runner,
+    SearchSpace,
+    Workload,
+    memory_components,
+    model_parts,
+    require_job_records,
+    require_prober,
+)
 
 __all__ = [
     "AttentionShape",
+    "Breakdown",
     "Choice",
     "CollectiveCosts",
     "Costs",
     "Event",
+    "InstalledVersion",
+    "JobRecords",
     "KernelCosts",
     "Launcher",
     "MemoryModel",
@@ -19,11 +36,19 @@ __all__ = [
     "Pipelined",
     "Platform",
     "Plugins",
+    "Predictor",
+    "Prober",
     "PruningRule",
+    "Runner",
     "Running",
     "SearchContext",
+    "SearchSpace",
     "Strategy",
     "Telemetry",
     "TrialStore",
     "Workload",
+    "memory_components",
+    "model_parts",
+    "require_job_records",
+    "require_prober",
 ]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from flagcore.contracts import Costs, Pipelined, Platform, Workload
+from flagcore.contracts import Breakdown, Costs, Pipelined, Platform, Prober, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.passes import Passes
@@ -30,7 +30,7 @@ _Setting: TypeAlias = tuple[str, Axis, PluginChoice]
 
 def with_knobs(workload: Workload) -> Workload:
     """Return `workload` with the knobs of `Task.knobs`."""
-    return cast(Workload, _WithKnobs(workload))
+    return cast(Workload, (_ProberWithKnobs if isinstance(workload, Prober) else _WithKnobs)(workload))
 
 
 def own_command(spec: Spec) -> bool:
@@ -105,11 +105,15 @@ def _lacks(knob: str, off: int, need: Need, wanted: Axis | None, columns: Column
     return on & ~holds
 
 
+class _Engine(Workload, Prober, Breakdown, Pipelined, Protocol):
+    """An engine with all capabilities that are wrapped."""
+
+
 class _WithKnobs:
     """`flagcore.contracts.Workload` of an engine and of the knobs that a task names beside its own."""
 
     def __init__(self, workload: Workload) -> None:
-        self._engine = workload
+        self._engine = cast(_Engine, workload)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -183,13 +187,6 @@ class _WithKnobs:
         back: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
         return joined.take(back)
 
-    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
-        """Return the passes of the candidate in the first row with its knobs' settings; plugins' factors are of the
-        whole. None of an engine without a pipeline."""
-        if not isinstance(self._engine, Pipelined):
-            return None
-        return self._engine.passes(_set(task, _of_row(task, columns)), columns, costs)
-
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return the engine's figures by component with the settings of each row's knobs; factors are not split."""
         if not task.knobs:
@@ -201,10 +198,6 @@ class _WithKnobs:
                     found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
         return found
 
-    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the engine's figures of one rank with its knobs' settings; plugins' factors are of the whole."""
-        return self._engine.rank(_set(task, _of_row(task, columns)), columns, rank, costs)
-
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Return how to start a candidate, with the flags and variables of its knobs."""
         task, values = platform.task, candidate.as_dict()
@@ -212,6 +205,19 @@ class _WithKnobs:
         bare = replace(platform, task=_with_flags(_bare(task), [flag for each in chosen for flag in each.flags]))
         planned = self._engine.launch(bare, _without(task, candidate), folder, for_real=for_real)
         return replace(planned, environment={**planned.environment, **_variables(chosen)})
+
+
+class _ProberWithKnobs(_WithKnobs):
+    """Adds the capabilities of an engine that trains."""
+
+    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
+        """Return the passes of the candidate in the first row with its knobs' settings; plugins' factors are of the
+        whole."""
+        return self._engine.passes(_set(task, _of_row(task, columns)), columns, costs)
+
+    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        """Return the engine's figures of one rank with its knobs' settings; plugins' factors are of the whole."""
+        return self._engine.rank(_set(task, _of_row(task, columns)), columns, rank, costs)
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
         """Return the ranks that tell most of a candidate."""

@@ -36,13 +36,11 @@ def workload(name: str, key: str = "engine") -> Workload:
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
     """Return the engine that does `work`, with the knobs that plugins bring to a task.
 
-    Raises like `workload`, and SpecError for one that does other work.
-
-    An engine that does not tell its `kind` trains.
+    Raises like `workload`, and SpecError for an engine of the other kind.
     """
     kind = "serve" if isinstance(work, ServeSpec) else "train"
     found = workload(work.engine, f"{kind}.engine")
-    if getattr(found, "kind", "train") != kind:
+    if found.kind != kind:
         does = {"serve": "trains", "train": "serves"}[kind]
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)

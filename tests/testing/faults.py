@@ -88,7 +88,7 @@ def kernels(check: str, method: str, body: str) -> Fault:
 
 def collectives(check: str, seconds: str, taken: str, names: str) -> Fault:
     """Let collectives take `seconds` for payload p and ranks r, and the share `taken` of the compute."""
-    made = f"{{'seconds': lambda self, kind, p, r, s: {seconds}, 'compute_taken': lambda self, r, s: {taken}}}"
+    made = f"{{'seconds': lambda self, kind, p, r, s: {seconds}, 'compute_share': lambda self, r, s: {taken}}}"
     return hook(check, "collective_costs", f"return own and type('Costs', (), {made})()", names)
 
 
@@ -174,12 +174,12 @@ COSTS = (
     hook("kernel_costs_are_valid", "kernel_costs", "return own and 'fast'", "flagcore_kernel_costs"),
     kernels("kernel_times_grow_with_size", "host_copy_seconds", "lambda self, b: 1 / b"),
     kernels("launch_time_is_in_seconds", "launch_seconds", "lambda self: 8.0"),
-    kernels("run_factor_is_plausible", "in_runs", "lambda self: 12.0"),
+    kernels("run_factor_is_plausible", "run_slowdown", "lambda self: 12.0"),
     hook("shipped_costs_are_used", "collective_costs", "return None", "flagcore_collective_costs"),
     hook("collective_costs_are_valid", "collective_costs", "return own and 'fast'", "flagcore_collective_costs"),
     collectives("collective_times_grow_with_payload", "(2e9 - p) * 1e-9 * (r > 1)", "0.1 * (r > 1)", "all_reduce"),
     collectives("single_device_collectives_are_free", "1e-9 * p", "0.1 * (r > 1)", "one device"),
-    collectives("collectives_leave_compute_for_kernels", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_taken"),
+    collectives("collectives_leave_compute_for_kernels", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_share"),
     collectives("messages_do_not_exceed_memory_bandwidth", "1e-15 * p * (r > 1)", "0.1 * (r > 1)", "A1"),
     Fault("outer_levels_are_not_faster", CHIP, "value: 2.5e+10", "value: 2.5e+11", "level", also=("network_is_slower_than_the_link",)),
     Fault("kernels_do_not_exceed_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in"),

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform, PruningRule
+from flagcore.contracts import Costs, Platform, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.passes import Passes
@@ -48,6 +48,7 @@ class Megatron:
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
     name = "megatron"
+    kind = "train"
     modules: Mapping[str, str] = {"torch": "torch", "megatron.core": "megatron-core>=0.16,<0.17"}
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
@@ -153,9 +154,13 @@ class Megatron:
         )
         return int(np.lexsort(keys[::-1])[0])
 
-    def ready(self, spec: Spec, *, probe: bool = False) -> None:
-        """Raise SpecError or NoDevice unless trials of `spec`, or probes, can run here."""
-        (launching.ready_to_probe if probe else launching.ready)(spec, self.modules)
+    def ready(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice unless trials of `spec` can run here."""
+        launching.ready(spec, self.modules)
+
+    def ready_to_probe(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice unless probes of `spec` can run here."""
+        launching.ready_to_probe(spec, self.modules)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Return how to start a candidate."""
@@ -196,4 +201,4 @@ class Megatron:
         )
 
 
-WORKLOAD = Megatron()
+WORKLOAD: Workload = Megatron()

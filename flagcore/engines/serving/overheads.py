@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flagcore.physics.serving.work import Overheads
+from flagcore.engines.serving.model.work import Overheads
 
 VLLM = Overheads(
     iteration=956e-6,

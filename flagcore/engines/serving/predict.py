@@ -12,15 +12,15 @@ from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.model.iteration import iteration_costs
+from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
+from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.engines.serving.overheads import overheads_of, release
 from flagcore.engines.serving.profile.contract import Settings
 from flagcore.engines.serving.profile.heterogeneous import Parts, alone
 from flagcore.engines.serving.profile.sizes import parameters
 from flagcore.engines.serving.published import RECEIVE
 from flagcore.engines.serving.simulated import SearchContext, expected_figures, time_parts
-from flagcore.physics.serving.iteration import iteration_costs
-from flagcore.physics.serving.memory import ServingMemory, serving_memory, table_bytes
-from flagcore.physics.serving.work import Overheads, Serving, Split
 
 GRAPH_TOKENS, MORE_GRAPH_TOKENS, MORE_SINCE = 512, 1024, (0, 18)
 """The largest batch that engines capture as a graph if nobody asks for more, and that of vLLM on chips that compute in

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Pipelined, Workload
+from flagcore.contracts import Pipelined, Prober, Workload, memory_components
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import Task
-from flagcore.errors import FlagError
 from flagcore.problem import Problem
 from flagcore.report.page.what_if import what_if
 from flagcore.stages.build import refusals
@@ -58,12 +57,11 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
     columns = problem.space.columns(np.array([row]))
     count = int(columns.get("pipeline_model_parallel_size", np.ones(1))[0])
     found = []
+    if not isinstance(workload, Prober):
+        return []
     for stage in range(count):
-        parts = workload.components(task, columns, np.array([stage]), platform.costs)
-        try:
-            held = workload.rank(task, columns, stage * (task.cluster.devices // count), platform.costs)
-        except FlagError:
-            return []
+        parts = memory_components(workload, task, columns, np.array([stage]), platform.costs)
+        held = workload.rank(task, columns, stage * (task.cluster.devices // count), platform.costs)
         found.append(
             {
                 "stage": stage,

@@ -59,8 +59,10 @@ def launch_time_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
 
 def run_factor_is_plausible(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in plugin.own_costs():
-        if not (np.isnan(costs.in_runs()) or 1 <= costs.in_runs() < 3):
-            yield Problem(message=f"{chip.name}: in_runs() = {costs.in_runs():g}", fix="give 1 to 3, or NaN if unknown")
+        if not (np.isnan(costs.run_slowdown()) or 1 <= costs.run_slowdown() < 3):
+            yield Problem(
+                message=f"{chip.name}: run_slowdown() = {costs.run_slowdown():g}", fix="give 1 to 3, or NaN if unknown"
+            )
 
 
 def kernels_do_not_exceed_peaks(plugin: Subject) -> Iterator[Problem]:

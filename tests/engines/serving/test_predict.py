@@ -16,6 +16,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import expected, simulated
+from flagcore.engines.serving.model.parts import PARTS
 from flagcore.engines.serving.overheads import overheads_of
 from flagcore.engines.serving.predict import graph_tokens, predict
 from flagcore.engines.serving.profile.contract import Settings
@@ -23,7 +24,6 @@ from flagcore.engines.serving.profile.heterogeneous import Parts
 from flagcore.engines.serving.profile.sizes import parameters
 from flagcore.engines.serving.published import RECEIVE, published
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.serving.parts import PARTS
 from tests.served import CHIP, DENSE, EXPERTS, costs
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
