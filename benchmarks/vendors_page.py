@@ -10,9 +10,10 @@ from flagcore.domain.maturity import Claim
 from flagcore.domain.plugin_knob import Factor
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.knobs import all_knobs
-from flagcore.vendorkit.maturity import maturity
-from flagcore.vendorkit.quirks import quirks
-from flagcore.vendorkit.variables import variables
+from flagcore.vendorkit.maturity import read_maturity
+from flagcore.vendorkit.quirks import read_quirks
+from flagcore.vendorkit.scope import Scope
+from flagcore.vendorkit.variables import read_variables
 
 VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
 HEAD = """# Vendors
@@ -34,7 +35,7 @@ def page() -> str:
 
 
 def _overview() -> Iterator[str]:
-    said = {vendor: maturity(f"flagcore_{vendor}") for vendor in VENDORS}
+    said = {vendor: read_maturity(f"flagcore_{vendor}") for vendor in VENDORS}
     rows = [
         [vendor, each.word, _claims(each.run_on_hardware), _claims(each.checked_on_transcripts), _not(each.not_checked)]
         for vendor, each in said.items()
@@ -58,36 +59,29 @@ def _vendor(package: str) -> Iterator[str]:
         found = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
         rows += found or [[chip.name, "nothing is published", "", ""]]
     yield table(["chip", "fact", "value", "source"], rows)
-    known = quirks(package)
-    where = [
-        *([each.engine, _scope(each.chips, each.versions), each.reason, source(each.source)] for each in known.support),
-    ]
+    quirks = read_quirks(package)
+    where = [[*_scope(each.scope), each.value.reason or "works", source(each.source)] for each in quirks.support]
     refused = [
         [
-            each.refused.name,
-            each.engine,
-            _scope(each.chips, each.versions),
-            f"`{each.refused.knob}`: {_values(each.refused.values, each.refused.above)}",
-            each.refused.reason,
+            each.value.name,
+            *_scope(each.scope),
+            f"`{each.value.knob}`: {_values(each.value.values, each.value.above)}",
+            each.value.reason,
             source(each.source),
         ]
-        for each in known.refusals
+        for each in quirks.refused
     ]
     refused += [
         [
-            each.forced.name,
-            each.engine,
-            _scope(each.chips, each.versions),
-            f"`{each.forced.setting}` must be {each.forced.value}",
-            each.forced.reason,
+            each.value.name,
+            *_scope(each.scope),
+            f"`{each.value.setting}` must be {each.value.value}",
+            each.value.reason,
             source(each.source),
         ]
-        for each in known.forced
+        for each in quirks.forced
     ]
-    notes = [
-        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.message, source(each.source)]
-        for each in known.notes
-    ]
+    notes = [[*_scope(each.scope), each.value, source(each.source)] for each in quirks.notes]
     yield from _section("Engines", ["engine", "where", "what is known", "source"], where)
     yield from _section("Refused and forced", ["rule", "engine", "where", "what", "why", "source"], refused)
     yield from _section("Notes", ["engines", "where", "note", "source"], notes)
@@ -98,16 +92,17 @@ def _vendor(package: str) -> Iterator[str]:
         [
             f"`{each.name}`",
             f"`{each.value}`" if each.value else f"not given; its source sets `{each.used}`",
-            ", ".join(filter(None, [", ".join(each.engines), each.condition])) or "always",
+            ", ".join(filter(None, [", ".join((*each.scope.engines, *each.scope.kinds)), each.condition])) or "always",
             each.meaning,
             source(each.source),
         ]
-        for each in variables(package)
+        for each in read_variables(package)
     ]
     yield from _section("Variables", ["variable", "value", "when", "meaning", "source"], rows)
     failures = [
-        [f"`{each.pattern.pattern}`", each.pattern.state.value, each.pattern.advice, source(each.source)]
-        for each in known.failures
+        [f"`{pattern.pattern}`", pattern.state.value, pattern.advice, source(each.source)]
+        for each in quirks.failures
+        for pattern in (each.value.pattern,)
     ]
     yield from _section("Failures", ["log line", "means", "advice", "source"], failures)
 
@@ -162,8 +157,10 @@ def _values(values: Iterable[object], above: int | None) -> str:
     return ", ".join([*map(str, values), *([f"above {above}"] if above is not None else [])])
 
 
-def _scope(chips: Sequence[str], versions: str) -> str:
-    return ", ".join([*(chips or ("all chips",)), *([f"releases {versions}"] if versions else [])])
+def _scope(scope: Scope) -> tuple[str, str]:
+    releases = [f"releases {scope.versions}"] if scope.versions else []
+    where = ", ".join([*(scope.chips or ("all chips",)), *releases])
+    return ", ".join((*scope.engines, *scope.kinds)) or "all", where
 
 
 def source(each: Source) -> str:

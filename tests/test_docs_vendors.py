@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.vendors_page import VENDORS, chips, page
 from flagcore.domain.maturity import Claim, Maturity
-from flagcore.vendorkit.variables import variables
+from flagcore.vendorkit.variables import read_variables
 
 PAGE = Path(__file__).parent.parent / "docs" / "vendors.md"
 
@@ -17,7 +17,7 @@ def test_the_page_has_each_chip_and_each_variable() -> None:
     text = PAGE.read_text()
     for vendor in VENDORS:
         assert all(f"| {chip.name} |" in text for chip in chips(f"flagcore_{vendor}"))
-        assert all(f"`{each.name}`" in text for each in variables(f"flagcore_{vendor}"))
+        assert all(f"`{each.name}`" in text for each in read_variables(f"flagcore_{vendor}"))
 
 
 def test_one_word_tells_the_best_that_a_plugin_stands_on() -> None:

@@ -39,7 +39,7 @@ DIVISORS = (
 )
 """Parameters of a curve that times are divided by."""
 
-NAMES = tuple(each.name for each in fields(Curve) if each.name != "in_runs")
+NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,21 +118,11 @@ def read_curve(text: str, file: str) -> Curve:
     values: dict[str, Any] = {}
     if shares is not None:
         values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
-<<<<<<< HEAD
     for name in NAMES:
         if name != "gemm_shares" and name in curve.content:
             values[name] = _positive(curve, name, zero=name not in DIVISORS)
     curve.finish(f"the parameters are {', '.join(NAMES)}")
-    return Curve(**values, in_runs=OF[of])
-=======
-    for known in fields(Curve):
-        if known.name not in ("gemm_shares", "run_slowdown") and known.name in curve.content:
-            values[known.name] = _positive(curve, known.name, zero=known.name not in DIVISORS)
-    curve.finish(
-        f"the parameters are {', '.join(known.name for known in fields(Curve) if known.name != 'run_slowdown')}"
-    )
     return Curve(**values, run_slowdown=OF[of])
->>>>>>> main
 
 
 def read_provenance(text: str, file: str) -> Reading:
