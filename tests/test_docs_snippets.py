@@ -111,6 +111,7 @@ def test_script_can_be_read_by_its_shell(block: Block) -> None:
     subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", CODE)
 def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(page))
@@ -121,6 +122,34 @@ def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], P
         assert names["run"].best == names["outcome"].plan.best
 
 
+@pytest.mark.parametrize("page", sorted({block.page for block in COMMANDS}))
+def test_command_lines_are_valid(page: str, workshop: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(workshop)
+    for block in (block for block in COMMANDS if block.page == page):
+        for line in block.text.splitlines():
+            _check(line.removeprefix("$ "))
+
+
+def _check(line: str) -> None:
+    """Raise if a line names a program, command, option, argument, target or extra that does not exist."""
+    words = shlex.split(line, comments=True)
+    program, *arguments = [word for word in words if not re.match(r"[A-Z]+=", word)]
+    if Path(program).name != "flag":
+        assert line == ". .venv/bin/activate" or Path(program).name in FOLLOWERS, line
+        if Path(program).name in ("make", "pip"):
+            FOLLOWERS[Path(program).name](arguments)
+        return
+    context, command = click.Context(flag, info_name="flag"), flag
+    while isinstance(command, click.Group) and arguments and arguments[0] != "--help":
+        name = arguments.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None, line
+        context, command = click.Context(found, info_name=name, parent=context), found
+    if arguments != ["--help"]:
+        command.make_parser(context).parse_args(args=arguments)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("block", COMMANDS, ids=str)
 def test_commands_work(block: Block, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(block.page))
