@@ -122,14 +122,6 @@ def progress(block: Block) -> None:
     assert [line(starts), line(replace(starts, kind="trial_finished"))] == block.text.splitlines()
 
 
-def floors(block: Block) -> None:
-    """The floors of the architecture are the layers that import-linter holds, in their order."""
-    (layers,) = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
-    held = [set(each.split(" | ")) for each in re.findall(r'"(.+?)"', layers)]
-    joined = re.sub(r"   .*\n  (?=\| )", " ", block.text)  # a floor of two lines
-    assert [set(re.split(r"   +", each)[0].strip().split(" | ")) for each in joined.splitlines()] == held
-
-
 def folders(block: Block) -> None:
     """Each folder of a layout exists."""
     assert all((ROOT / each.split()[0]).is_dir() for each in block.text.splitlines())
@@ -176,7 +168,6 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/tutorial.md", "combinations"): books,
     ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
     ("docs/tutorial.md", " iteration"): log_line,
-    ("docs/architecture.md", "cli "): floors,
     ("docs/architecture.md", "combinations ="): sums,
     ("docs/cli.md", "trial 1 (search) starts"): progress,
     ("docs/cli.md", "flag "): generated,
