@@ -6,7 +6,7 @@ import json
 import os
 
 from flagcore.domain.spec import Spec
-from flagcore.engines.serving.profile.knob import bare
+from flagcore.engines.serving.common.knobs import bare
 from flagcore.errors import SpecError
 
 _WIDE = ("bf16", "fp16", "fp32")

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.profile.place import Place, longest
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.place import Place, longest
 
 
 def devices(columns: Columns) -> IntArray:
     """Return the devices of one instance."""
     return columns[TP] * columns[PP] * columns[DP] if DP in columns else columns[TP] * columns[PP]
-
-
-def at_least_one(*knobs: str) -> tuple[Rule, ...]:
-    """Return, for each knob that counts something, that it is not below one where it is set: its code is not negative.
-
-    Knobs whose neutral value is None have code 0 there.
-    """
-    return tuple(
-        Rule(
-            name=f"{knob}_positive",
-            knobs=(knob,),
-            message=f"{knob} must be at least 1",
-            broken=lambda c, knob=knob: c[knob] < (1 if knob in (INSTANCES, TP, PP, DP, EP) else 0),  # type: ignore[misc]
-        )
-        for knob in knobs
-    )
 
 
 def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
@@ -39,7 +23,6 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
     knobs = (INSTANCES, TP, PP, DP) if data else (INSTANCES, TP, PP)
     product = " x ".join(knobs)
     rules = (
-        *at_least_one(*knobs),
         Rule(
             name="cards",
             knobs=knobs,
@@ -52,8 +35,8 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
             message=f"{PP} must not exceed num_layers = {model.num_layers}",
             broken=lambda c: c[PP] > model.num_layers,
         ),
+        *heterogeneous.rules(task, heads=data),
     )
-    rules = (*rules, *heterogeneous.rules(task, heads=data))
     return (*rules, *_heads(task), *_experts(task)) if data else rules
 
 
@@ -79,7 +62,6 @@ def _heads(task: Task) -> tuple[Rule, ...]:
 def _experts(task: Task) -> tuple[Rule, ...]:
     experts = task.spec.model.num_moe_experts
     return (
-        *at_least_one(EP),
         Rule(
             name="experts_exist",
             knobs=(EP,),

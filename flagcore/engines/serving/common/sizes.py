@@ -7,7 +7,7 @@ import os
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.common.place import Place
 from flagcore.physics.kernels.roofline import BYTES
 from flagcore.physics.transformer import attended, widths
 

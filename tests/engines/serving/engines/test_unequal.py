@@ -10,12 +10,15 @@ import pytest
 
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.contract import INSTANCES, SIZES, TP, Engine
-from flagcore.engines.serving.profile.place import Place
-from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import INSTANCES, SIZES, TP
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import SpecError
-from tests.engines.serving.profile.tasks import broken, merged, serving, space_of
+from tests.engines.serving.engines.tasks import broken, merged, serving, space_of
 from tests.small import DENSE
 
 ENGINES = pytest.mark.parametrize("engine", [each.engine for each in (LLAMACPP, SGLANG, VLLM)], ids=lambda e: e.name)

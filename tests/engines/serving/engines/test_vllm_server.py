@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.vllm.profile import ENGINE, whole
+from flagcore.engines.serving.vllm.profile import ENGINE, check_install
 from flagcore.errors import NoDevice
-from tests.engines.serving.profile.starting import started
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.starting import started
+from tests.engines.serving.engines.tasks import serving
+
+pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parents[4]
 PROGRAM = HERE / ".venv-vllm/bin/vllm"
@@ -26,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     if not PROGRAM.exists():
         pytest.skip("make setup-vllm installs vLLM's CPU build, which is not here")
     try:
-        whole(str(PROGRAM))
+        check_install(str(PROGRAM))
     except NoDevice as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("hf")
@@ -53,7 +55,7 @@ def test_a_candidate_is_served_as_it_was_asked_for(model: str, tmp_path: Path) -
         assert {knob: told[knob] for knob in asked} == asked
         assert (told["context_len"], told["enforce_eager"]) == (512, True)
         assert server.completion_tokens(9) == 9
-        assert ENGINE.counters(server.fetch)["output_tokens"] == 9
+        assert ENGINE.read_counters(server.fetch)["output_tokens"] == 9
 
 
 def test_a_block_size_that_the_rules_forbid_does_not_run_and_the_reason_is_found(model: str, tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.llamacpp.profile import ENGINE
 from flagcore.errors import SpecError
 from flagcore.spec.gguf import context_length, shape
-from tests.engines.serving.profile.starting import started
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.starting import started
+from tests.engines.serving.engines.tasks import serving
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("llama-server")]
 
 MAKER = Path(__file__).parents[4] / "examples/tiny_gguf.py"
 SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "vocab": 1024, "context": 2048}
@@ -48,7 +50,7 @@ def test_a_candidate_is_served_as_it_was_asked_for_and_stops_on_a_signal(model: 
         assert server.wait() is None, server.log
         assert ENGINE.effective(server.fetch, server.log) == asked
         assert server.completion_tokens(9) == 9
-        counted = ENGINE.counters(server.fetch)
+        counted = ENGINE.read_counters(server.fetch)
         assert counted["output_tokens"] == 9
         assert counted["prompt_tokens"] == 3
         assert counted["requests_waiting"] == 0

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.profile import metrics, program
-from flagcore.engines.serving.profile.contract import MEMORY
-from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
-from flagcore.engines.serving.profile.sizes import cache_bytes_per_token, fewest_devices, parameters
-from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
+from flagcore.engines.serving.common import metrics, program
+from flagcore.engines.serving.common.place import Place, longest, most_in_flight
+from flagcore.engines.serving.common.sizes import cache_bytes_per_token, fewest_devices, parameters
+from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
+from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
+from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
 from flagcore.errors import NoDevice
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import DENSE
 
 TEXT = """# TYPE a:total counter
@@ -161,7 +162,7 @@ SGLANG_LOG = """\
     ],
     ids=lambda each: getattr(each, "name", ""),
 )
-def test_what_engines_log_of_their_memory_is_read(engine: Serving, log: str, told: dict[str, float]) -> None:
-    assert engine.engine.memory(log) == pytest.approx(told)
-    assert engine.engine.memory("") == {}
-    assert set(told) <= set(MEMORY)
+def test_what_engines_log_of_their_memory_is_read(engine: Engine, log: str, told: dict[str, float]) -> None:
+    assert engine.memory(log) == pytest.approx(told)
+    assert engine.memory("") == {}
+    assert set(told) <= {"weights_gib", "kv_cache_gib", "graphs_gib", "compute_gib", "kv_cache_tokens"}

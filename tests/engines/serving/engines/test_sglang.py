@@ -11,12 +11,12 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.profile.contract import PORT
-from flagcore.engines.serving.profile.heterogeneous import seats
-from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.common.heterogeneous import seats
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.sglang.profile import ENGINE
 from flagcore.errors import NoDevice, SpecError
-from tests.engines.serving.profile.tasks import broken, merged, row, serving, space_of
+from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.small import DENSE, EXPERTS
 
 GIB = 2**30
@@ -103,11 +103,9 @@ def test_attention_dp_is_inside_sglangs_tp_size_in_old_and_new_spelling(tmp_path
         ("cards", {"tensor_model_parallel_size": 2, "data_parallel_size": 4}),
         ("attention_heads", {"tensor_model_parallel_size": 3}),
         ("chunk_of_pages", {"page_size": 64, "chunked_prefill_size": 96}),
-        ("chunk_positive", {"chunked_prefill_size": -2}),
         ("whole_prompts", {"chunked_prefill_size": -1, "max_prefill_tokens": 128}),
         ("context_length", {"context_len": 100}),
         ("experts_exist", {"expert_model_parallel_size": 2}),
-        ("page_size_positive", {"page_size": -1}),
     ],
 )
 def test_what_sglang_refuses_is_illegal(rule: str, values: dict[str, Any]) -> None:
@@ -203,8 +201,16 @@ def test_older_releases_answer_at_another_path() -> None:
 
 
 def test_flags_that_flagcore_gives_itself_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"model-path is a flag that flagcore gives itself: serve.weights"):
+    with pytest.raises(SpecError) as error:
         ENGINE.axes(cards(engine_args={"model_path": "x"}))
+    assert error.value.key == "serve.engine_args.model-path"
+
+
+def test_sizes_below_one_are_rejected() -> None:
+    for values in ({"chunked_prefill_size": -2}, {"page_size": -1}):
+        with pytest.raises(SpecError):
+            ENGINE.parse(values)
+    assert ENGINE.parse({"chunked_prefill_size": "off"}) == {"chunked_prefill_size": -1}
 
 
 def test_a_tp_size_beside_attention_dp_is_understood_as_sglang_means_it() -> None:
@@ -236,7 +242,7 @@ def test_sglang_that_is_not_installed_is_said_before_a_launch(tmp_path: Path) ->
 )
 def test_log_lines_have_a_meaning(line: str, state: TrialState) -> None:
     log = f"[2026-11-20 19:00:00] start\n{line}\nReceived sigquit from a child process\n"
-    found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.failure_patterns())
+    found, reason = classify(Exit(code=1, ended_by=None, duration_s=1.0), log, ENGINE.failures)
     assert found is state
     assert line in reason
 

@@ -14,8 +14,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.profile.place import CORES, Place
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.place import CORES, Place
 from flagcore.errors import SpecError
 
 MOST_PARTS = 16
@@ -28,7 +28,7 @@ def sizes(word: str) -> tuple[int, ...]:
     return tuple(sorted((int(part) for part in word.split("+")), reverse=True))
 
 
-def read(given: object, key: str) -> str:
+def parse_sizes(given: object, key: str) -> str:
     """Return what a spec or a record has under `key` as a word, the largest instance first. Raises SpecError."""
     fix = f"give the devices of each instance, such as 4+2+2; equal ones are {INSTANCES} and {TP}"
     if not isinstance(given, str) or not _WORD.fullmatch(given.replace(" ", "")):
@@ -47,7 +47,7 @@ def words(task: Task) -> tuple[str, ...]:
     named = {"auto_tuner.space": spec.space, "auto_tuner.baseline": spec.baseline or {}, "serve.engine_args": flags}
     found = [(given[SIZES], f"{where}.{SIZES}") for where, given in named.items() if SIZES in given]
     several = [(each, key) for value, key in found for each in (value if isinstance(value, tuple) else (value,))]
-    asked = [read(each, key) for each, key in several if each not in (None, "auto")]
+    asked = [parse_sizes(each, key) for each, key in several if each not in (None, "auto")]
     return tuple(dict.fromkeys((*_of(place.cards), *asked)))
 
 

@@ -19,9 +19,9 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.profile.contract import PORT, Engine
-from flagcore.engines.serving.profile.heterogeneous import seats
-from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.common.heterogeneous import seats
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.engine import PORT, Engine
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Running:
         """Return why it ended."""
         code = self.wait()
         assert code
-        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.failure_patterns())
+        return classify(Exit(code=code, ended_by=None, duration_s=1.0), self.log, self.engine.failures)
 
 
 @contextmanager

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from flagcore.contracts import Costs
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Fact, Link
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.profile.contract import Engine
+from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.engine import Engine, Settings
+from flagcore.engines.serving.predict import predict as predict_engine
+from flagcore.engines.serving.published import published as complete
+from flagcore.plugins import workload
 from flagcore.stages.build import build, canonical
 from tests.small import CHIP, DENSE, SOURCE
 
@@ -38,6 +45,19 @@ def serving(
     spec = Spec(model=model, cluster=ClusterSpec(), work=work, **outer)
     group = NodeGroup(chip=CORE if on_cores else CHIP, nodes=1, devices_per_node=devices, memory_bytes=memory)
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def predict(task: Task, settings: Settings, costs: Costs, kinds: Parts | None = None) -> Predictions:
+    """What the task's engine is predicted to do with settings."""
+    engine = workload(task.spec.serve.engine).engine  # type: ignore[attr-defined]
+    over, graphs = engine.overheads_for(task, on_host=costs.synchronous), engine.graph_tokens(task)
+    return predict_engine(task, settings, costs, over, graph_tokens=graphs, untested=bool(engine.untested), kinds=kinds)
+
+
+def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:
+    """A job record of the task's engine, completed."""
+    engine = workload(task.spec.serve.engine).engine  # type: ignore[attr-defined]
+    return complete(task, engine.parse(values), engine.published)
 
 
 def space_of(engine: Engine, task: Task) -> Space:
