@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.chip import Chip, Fact, Source, Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Factor
 from flagcore.domain.maturity import Claim, Maturity
@@ -30,6 +30,13 @@ VENDORS = {
     "metax": "MetaX",
     "iluvatar": "Iluvatar CoreX",
     "cambricon": "Cambricon",
+}
+
+STATUS = {
+    Support.YES: "works",
+    Support.IMPOSSIBLE: "not supported",
+    Support.NOT_YET: "not supported yet",
+    Support.UNKNOWN: "untested",
 }
 
 
@@ -157,7 +164,7 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
 def _works(support: EngineSupport) -> str:
     """Return what is known of a kind of engine, with torch's names."""
     reason = f": {support.reason}" if support.reason else ""
-    return f"{support.support.value}{reason} (torch device `{support.device_type}`, `{support.distributed_backend}`)"
+    return f"{STATUS[support.support]}{reason} (torch device `{support.device_type}`, `{support.distributed_backend}`)"
 
 
 def _reported(report: Report) -> str:
