@@ -164,7 +164,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("README.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/index.md", "Best on 2 x cpu"): result_of_a_run,
-    ("docs/tutorial.md", "Over 5 trials"): what_was_learned,
+    ("docs/tutorial.md", "Median prediction error"): what_was_learned,
     ("docs/tutorial.md", "combinations"): books,
     ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
     ("docs/tutorial.md", " iteration"): log_line,

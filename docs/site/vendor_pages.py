@@ -206,11 +206,7 @@ def facts(chip: Chip) -> Iterator[tuple[str, Fact]]:
 
 
 def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]:
-    try:
-        listed = all_knobs(package)
-    except FileNotFoundError:
-        listed = ()
-    for each in listed:
+    for each in all_knobs(package):
         for value, choice in each.knob.effects.items():
             how = " ".join([*choice.flags, *(f"{name}={text}" for name, text in choice.environment.items())])
             formula = f"as {', '.join(f'{key}: {value}' for key, value in choice.settings.items())}; "
