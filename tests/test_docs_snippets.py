@@ -29,8 +29,8 @@ from flagcore.spec.serving import engines_of, only
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
 
-OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": ""}
-"""Pages that tests of their own follow: tests/test_docs_hooks.py all Python, tests/test_docs_plugin.py everything."""
+OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": "", "docs/write-an-engine.md": ""}
+"""Pages with tests of their own: test_docs_hooks.py (Python only), test_docs_plugin.py and test_docs_own_engine.py."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
 PLANNED |= {"node.yaml": ("flagcore_metax", "flagcore_iluvatar"), "examples/portability.yaml": ("flagcore_metax",)}
 PLANNED |= {"my-model.yaml": ("flagcore_nvidia",)}
