@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.contracts import Workload
+from flagcore.contracts import SearchSpace
 
 PAGE = (Path(__file__).parent.parent / "docs" / "write-an-engine.md").read_text("utf-8")
 FILES = dict(re.findall(r"\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.process
-@pytest.mark.skipif("knobs" not in Workload.__annotations__, reason="engines do not bring their knobs yet")
+@pytest.mark.skipif("knobs" not in SearchSpace.__annotations__, reason="engines do not bring their knobs yet")
 def test_the_training_engine_is_tuned(folder: Path) -> None:
     command = [sys.executable, "-c", "from flagcore.cli import main; main()", "tune", "train-acme.yaml", "--json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
