@@ -22,7 +22,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.learning import features
-from flagcore.plugins import strategy, workload_of
+from flagcore.plugins import ENGINES, strategy, workload_of
 from flagcore.problem import Problem, build_problem, candidate_columns
 from flagcore.spec import parse_spec
 from flagcore.stages.build import build
@@ -423,7 +423,7 @@ def posed(install: Install, space: dict[str, Any]) -> Problem:
     loaded = load_plugins()
     data = json.loads(json.dumps(SPEC))
     data["auto_tuner"]["space"] |= space
-    spec = parse_spec(data, file="spec.yaml", base=Path(), plugin_knobs=loaded.knob_names("megatron"))
+    spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=loaded.knob_names("megatron"))
     return build_problem(spec, loaded, workload_of(spec.work))
 
 
