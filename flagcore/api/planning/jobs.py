@@ -79,7 +79,9 @@ def _job(line: Line) -> Job:
 
 def _refused(error: FlagError) -> Answer:
     """Return what is said of a record that cannot be predicted."""
-    return {"status": "invalid" if isinstance(error, SpecError) else "unknown", "reason": str(error)}
+    if isinstance(error, SpecError):
+        return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
+    return {"status": "unknown", "reason": str(error)}
 
 
 @dataclass(frozen=True, slots=True)
