@@ -44,7 +44,7 @@ def explain_command(
     took = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         says = [{"rule": name, "says": found.says.get(name, "")} for name in took]
-        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.lost_repeats)]))
+        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.failed_repeats)]))
         options.show("\n" + render(says, "table", {"rule": "rule", "says": "says"}))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:
@@ -94,7 +94,7 @@ def _of_spec(spec: str, a: str, b: str) -> str:
     return f"`flag compare --spec {spec} {a} {b}`"
 
 
-def _tell(found: api.Account | api.Comparison, form: str) -> None:
+def _tell(found: api.CandidateReport | api.Comparison, form: str) -> None:
     """Print what is known of candidates: text for people, or one record."""
     from flagcore.report.formats import render
 

@@ -7,15 +7,15 @@ from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
 
-HOPELESS_START = 5
-"""After this many trials that all ended as one of BROKEN, something is wrong with the task, not with the candidates."""
-BROKEN = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
+MAX_FAILED_AT_START = 5
+"""If the first trials, so many, all ended in FAILED_STATES, the task is wrong and not the candidates."""
+FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
 def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> str | None:
     """Return why no further trial may start, or None. Time is kept for the repeats and for one more trial."""
     trials = _ended(search_state)
-    if len(trials) >= HOPELESS_START and all(trial.state in BROKEN for trial in trials):
+    if len(trials) >= MAX_FAILED_AT_START and all(trial.state in FAILED_STATES for trial in trials):
         return f"the first {len(trials)} trials all failed"
     if len(trials) >= control.max_trials:
         return f"max_trials = {control.max_trials} reached"

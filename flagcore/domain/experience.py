@@ -65,7 +65,7 @@ class Observed:
         return int(self.log_ratio.size)
 
     @classmethod
-    def nothing(cls) -> Observed:
+    def empty(cls) -> Observed:
         """Return no measurement."""
         return cls(Features({}, {}, {}), np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
 
@@ -74,7 +74,7 @@ class Observed:
         """Put measurements together."""
         some = [each for each in several if len(each)]
         if not some:
-            return cls.nothing()
+            return cls.empty()
         arrays = [np.concatenate([getattr(each, name) for each in some]) for name in ("log_ratio", "noise", "task")]
         return cls(Features.join([each.features for each in some]), *arrays)
 
@@ -87,6 +87,6 @@ class Past:
     memory: Observed
 
     @classmethod
-    def nothing(cls) -> Past:
+    def empty(cls) -> Past:
         """Return what is known where nothing has run."""
-        return cls(time=Observed.nothing(), memory=Observed.nothing())
+        return cls(time=Observed.empty(), memory=Observed.empty())

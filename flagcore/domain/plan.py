@@ -81,18 +81,21 @@ class Plan:
         return min(self.gains, default=None)
 
     @property
-    def off(self) -> Off | None:
+    def prediction_error(self) -> PredictionError | None:
         """How far predictions of step times were off, over trials of which something else was believed by then."""
-        pairs = [off(trial, "predicted") for trial in self.trials], [off(trial, "believed") for trial in self.trials]
+        pairs = (
+            [measured_over(trial, "predicted") for trial in self.trials],
+            [measured_over(trial, "believed") for trial in self.trials],
+        )
         both = [pair for pair in zip(*pairs, strict=True) if None not in pair]
         if not both:
             return None
         before, after = ([abs(math.log(each)) for each in some if each] for some in zip(*both, strict=True))
-        return Off(before=math.expm1(median(before)), after=math.expm1(median(after)), trials=len(both))
+        return PredictionError(before=math.expm1(median(before)), after=math.expm1(median(after)), trials=len(both))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Off:
+class PredictionError:
     """Medians over `trials` of how far measured step times were from predicted ones, as a share, either way.
 
     `before` is of what was predicted before anything ran, `after` of what was believed just before each trial.
@@ -103,16 +106,16 @@ class Off:
     trials: int
 
 
-def off(trial: Trial, told: str) -> float | None:
+def measured_over(trial: Trial, which: str) -> float | None:
     """Return the measured over the `predicted` or `believed` step time of a trial; None if one of them is unknown."""
-    record: Any = trial.believed if told == "believed" else trial.predicted
+    record: Any = trial.believed if which == "believed" else trial.predicted
     step = record.get("step_time_s") if isinstance(record, Mapping) else None
     value = step.get("value") if isinstance(step, Mapping) else None
     measured = trial.measurement.step_time_s if trial.measurement else None
     return measured / value if measured and isinstance(value, float) and 0 < value < math.inf else None
 
 
-def lost_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
+def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
     """Return the repeats that gave no measurement, by number, and how they ended: counts of candidates miss them."""
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def capture_warnings() -> Iterator[list[str]]:
     """Collect the texts of warnings and errors that are logged meanwhile; they go on to whoever handles them."""
     said: list[str] = []
     make = logging.getLogRecordFactory()

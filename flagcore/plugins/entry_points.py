@@ -12,7 +12,7 @@ from flagcore.domain.spec import TrainSpec
 from flagcore.engines.with_knobs import with_knobs
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
-from flagcore.plugins.validation import behaviour
+from flagcore.plugins.validation import check_protocol
 
 WORKLOADS = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
@@ -98,4 +98,4 @@ def _load(points: list[EntryPoint], origins: str, protocol: Any) -> Any:
         raise BadPlugin(f"several distributions have one of this name: {origins}; uninstall all but one")
     if reason := incompatible(origin(points[0])):
         raise BadPlugin(reason)
-    return behaviour(protocol, load(points[0]))
+    return check_protocol(protocol, load(points[0]))

@@ -102,7 +102,7 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 
 def load(point: EntryPoint) -> object:
     """Import what `point` names and return it. Raises whatever the import raises."""
-    with talk_on_stderr():
+    with stdout_to_stderr():
         (extension,) = _OneEntryPoint(point)
     return extension.plugin
 
@@ -112,7 +112,7 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 
 
 @contextmanager
-def talk_on_stderr() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Send to stderr what is written to stdout meanwhile, by Python or below it: stdout carries our data only."""
     kept = None
     with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed

@@ -21,11 +21,11 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
-from flagcore.plugins.capture_warnings import heard
+from flagcore.plugins.capture_warnings import capture_warnings
 from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
+from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, stdout_to_stderr
 from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
-from flagcore.plugins.plugin_proxy import plugin_name, proxied
+from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
@@ -94,7 +94,7 @@ class LoadedPlugins:
         return self._undetected
 
     def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
-        with heard() as said:
+        with capture_warnings() as said:
             try:
                 found = self._try(plugin, "flagcore_devices", validation.devices) or ()
             except _Failed as failed:
@@ -252,10 +252,10 @@ class LoadedPlugins:
         """Ask one plugin and check its answer. Raises _Failed, with the failure already kept, and KeyboardInterrupt."""
         stage = "ask"
         try:
-            with talk_on_stderr():
+            with stdout_to_stderr():
                 answer = plugin.ask(hook, arguments)
                 stage = "answer"
-                return None if answer is None else proxied(plugin.name, hook, check(answer))
+                return None if answer is None else wrap_objects(plugin.name, hook, check(answer))
         except KeyboardInterrupt:
             raise
         except BaseException as error:

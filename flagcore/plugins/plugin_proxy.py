@@ -31,7 +31,7 @@ COLUMNS = frozenset(
 """Methods whose answer is made an array of float64."""
 
 
-def proxied(plugin: str, hook: str, answer: T) -> T:
+def wrap_objects(plugin: str, hook: str, answer: T) -> T:
     """Return `answer`, with every object in it wrapped if `hook` answers with objects."""
     if hook not in HOOKS_WITH_OBJECTS:
         return answer

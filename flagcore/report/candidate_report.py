@@ -20,8 +20,8 @@ CHANGES = {
 """What is told of each change, by its name."""
 
 
-def account_text(account: Mapping[str, Any]) -> str:
-    """Return what is known of a candidate, by the fields of `flagcore.api.explaining.candidate_report.Account`."""
+def candidate_report_text(account: Mapping[str, Any]) -> str:
+    """Return what is known of a candidate, with the fields of `flagcore.CandidateReport`."""
     name = account["name"][:1].upper() + account["name"][1:]
     heading = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'])}"
     lines = [heading, f"  {account['state']}", *(f"  - {line}" for line in account["because"])]

@@ -8,7 +8,7 @@ from typing import Any
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
 from flagcore.domain.objective import told as figure_of
-from flagcore.domain.plan import Counts, Plan, lost_repeats, off
+from flagcore.domain.plan import Counts, Plan, failed_repeats, measured_over
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
 from flagcore.i18n.width import columns, left
 from flagcore.report import serving_text
@@ -55,7 +55,7 @@ def plan_text(plan: Plan) -> str:
         serving_text.front_table(plan),
         learned_table(plan),
         slow_text(plan),
-        "\n".join([funnel(plan.counts, plan.fidelity), *repeats_text(lost_repeats(plan.repeats))]),
+        "\n".join([funnel(plan.counts, plan.fidelity), *repeats_text(failed_repeats(plan.repeats))]),
     ]
     told = [f"Note: {note}." for note in serving_text.notes(plan)] if serving_text.serves(plan) else []
     return "\n\n".join([*(part for part in parts if part), *told, f"It ended because {plan.stopped_because}."])
@@ -72,15 +72,16 @@ def slow_text(plan: Plan) -> str:
 
 def learned_table(plan: Plan) -> str:
     """Return how predictions got better by what trials taught, a line a trial; nothing where nothing was believed."""
-    if plan.off is None:
+    if plan.prediction_error is None:
         return ""
-    over = f"{plan.off.trials} trial{'s' if plan.off.trials > 1 else ''}"
-    line = f"Over {over} predictions were off by {far(plan.off.before)}, after learning by {far(plan.off.after)}"
+    error = plan.prediction_error
+    over = f"{error.trials} trial{'s' if error.trials > 1 else ''}"
+    line = f"Over {over} predictions were off by {far(error.before)}, after learning by {far(error.after)}"
     what = serving_text.heading(plan.objective) if serving_text.serves(plan) else "step s"
     headings = ["trial", f"~{what}", "believed", what, "off by", "after learning"]
     rows = []
     for trial in plan.trials:
-        ratios = [off(trial, told) for told in ("predicted", "believed")]
+        ratios = [measured_over(trial, told) for told in ("predicted", "believed")]
         if None in ratios or trial.measurement is None:
             continue
         step = trial.measurement.step_time_s

@@ -1,7 +1,7 @@
 """measure: watch a trial, end it early when it surely loses, and say what came of it.
 
 A trial is ended early ("stopped") when, after its warm-up, at least two steps are done and the fastest of
-them took more than `HOPELESS` times the best trial's median step: even if every further step were as fast
+them took more than `EARLY_STOP_RATIO` times the best trial's median step: even if every further step were as fast
 as that one, it could not win. Its partial measurement is kept and marked.
 """
 
@@ -25,13 +25,13 @@ from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
-HOPELESS = 1.5
+EARLY_STOP_RATIO = 1.5
 POLL_SECONDS = 0.5
 MEMORY = "memory_used_bytes"
 """What telemetry calls the memory that a device shows in use."""
 POWER_LIMIT = "power_limit_watts"
 """What telemetry calls the power that a device may draw, a setting, which has no peak."""
-OTHERS = 0.1
+MAX_SHARE_BEFORE = 0.1
 """Where others had more than this share of it before a trial, a reading says nothing of the trial's own."""
 
 
@@ -49,7 +49,7 @@ def measure(
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
-            if best and _hopeless(progress(), warmup, best):
+            if best and _is_too_slow(progress(), warmup, best):
                 beaten_by = best
                 ended = running.stop()
                 break
@@ -90,14 +90,16 @@ def _outcome(
             return replace(trial, state=TrialState.FAILED, reason=str(error))
         if beaten_by:
             partial = replace(measured, partial=True)
-            return replace(trial, state=TrialState.STOPPED, reason=_lost(partial, beaten_by), measurement=partial)
-        return _judged(platform, replace(trial, measurement=measured))
+            return replace(
+                trial, state=TrialState.STOPPED, reason=_early_stop_reason(partial, beaten_by), measurement=partial
+            )
+        return _checked(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = classify(ended, log_tail(folder), patterns)
     return replace(trial, state=state, reason=without_secrets(reason, secrets_of(os.environ)))
 
 
-def _judged(platform: Platform, trial: Trial) -> Trial:
+def _checked(platform: Platform, trial: Trial) -> Trial:
     """Return a trial that ran to its end as measured, unless what it measured is not what was asked for."""
     measured, group = trial.measurement, platform.task.cluster.groups[0]
     assert measured is not None
@@ -123,17 +125,21 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
     return None
 
 
-def _hopeless(steps: Sequence[float], warmup: int, best: Trial) -> bool:
+def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial) -> bool:
     counted = steps[warmup:]
-    return len(counted) >= 2 and best.measurement is not None and min(counted) > HOPELESS * best.measurement.step_time_s
+    return (
+        len(counted) >= 2
+        and best.measurement is not None
+        and min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
+    )
 
 
-def _lost(partial: Measurement, best: Trial) -> str:
+def _early_stop_reason(partial: Measurement, best: Trial) -> str:
     """Return why a trial that lost to `best` was ended early, with the numbers of the rule."""
     assert best.measurement is not None
     fastest, step = min(partial.step_times_s), best.measurement.step_time_s
     return (
-        f"surely slower than the best: its fastest step took {fastest:.4g} s, more than {HOPELESS} times "
+        f"surely slower than the best: its fastest step took {fastest:.4g} s, more than {EARLY_STOP_RATIO} times "
         f"the {step:.4g} s of trial {best.number}"
     )
 
@@ -168,7 +174,7 @@ class _Readings:
     def memory_used(self) -> int | None:
         """Return the most that a device showed in use; None if nobody read it, or others had much of it before."""
         used = self._memory()
-        if not used or self._before > OTHERS * max(used):
+        if not used or self._before > MAX_SHARE_BEFORE * max(used):
             return None
         return int(max(used))
 

@@ -19,10 +19,10 @@ from flagcore.learning.failures import chance_to_end
 from flagcore.learning.limits import chance_to_keep
 from flagcore.learning.trials import observed_memory, observed_times, unit_where_unknown
 
-LOOKED_AT = 4096
+MAX_ROWS = 4096
 """Of the open candidates as many are weighed, the fastest predicted ones."""
 
-TOGETHER = 256
+JOINT_ROWS = 256
 """Of these as many, the likeliest to gain, are weighed together when the search asks whether to go on."""
 
 DRAWS = 2000
@@ -95,8 +95,8 @@ def _view(context: SearchContext) -> _View:
     """Weigh the open rows that are predicted to be the fastest."""
     predicted = unit_where_unknown(context)
     rows = context.open_rows
-    if rows.size > LOOKED_AT:
-        rows = np.sort(rows[np.argpartition(predicted[rows], LOOKED_AT)[:LOOKED_AT]])
+    if rows.size > MAX_ROWS:
+        rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
     found = context.features(rows)
     ratios = Ratios(Observed.join((context.past.time, observed_times(context))), found, TIME)
     time = ratios.of(found)
@@ -122,7 +122,7 @@ def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray
 
 def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
     """Return the chance that an open row gains enough to matter, and how much one may gain."""
-    likeliest = np.argsort(-gain, kind="stable")[:TOGETHER]
+    likeliest = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
     drawn = view.log_predicted[likeliest] + view.ratios.drawn(view.features.take(likeliest), DRAWS)
     return chance_to_gain(drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN)
 

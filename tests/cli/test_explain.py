@@ -242,12 +242,12 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
 
 def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
-    told_trials = project.result()["trials"] + project.result()["repeats"]
+    count_trials = project.result()["trials"] + project.result()["repeats"]
     (project.run_dir / "journal.log").unlink()
     for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
         ran = flag(ask[0], str(project.run_dir), *ask[1:])
         assert ran.code == 2
-        assert f"the journal has 0 of the {len(told_trials)} trials that result.json tells" in ran.err
+        assert f"the journal has 0 of the {len(count_trials)} trials that result.json tells" in ran.err
     assert flag("report", str(project.run_dir), "--format", "markdown").code == 0
 
 

@@ -81,7 +81,7 @@ class CalibratedPlugins(LoadedPlugins):
         """Return what was measured inside a node, with the topology's times beyond it. Raises RunError."""
         known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
         if calibration is not None:
-            self._tell_of_few(group, calibration)
+            self._warn_about_few(group, calibration)
         table = collective_table(calibration) if calibration else None
         if table is None:
             return known
@@ -101,7 +101,7 @@ class CalibratedPlugins(LoadedPlugins):
                 self._told("; ".join([told, *busy(found[1].others or 0.0)]))
         return self._found[chip.name]
 
-    def _tell_of_few(self, group: NodeGroup, calibration: Calibration) -> None:
+    def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
         """Tell, once a chip, that a node has more devices than were measured."""
         name, most = group.chip.name, calibration.devices
         if most < group.devices_per_node and name not in self._few:

@@ -16,7 +16,7 @@ UNNAMED = Path("spec")
 """What a spec without a file is called, in messages and as the name of its run's folder."""
 
 
-def given(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
+def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Path, dict[str, Any]]:
     """Return the file of a spec, and what it says; `data` goes before the file's own words. Raises SpecError."""
     if isinstance(spec, Mapping):
         return UNNAMED, dict(plain(spec, file=str(UNNAMED)))

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run: the task that must stay the same, and a spec that means the same anywhere."""
+"""What a run's folder stores of the run: the task, which must stay the same, and a spec with absolute paths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
     return {**data, "auto_tuner": {**tuner, "control": control}}
 
 
-def anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
     moved = dict(data)
     if isinstance(data.get("model"), str):
@@ -46,7 +46,7 @@ def anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     return moved
 
 
-def task_of(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
+def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     """Return what must not change while a run goes on: spec, model, hardware, and how trials are started there."""
     cluster = problem.platform.task.cluster
     group = cluster.groups[0]

@@ -19,7 +19,7 @@ from flagcore.report.result import SCHEMA_VERSION
 from flagcore.report.text import candidate_columns, candidate_text
 from flagcore.spec import spec_as_data
 from flagcore.stages.learn import learn
-from flagcore.store import RunDirectory, kept_trials
+from flagcore.store import RunDirectory, stored_trials
 
 RESULT, SPEC = "result.json", "spec.yaml"
 
@@ -32,7 +32,7 @@ class Run:
     written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best and its rivals
     at the end, `probes` those of a lower fidelity, `imported` what another tool told. Seconds and bytes, as in
     `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of each
-    engine, where several were tuned: all else is then of the one that won. `knows` is what the trials teach.
+    engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials teach.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class Run:
     baseline: Trial | None
     best: Trial | None
     gains: tuple[float, ...]
-    knows: SearchState
+    search_state: SearchState
     engines: Mapping[str, Run] = field(default_factory=dict)
 
     @property
@@ -55,17 +55,17 @@ class Run:
         return min(self.gains, default=None)
 
     @property
-    def goes_on(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether more trials have ended than its result tells, or it has none: it is tuned on, or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
             return False
-        return not self.data or len(self.trials) + len(self.repeats) + len(self.probes) > told_trials(self.data)
+        return not self.data or len(self.trials) + len(self.repeats) + len(self.probes) > count_trials(self.data)
 
     @property
     def stopped_because(self) -> str | None:
         """Why the search ended; None if it goes on, or was killed before it could say."""
         why = self.data.get("stopped_because")
-        return None if why is None or self.goes_on else str(why)
+        return None if why is None or self.in_progress else str(why)
 
     @property
     def predictions(self) -> tuple[Mapping[str, Any], ...]:
@@ -91,13 +91,13 @@ def load_run(folder: Path | str) -> Run:
 
     Raises RunError for a folder that holds no run, or one that cannot be read, or whose journal was cut or is gone.
     """
-    run = as_kept(Path(folder))
+    run = read_run(Path(folder))
     for each in run.engines.values() or (run,):
         _whole(each)
     return run
 
 
-def as_kept(path: Path) -> Run:
+def read_run(path: Path) -> Run:
     """Read a run's folder as `load_run` does, also with fewer trials in its journal than its result tells."""
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
@@ -105,11 +105,11 @@ def as_kept(path: Path) -> Run:
     known = RunDirectory(path).known()
     if known is None:
         raise RunError(f"{path} holds no run; `flag tune` makes one, `--run-dir` says where")
-    kept = kept_trials(path, known["run"], known["fixed"].get("storage"))
+    kept = stored_trials(path, known["run"], known["fixed"].get("storage"))
     said = [each.fidelity for each in kept if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(said, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
-        return _foretold(path, data)
+        return _from_predictions(path, data)
     knows = learn(kept, fidelity)
     return Run(
         folder=path,
@@ -123,7 +123,7 @@ def as_kept(path: Path) -> Run:
         baseline=knows.baseline,
         best=knows.best,
         gains=gains(knows),
-        knows=knows,
+        search_state=knows,
     )
 
 
@@ -150,12 +150,12 @@ def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
             raise ValueError(f"engine = {won} is none of those that ran")
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
-    runs = {name: as_kept(path / name) for name in names}
+    runs = {name: read_run(path / name) for name in names}
     figures = {name: getattr(runs[won], name) for name in Run.__slots__ if name not in ("folder", "data", "engines")}
     return Run(folder=path, data=data, engines=runs, **figures)
 
 
-def told_trials(data: Mapping[str, Any]) -> int:
+def count_trials(data: Mapping[str, Any]) -> int:
     """Return how many trials a result tells. Raises TypeError for what is no result."""
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
@@ -163,7 +163,7 @@ def told_trials(data: Mapping[str, Any]) -> int:
 def _whole(run: Run) -> None:
     """Raise RunError if the result of a run tells trials that its journal has lost: what is left says too little."""
     try:
-        told = told_trials(run.data)
+        told = count_trials(run.data)
     except TypeError as error:
         raise RunError(f"{run.folder / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
     if (kept := len(run.trials) + len(run.repeats) + len(run.probes)) < told:
@@ -171,7 +171,7 @@ def _whole(run: Run) -> None:
         raise RunError(f"{run.folder}: {lost}; put it back, or read result.json and its page by themselves")
 
 
-def _foretold(path: Path, data: Mapping[str, Any]) -> Run:
+def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
     """Return a run of which nothing ran: its trials are predictions, which only the result keeps."""
     try:
         trials = {each["number"]: _as_predicted(each) for each in data["trials"]}
@@ -189,7 +189,7 @@ def _foretold(path: Path, data: Mapping[str, Any]) -> Run:
         probes=(),
         imported=(),
         gains=gains,
-        knows=learn((), ESTIMATE),
+        search_state=learn((), ESTIMATE),
         baseline=baseline,
         best=best,
     )

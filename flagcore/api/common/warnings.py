@@ -33,7 +33,7 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
     try:
         yield loaded
     finally:
-        tell(loaded.failures)
+        warn(loaded.failures)
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
@@ -50,7 +50,7 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     return parse_spec(data, file=file, base=base, plugin_knobs=names)
 
 
-def tell_of_problem(problem: Problem, workload: Workload) -> None:
+def warn_about_problem(problem: Problem, workload: Workload) -> None:
     """Warn of an engine that nobody has said to work on the chip, of variables to which the user gives other values
     than plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
     nothing, and of flags that nobody could check.
@@ -58,14 +58,14 @@ def tell_of_problem(problem: Problem, workload: Workload) -> None:
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
-        tell([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
-    tell(problem.platform.conflicts)
-    tell(shut_knobs(problem, workload))
-    tell(problem.pruned.broken_rules)
+        warn([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
+    warn(problem.platform.conflicts)
+    warn(shut_knobs(problem, workload))
+    warn(problem.pruned.broken_rules)
     if isinstance(task.spec.work, TrainSpec):
-        tell(unused_in_space(task.spec.work.settings, task.spec.space))
+        warn(unused_in_space(task.spec.work.settings, task.spec.space))
     if isinstance(task.spec.work, ServeSpec):
-        tell(_unchecked(task.spec.work, task.spec, workload))
+        warn(_unchecked(task.spec.work, task.spec, workload))
 
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
@@ -80,7 +80,7 @@ def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
     return [] if found else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
 
 
-def tell(problems: Iterable[object]) -> None:
+def warn(problems: Iterable[object]) -> None:
     """Warn of each problem."""
     for problem in problems:
         LOG.warning("%s", problem)

@@ -24,7 +24,7 @@ MOST = 80
 NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 
-def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
+def parse_candidate(text: str, task: Task, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
     """Return the columns of the one candidate that `text` says, and the knobs that it names: knob=value or knob value,
     with commas or blanks between.
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.context import build_problem_of_spec
-from flagcore.api.common.inputs import SpecLike, given
-from flagcore.api.common.run_folder import RUNS, anywhere, task_of
+from flagcore.api.common.inputs import SpecLike, spec_data
+from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths
 from flagcore.api.explaining.candidate_parser import as_candidate
-from flagcore.api.explaining.elimination import broken_here
+from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
 from flagcore.contracts import HistoryReader, HistoryRow, Workload
 from flagcore.domain.candidate import Candidate
@@ -60,7 +60,7 @@ def import_history(
     again. Otherwise they count as experience of another run. `importer` is needed only if several are installed. Raises
     the errors of `flagcore.errors`, UsageError if no row can be used.
     """
-    path, (name, data) = Path(file), given(spec)
+    path, (name, data) = Path(file), spec_data(spec)
     if len(engines_of(data)) > 1:
         raise UsageError(f"{name} names several engines; give a spec with the one whose rows are wanted")
     tool = plugins.importer(importer)
@@ -96,13 +96,17 @@ def _keep(
     try:
         known = directory.known()
         url = known["fixed"].get("storage") if known else None
-        run = directory.claim(task_of(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
+        run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
         objective = problem.platform.task.spec.objective
         store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
         if any(trial.source == trials[0].source for trial in store.trials()):
             told = f"{directory.path} has the rows of {trials[0].source} already"
             raise RunError(f"{told}; --run-dir names another folder")
-        write(directory.path / "spec.yaml", as_yaml(anywhere(data, base)) + "\n", private=bool(secrets_within(data)))
+        write(
+            directory.path / "spec.yaml",
+            as_yaml(with_absolute_paths(data, base)) + "\n",
+            private=bool(secrets_within(data)),
+        )
         kept = tuple(store.add(trial) for trial in trials)
         if experience:
             Experience.of_user().keep(f"{run}-imported", problem.platform.task, kept)
@@ -162,7 +166,7 @@ class _Rows:
             columns = self.workload.columns(task, values)
         except SpecError as error:
             raise UsageError(str(error)) from None
-        if broken := broken_here(self.problem, self.workload, columns):
+        if broken := broken_rules_of(self.problem, self.workload, columns):
             raise UsageError(f"it breaks {broken[0]['rule']}: {broken[0]['says']}")
         candidate = as_candidate(space.axes, canonical(columns, self.workload.merges(task)))
         if space.find(candidate) is None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flagcore.api.common.warnings import tell
+from flagcore.api.common.warnings import warn
 from flagcore.api.tuning.script import MEETING_PLACE, SECRETS, Hidden, directory, excuse, script, secrets_script
 from flagcore.api.tuning.serve_best import serve
 from flagcore.contracts import Workload
@@ -59,7 +59,7 @@ class Outcome:
         return as_html(repr(self).strip("<>"), [], {}, below=str(self))
 
 
-def keep(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
@@ -117,7 +117,7 @@ def run_best(
     try:
         os.chdir(folder)
         program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
-        tell([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
+        warn([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
         raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None

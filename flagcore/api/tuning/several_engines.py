@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.common.warnings import tell
+from flagcore.api.common.warnings import warn
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import secrets_within
 from flagcore.errors import FlagError, Interrupted
@@ -40,7 +40,7 @@ def each_engine(
         except Interrupted:
             raise
         except FlagError as error:
-            tell([f"{engine}: {error}"])
+            warn([f"{engine}: {error}"])
             failed[engine] = error
     if not done:
         raise next(iter(failed.values()))

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import SpecLike, given
-from flagcore.api.common.run_folder import RUNS, anywhere, task_of, with_fidelity
+from flagcore.api.common.inputs import SpecLike, spec_data
+from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths, with_fidelity
 from flagcore.api.common.transfer import past as past_of
-from flagcore.api.common.warnings import loaded_plugins, parsed, tell, tell_of_problem
-from flagcore.api.reporting.report import keep_report, keep_report_of_engines
-from flagcore.api.tuning.export import Outcome, keep
+from flagcore.api.common.warnings import loaded_plugins, parsed, warn, warn_about_problem
+from flagcore.api.reporting.report import save_report, save_report_of_engines
+from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.several_engines import each_engine
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
@@ -58,7 +58,7 @@ def tune(
     file if that was imported. A spec with several engines tunes one after the other, and the outcome is that of the
     best. Raises the errors of `flagcore.errors`; the result is written if a trial has run.
     """
-    file, data = given(spec, data)
+    file, data = spec_data(spec, data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
     options = _Options(new=new, without=without, storage=storage, fidelity=fidelity, on_event=on_event or _ignore)
 
@@ -69,8 +69,8 @@ def tune(
         return tune_one(data, directory)
     for engine in engines:
         parsed(only(data, engine), file=str(file), base=file.parent, without=without)
-    outcome: Outcome = each_engine(anywhere(data, file.parent), engines, directory, tune_one)
-    return replace(outcome, reported=keep_report_of_engines(directory))
+    outcome: Outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
+    return replace(outcome, reported=save_report_of_engines(directory))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,34 +138,34 @@ class _EngineRun:
     def _open_store(self, problem: Problem) -> TrialStore:
         directory, storage = self.directory, self.options.storage
         directory.open(new=self.options.new)
-        tell_of_problem(problem, self.workload)
+        warn_about_problem(problem, self.workload)
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
-        self.name = directory.claim(task_of(self.data, problem), fixed)
+        self.name = directory.claim(fixed_task(self.data, problem), fixed)
         choices, objective = problem.space.choices, self.spec.objective
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if done := len(store.trials()):
-            tell([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
-        text = as_yaml(anywhere(self.data, self.base)) + "\n"
+            warn([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
+        text = as_yaml(with_absolute_paths(self.data, self.base)) + "\n"
         write(directory.path / "spec.yaml", text, private=bool(secrets_within(self.data)))
         return store
 
     def _past(self, loaded: LoadedPlugins, problem: Problem) -> Past:
         if not self.spec.control.use_experience:
-            return Past.nothing()
+            return Past.empty()
         chip = problem.platform.task.cluster.groups[0].chip
         records = self.experience.records(chip, self.spec.work.engine, but=self.name)
         return past_of(records, chip, loaded, self.workload, self.spec.objective, problem.platform.knobs)
 
     def _save(self, result: TuneResult) -> Outcome:
-        tell(filter(None, [drift_text(result.plan)]))
+        warn(filter(None, [drift_text(result.plan)]))
         folder = self.directory.path
-        outcome = keep(result, self.workload, folder, with_fidelity(anywhere(self.data, self.base)))
+        outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
         try:
             self.experience.keep(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
-            tell([f"later runs will not learn from this one: {error}"])
-        return replace(outcome, reported=keep_report(folder, result, self.workload, outcome.data))
+            warn([f"later runs will not learn from this one: {error}"])
+        return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))
 
 
 def _require_ready(workload: Workload, spec: Spec) -> None:
