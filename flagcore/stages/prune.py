@@ -87,8 +87,8 @@ def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[Pruni
             pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
         except Exception as error:  # a plugin's rule costs only itself
             said = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
-            told = f"pruning rule {rule.name} is left out: {said}"
-            pruned = replace(pruned, broken_rules=(*pruned.broken_rules, told))
+            message = f"pruning rule {rule.name} is left out: {said}"
+            pruned = replace(pruned, broken_rules=(*pruned.broken_rules, message))
     return pruned
 
 

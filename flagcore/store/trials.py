@@ -128,8 +128,8 @@ class OptunaStore:
             except (OSError, RunError):
                 raise
             except Exception as error:
-                told = f"{self._where} cannot be used ({_line(error)})"
-                raise RunError(f"{told}; mend it, or use --new to start afresh") from None
+                message = f"{self._where} cannot be used ({_line(error)})"
+                raise RunError(f"{message}; mend it, or use --new to start afresh") from None
 
     def _close_in_optuna(self, trial: Trial) -> None:
         """Close the trial for optuna's own tools."""

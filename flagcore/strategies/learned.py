@@ -70,25 +70,25 @@ class Learned:
         if not measured:
             likely = view.fits * view.ends * view.keeps
             if len(ran) >= LEAST_MEASURED and likely.max() < LEAST_CHANCE:
-                told = f"no untried candidate keeps the limits with a chance of more than {likely.max():.1%}"
-                return Choice(row=None, because=told)
+                message = f"no untried candidate keeps the limits with a chance of more than {likely.max():.1%}"
+                return Choice(row=None, because=message)
             place = int(np.argmax(np.log(likely + 1e-12) - view.log_time))
             nothing = "nothing that keeps the limits is measured yet" if ran else "nothing is measured yet"
             return _choice(view, place, f"{nothing}: the fastest predicted that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * view.ends * view.keeps * expected_gain(view.log_predicted, view.ratio, best)
         chance, most = _left(view, gain, best)
-        told = (
+        message = (
             f"the chance that an untried candidate is more than {LEAST_GAIN:.0%} faster than the best is {chance:.1%}; "
             f"it could be {most:.1%} faster at most (95%)"
         )
         if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
-            return Choice(row=None, because=told)
+            return Choice(row=None, because=message)
         possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
-            return Choice(row=None, because=f"no trial fits in the remaining {context.seconds_left:.0f} s; {told}")
+            return Choice(row=None, because=f"no trial fits in the remaining {context.seconds_left:.0f} s; {message}")
         place = int(np.argmax(possible * gain / view.cost))
-        return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {told}")
+        return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {message}")
 
 
 def _view(context: SearchContext) -> _View:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.common.context import known
+from flagcore.api.common.context import load_snapshot
 from flagcore.api.explaining.candidate_report import account
 from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compared, _overlap, _Side
 from flagcore.domain.candidate import Candidate
@@ -72,7 +72,7 @@ def test_of_one_that_did_not_run_counts_what_trials_let_believe(
 def test_a_loser_that_was_stopped_is_no_faster_than_it_was_and_a_plan_beside_a_run_is_compared_as_planned(
     project: Project,
 ) -> None:
-    plan = known(project.spec(), None, ())
+    plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in fastest(plan.problem)[[5, 0]])
     ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
     trials = [_ran(number, *each) for number, each in enumerate(ended)]

@@ -97,8 +97,8 @@ class CalibratedPlugins(LoadedPlugins):
                     self._told(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:
-                told = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
-                self._told("; ".join([told, *busy(found[1].others or 0.0)]))
+                message = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
+                self._told("; ".join([message, *busy(found[1].others or 0.0)]))
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:

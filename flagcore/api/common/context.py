@@ -123,8 +123,8 @@ def _require_known_values(run: Run, problem: Problem) -> None:
             try:
                 axis.encode(value)
             except ValueError:
-                told = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
-                raise RunError(f"{run.folder} cannot be told: {told}") from None
+                message = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
+                raise RunError(f"{run.folder} cannot be read: {message}") from None
 
 
 def _known(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:

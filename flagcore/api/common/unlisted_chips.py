@@ -78,8 +78,8 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
         return None
     name = Counter(device.chip for device in strange).most_common(1)[0][0]
     if said is None:
-        told = f"{name} is in no installed plugin's catalogue, and the installed torch finds no accelerator here"
-        raise NoDevice(f"{told}; install the vendor's torch, or its plugin")
+        message = f"{name} is in no installed plugin's catalogue, and the installed torch finds no accelerator here"
+        raise NoDevice(f"{message}; install the vendor's torch, or its plugin")
     here = tuple(device for device in strange if device.chip == name)
     memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
     source = Source(kind="measured", detail="what torch says of the device")

@@ -92,6 +92,6 @@ def _kept(run: Run) -> Counts | None:
         if not counts.balanced:
             raise ValueError("its counts do not add up")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        told = f"{run.folder / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
-        raise RunError(told) from None
+        message = f"{run.folder / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
+        raise RunError(message) from None
     return counts

@@ -100,8 +100,8 @@ def _keep(
         objective = problem.platform.task.spec.objective
         store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
         if any(trial.source == trials[0].source for trial in store.trials()):
-            told = f"{directory.path} has the rows of {trials[0].source} already"
-            raise RunError(f"{told}; --run-dir names another folder")
+            message = f"{directory.path} has the rows of {trials[0].source} already"
+            raise RunError(f"{message}; --run-dir names another folder")
         write(
             directory.path / "spec.yaml",
             as_yaml(with_absolute_paths(data, base)) + "\n",
@@ -146,8 +146,8 @@ class _Rows:
         named = {knob for row in rows for knob in row.knobs}
         absent = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in named]
         if absent and self._seen:
-            told = "columns that are not there count as off, as 1 or as what follows from the others"
-            self.notes.append(f"{told}: {', '.join(absent)}")
+            message = "columns that are not there count as off, as 1 or as what follows from the others"
+            self.notes.append(f"{message}: {', '.join(absent)}")
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
         """Return the candidate of a row. Raises UsageError for one that is not in the space."""

@@ -51,9 +51,9 @@ class Outcome:
 
     def __repr__(self) -> str:
         best = self.plan.best
-        told = f"best trial {best.number}: {candidate_text(best.candidate)}" if best else "no best"
+        message = f"best trial {best.number}: {candidate_text(best.candidate)}" if best else "no best"
         gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
-        return f"<Outcome in {self.run_dir}: {told}{gain}>"
+        return f"<Outcome in {self.run_dir}: {message}{gain}>"
 
     def _repr_html_(self) -> str:
         return as_html(repr(self).strip("<>"), [], {}, below=str(self))

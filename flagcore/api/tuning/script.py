@@ -93,8 +93,8 @@ def quoted(word: str, variables: Mapping[str, str]) -> str:
 
 def excuse(plan: Plan, why: str) -> str:
     """Return a shell script that says why it cannot start the best of a plan."""
-    told = f"echo {shlex.quote(f'this cannot be started as it stands: {why}')} >&2"
-    return "\n".join(["#!/bin/sh", heading(plan), told, "exit 2"]) + "\n"
+    message = f"echo {shlex.quote(f'this cannot be started as it stands: {why}')} >&2"
+    return "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"
 
 
 def heading(plan: Plan) -> str:
