@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.common.context import Snapshot
-from flagcore.api.explaining.candidate_report import account
+from flagcore.api.common.context import Snapshot, load_snapshot
+from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.elimination import state_of
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
@@ -311,11 +311,11 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
     )
     after = replace(where, search_state=learn((stopped,)))
     slowest = values_text(where.problem.space.candidate(int(fastest(where.problem)[-1])).as_dict())
-    assert account(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
-    assert account(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
-    beside = account(after, "2")
+    assert candidate_report(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
+    assert candidate_report(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
+    beside = candidate_report(after, "2")
     assert "fastest" not in beside.changes
-    itself = account(after, "1")
+    itself = candidate_report(after, "1")
     assert itself.expected_s == slow_s
 
 
