@@ -25,7 +25,7 @@ from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loader import Plugin
 
 CALIBRATED = "calibration"
-"""What stands for the plugin of a chip that only a calibration knows."""
+"""Name of the source of a chip that only a calibration knows."""
 
 
 class CalibratedPlugins(LoadedPlugins):
@@ -53,7 +53,7 @@ class CalibratedPlugins(LoadedPlugins):
         if self._catalogue is None:
             catalogue = super()._known_chips()
             kept_here: tuple[tuple[Path, Calibration], ...] = ()
-            with suppress(RunError):  # told where its times are wanted
+            with suppress(RunError):  # reported when its times are read
                 kept_here = self._calibrations.all()
             for _, kept in reversed(kept_here):
                 if kept.facts is not None and bare(kept.chip) not in catalogue:
@@ -65,7 +65,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' answer; of a chip that only a calibration knows, what torch said of it."""
+        """Return the plugins' answer; of a chip that only a calibration knows, what torch reported."""
         said = super().engine_support(chip, engine, engine_version)
         return said if said.device_type else self._support.get(chip.name, said)
 

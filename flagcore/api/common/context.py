@@ -1,4 +1,4 @@
-"""A spec or a run's folder, understood: what is predicted and, of a run, what its trials taught."""
+"""The state of a spec or of a run's folder: predictions and, of a run, what was learned from its trials."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flagcore.store import RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A problem and what is known of it; of a spec only what is predicted, and then `run` is None.
+    """A problem and the state of its search; of a spec only predictions, and then `run` is None.
 
     `pruned` is what rules and trials removed, `context` what the search would see now.
     """
@@ -51,7 +51,7 @@ class Snapshot:
         return self.problem.platform.task
 
     def pruned_by(self, columns: Columns) -> list[str]:
-        """Return what the rules say that call one candidate, in the space or not, not worth a trial."""
+        """Return the messages of pruning rules that remove one candidate, in the space or not."""
         predicted = self.workload.predict(self.task, columns, self.problem.platform.costs)
         return [f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
 
@@ -78,7 +78,7 @@ def build_problem_of_spec(
 
 
 def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
-    """Return what is known of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
+    """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
         problem, workload = build_problem_of_spec(where, chip, without)

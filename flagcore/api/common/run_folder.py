@@ -10,7 +10,7 @@ from typing import Any
 from flagcore.problem import Problem
 
 RUNS = Path("runs")
-"""Where runs are kept if nobody says."""
+"""The default folder of runs."""
 
 
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return what must not change while a run goes on: spec, model, hardware, and how trials are started there."""
+    """Return what must not change when a run is resumed: spec, model, hardware, and how trials are started."""
     cluster = problem.platform.task.cluster
     group = cluster.groups[0]
     hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}

@@ -1,4 +1,4 @@
-"""What went wrong beside a command's own work: a warning in the log `flagcore`, on stderr unless told otherwise."""
+"""Warnings beside the result of a command: the log `flagcore`, by default on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins, with the user's calibrations, and tell at the end of each that failed or could not answer."""
+    """Load the plugins, with the user's calibrations, and warn at the end of each that failed."""
     found = load_plugins(without)
     loaded = CalibratedPlugins(found.plugins, found.failures, Calibrations.of_user(), LOG.warning)
     try:
@@ -51,14 +51,14 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that nobody has said to work on the chip, of variables to which the user gives other values
-    than plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
+    """Warn of an engine that is untested on the chip, of variables that the user sets differently from plugins,
+    of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
     nothing, and of flags that nobody could check.
     """
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
-        warn([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
+        warn([f"{task.spec.work.engine} on {chip}: untested; {support.reason}"])
     warn(problem.platform.conflicts)
     warn(shut_knobs(problem, workload))
     warn(problem.pruned.broken_rules)

@@ -1,4 +1,4 @@
-"""All that is known of one candidate: why it lost, and what would have to change."""
+"""Report on one candidate: why it lost, and what would have to change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flagcore.strategies.learned import believed
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CandidateReport:
-    """All that is known of one candidate, as plain data: GiB and seconds, knobs by their names.
+    """Report on one candidate, as plain data: GiB and seconds, knobs by name.
 
     `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
     is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` says it in words, with the numbers, and `rules` which
@@ -73,7 +73,7 @@ class CandidateReport:
 def explain_candidate(
     where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
 ) -> CandidateReport:
-    """Tell all that is known of one candidate of a spec, or of a run's folder.
+    """Explain one candidate of a spec, or of a run's folder.
 
     `candidate` is `best`, `baseline`, a number (of a trial of the run; of a spec the place in the list of `estimate`,
     from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
@@ -82,7 +82,7 @@ def explain_candidate(
 
 
 def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
-    """Return all that is known of a candidate by its name, see `explain_candidate`. Raises UsageError."""
+    """Return the report on a candidate by its name, see `explain_candidate`. Raises UsageError."""
     columns, named = named_columns(snapshot, name)
     space = snapshot.problem.space
     rules = broken_rules_of(snapshot.problem, snapshot.workload, columns)

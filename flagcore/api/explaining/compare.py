@@ -42,7 +42,7 @@ class Comparison:
     `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
     part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
     of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
-    BELIEVED, PREDICTED, UNKNOWN. `because` says in words what explains it.
+    BELIEVED, PREDICTED, UNKNOWN. `because` gives the reasons in words.
     """
 
     a: Mapping[str, Any]
@@ -252,7 +252,7 @@ def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: f
         return refused
     first, second = a.predicted_s, b.predicted_s
     if not first or not second:
-        return ["nobody can tell a time of both"]
+        return ["the time of one or both is unknown"]
     expected = second / b.unit / (first / a.unit) - 1.0
     lines = []
     if sure == BELIEVED:

@@ -1,4 +1,4 @@
-"""What became of a candidate, and why, in words with the numbers."""
+"""The state of a candidate and the reason for it, with figures."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ran; it may be tried."""
 LEGAL = {
     True: "it would be legal, and fit",
     False: "it would be legal, but not fit",
-    None: "it would be legal; nobody knows whether it would fit",
+    None: "it would be legal; whether it would fit is unknown",
 }
-"""What is said of a candidate outside the space, by whether it is predicted to fit."""
+"""Text for a candidate outside the space, by whether it is predicted to fit."""
 
 
 def legality(problem: Problem, workload: Workload) -> Sequence[Rule]:
@@ -130,9 +130,9 @@ def _ended(snapshot: Snapshot, trial: Trial) -> str:
 
 
 def _altogether(snapshot: Snapshot, candidate: Candidate) -> list[str]:
-    """Return what several runs of a candidate say together, and whether it may still be as fast as the best.
+    """Return the result of several runs of a candidate, and whether it may be as fast as the best.
 
-    As in the answer, the latter is told only where the best ran more than once.
+    The latter only if the best ran more than once.
     """
     runs, best = snapshot.search_state.runs_of(candidate), snapshot.search_state.best
     near = (

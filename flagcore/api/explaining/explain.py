@@ -22,7 +22,7 @@ from flagcore.stages.prune import LEARNED
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation:
-    """Where all combinations went, what each rule that can remove one says, by its name, and why a run ended.
+    """Where all combinations went, the message of each rule by name, and why the run stopped.
 
     `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
@@ -84,7 +84,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
 
 
 def _kept(run: Run) -> Counts | None:
-    """Return the counts that a run kept when it ended, None for one that goes on. Raises RunError."""
+    """Return the counts that a run saved when it ended, None for one in progress. Raises RunError."""
     if run.in_progress:
         return None
     try:

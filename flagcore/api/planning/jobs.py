@@ -38,7 +38,7 @@ OFF = (None, False, 0, 1)
 
 Answer = dict[str, Any]
 Line = Mapping[str, Any] | SpecError
-"""A record, or what is wrong with the line that should have held one."""
+"""A record, or the error of its line."""
 
 
 def estimate_jobs(
@@ -190,7 +190,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
 
 
 def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
-    """Return what the rules that a row breaks say, and the values of their knobs; those that are off or 1 left out."""
+    """Return the messages of the rules that a row breaks, and their knobs that are neither off nor 1."""
     found: dict[str, KnobValue] = {}
     named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
     for knob in named:

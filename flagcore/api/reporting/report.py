@@ -46,13 +46,13 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     try:
         return FORMS[form](page(_data(Path(run_dir), without)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RunError(f"{run_dir} holds a result that cannot be told ({error!r})") from error
+        raise RunError(f"{run_dir} has a result that cannot be shown ({error!r})") from error
 
 
 def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
     """Write the page of a run that has just ended, and what it needs to be written again. Return whether it is there.
 
-    A run is none the worse if that fails: it is told.
+    A failure is only a warning.
     """
     try:
         best = ending.plan.best.candidate if ending.plan.best else None
@@ -92,13 +92,13 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     if not found or not usable or more > 0:
         understood, why = _understood(folder, without)
         if not found and understood is None:
-            raise RunError(f"{folder} has no result yet, and its trials cannot be told: {why}")
+            raise RunError(f"{folder} has no result yet, and its trials cannot be shown: {why}")
         if understood is None:
             notes.append(f"{more} more trials have ended since this result." if more > 0 else "")
             notes.append("" if usable else f"What result.json does not keep is left out: {why}")
         elif not found or more > 0:
             found, usable = result(_so_far(understood), str(folder)), {}
-            notes.append("This run goes on, or was killed: it is told by the trials that have ended.")
+            notes.append("This run is in progress, or was killed: the report covers the trials that have ended.")
         if understood is not None and not usable:
             usable = _predicted_again(understood, found)
             notes.append("" if usable else DIFFERENT)
@@ -116,7 +116,7 @@ def _secrets(folder: Path) -> tuple[str, ...]:
 
 
 def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
-    """Return what is known of a run here, or why nothing is."""
+    """Return the snapshot of a run on this machine, or why there is none."""
     try:
         found = load_snapshot(folder, None, without)
     except FlagError as error:

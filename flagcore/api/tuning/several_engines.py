@@ -18,7 +18,7 @@ from flagcore.spec.serving import only
 from flagcore.store.directory import writable, write
 
 WINNERS = ("best", "best.sh", "best.yaml")
-"""What a run keeps of its best: copied from the folder of the engine that won."""
+"""Files of the best: copied from the folder of the winning engine."""
 
 
 def each_engine(
