@@ -11,9 +11,9 @@ from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Teleme
 from flagcore.domain.chip import Chip, Device, Support, bare
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
 from flagcore.physics.collectives.costs import Collectives
@@ -157,7 +157,7 @@ class LoadedPlugins:
             joined = {**found, **joined}
         return joined
 
-    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]:
+    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
         """Return all plugins' knobs; where several have one of a name, that of the plugin asked first."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
         found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]

@@ -17,7 +17,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
 from flagcore.errors import FlagError
 from flagcore.plugins import LoadedPlugins, load_plugins
-from flagcore.problem import Problem, shut_knobs
+from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.spec import parse_spec
 from flagcore.spec.knobs import SPACE_KNOBS
 from flagcore.spec.unused_keys import unused_in_space
@@ -60,7 +60,7 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
         chip = task.cluster.chips
         warn([f"{task.spec.work.engine} on {chip}: untested; {support.reason}"])
     warn(problem.platform.conflicts)
-    warn(shut_knobs(problem, workload))
+    warn(sizes_held_at_one(problem))
     warn(problem.pruned.broken_rules)
     if isinstance(task.spec.work, TrainSpec):
         warn(unused_in_space(task.spec.work.settings, task.spec.space))

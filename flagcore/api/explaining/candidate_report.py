@@ -85,8 +85,8 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     """Return the report on a candidate by its name, see `explain_candidate`. Raises UsageError."""
     columns, named = named_columns(snapshot, name)
     space = snapshot.problem.space
-    rules = broken_rules_of(snapshot.problem, snapshot.workload, columns)
-    meant = columns if rules else canonical(columns, snapshot.workload.merges(snapshot.task))
+    rules = broken_rules_of(snapshot.problem, columns)
+    meant = columns if rules else canonical(columns, snapshot.problem.legality.merges)
     same, asked = as_candidate(space.axes, meant), as_candidate(space.axes, columns)
     row = None if rules else space.find(same)
     predicted = None if rules else snapshot.record(meant)
@@ -127,7 +127,7 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
     """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
     known_as = _by_name(snapshot, name.strip().casefold())
     if known_as is None:
-        return parse_candidate(name, snapshot.task, snapshot.workload)
+        return parse_candidate(name, snapshot.problem, snapshot.workload)
     values = known_as.as_dict()
     axes = snapshot.problem.space.axes
     return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}, frozenset()

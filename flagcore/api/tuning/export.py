@@ -21,12 +21,13 @@ from flagcore.domain.secrets import plain_without_secrets, secrets_of, secrets_w
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import TuneResult
-from flagcore.problem import Problem, why_not_launched
+from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import as_yaml
 from flagcore.report.notebook import as_html
+from flagcore.report.plan_text import plan_text
 from flagcore.report.result import result
-from flagcore.report.text import candidate_text, plan_text
-from flagcore.stages.launch import prepared
+from flagcore.report.text import candidate_text
+from flagcore.stages.launch import planned_launch
 from flagcore.store.directory import writable, write
 
 
@@ -74,8 +75,9 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
             if cannot:
                 write(run_dir / "best.sh", excuse(plan, cannot))
             else:
-                planned = workload.launch(problem.platform, plan.best.candidate, str(folder), for_real=True)
-                launch = prepared(problem.platform, planned)
+                best = plan.best.candidate
+                planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
+                launch = problem.platform.prepared(planned)
                 hidden = Hidden.of(launch)
                 write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
                 if hidden.kept:
@@ -106,9 +108,7 @@ def run_best(
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
         raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
     if lacking:
-        raise UsageError(
-            f"{', '.join(lacking)} must be set: secrets of a shell are not saved"
-        )
+        raise UsageError(f"{', '.join(lacking)} must be set: secrets of a shell are not saved")
     sys.stdout.flush()
     if ready:
         server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
@@ -129,7 +129,7 @@ def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str 
     """Return why the best of a plan cannot be started as it stands on any machine, None if it can."""
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
-        if why := why_not_launched(platform.task, knob, values.get(knob.name, knob.off)):
+        if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
             return f"{knob.name} = {values[knob.name]}: {why}"
     try:
         workload.ready(platform.task.spec)
