@@ -1,4 +1,4 @@
-"""What trials were measured at, beside what was predicted of them: the ground on which predictions are corrected."""
+"""Measurements with the predictions of the same candidates, by which predictions are corrected."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What trials of other tasks on the same chip and engine were measured at: step time, and memory in use."""
+    """Measurements of other tasks on the same chip and engine: step time, and memory in use."""
 
     time: Observed
     memory: Observed
 
     @classmethod
     def empty(cls) -> Past:
-        """Return what is known where nothing has run."""
+        """Return no measurements."""
         return cls(time=Observed.empty(), memory=Observed.empty())

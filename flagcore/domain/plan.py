@@ -50,10 +50,10 @@ class Plan:
     """What `flag tune` found. `gains` is best over baseline minus one, first runs first, then a figure a repeat.
 
     `medians` are the median seconds of a step of candidates that ran more than once, by the number of their first
-    trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` are not told apart
-    from the best. `drift` is how much faster the baseline's last run was than its first, None without a repeat of it,
-    and `drifted` says that this is more than noise. `fidelity` is that of the
-    trials; `probes` are of a lower one, before the first run.
+    trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
+    significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
+    a repeat of it, and `drifted` is whether that is more than noise. `fidelity` is that of the trials; `probes` are of
+    a lower one, before the first run.
     """
 
     chip: str
@@ -77,12 +77,12 @@ class Plan:
 
     @property
     def gain(self) -> float | None:
-        """The gain to tell: the least of the rounds, since a disturbed machine can make it look larger than it is."""
+        """The lowest gain of the rounds: a disturbed machine can make one look larger than it is."""
         return min(self.gains, default=None)
 
     @property
     def prediction_error(self) -> PredictionError | None:
-        """How far predictions of step times were off, over trials of which something else was believed by then."""
+        """Errors of predicted step times, over the trials whose prediction had been corrected."""
         pairs = (
             [measured_over(trial, "predicted") for trial in self.trials],
             [measured_over(trial, "believed") for trial in self.trials],
@@ -96,9 +96,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionError:
-    """Medians over `trials` of how far measured step times were from predicted ones, as a share, either way.
+    """Median relative errors of predicted step times over `trials`.
 
-    `before` is of what was predicted before anything ran, `after` of what was believed just before each trial.
+    `before` is that of the predictions before any trial, `after` that of the corrected ones before each trial.
     """
 
     before: float
@@ -116,12 +116,12 @@ def measured_over(trial: Trial, which: str) -> float | None:
 
 
 def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
-    """Return the repeats that gave no measurement, by number, and how they ended: counts of candidates miss them."""
+    """Return the state of repeats without a measurement, by number."""
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
 def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str) -> Plan:
-    """Sum up what is known of a task."""
+    """Return the plan of a task."""
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -149,7 +149,7 @@ def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchStat
 
 
 def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
-    """Balance the books. A candidate that ran counts as what its trial was, whatever a rule said of it later."""
+    """Count where combinations went. A candidate that ran counts by its trial, even if a rule removed it later."""
     ran = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
     states = Counter(trial.state for trial in ran.values())
     rule = pruned.rule.copy()

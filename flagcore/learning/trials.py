@@ -1,4 +1,4 @@
-"""From the trials of a run to what they say of the predictions."""
+"""From the trials of a run to observed ratios of measured to predicted."""
 
 from __future__ import annotations
 

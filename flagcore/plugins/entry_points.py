@@ -1,4 +1,4 @@
-"""Engines, launchers and strategies: one object by name, ours and a stranger's through the same door."""
+"""Engines, launchers, strategies and importers: one object per entry point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names(group: str) -> tuple[str, ...]:
 def workload(name: str, key: str = "engine") -> Workload:
     """Return the engine called `name`, which `key` of a spec gives.
 
-    Raises SpecError if nobody has it, NoDevice if it is broken.
+    Raises SpecError if it is not installed, NoDevice if it is broken.
     """
     found: Workload = _named(WORKLOADS, "engine", name, Workload, key)
     return found
@@ -82,7 +82,7 @@ def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
         near = get_close_matches(name, points, n=3)
         known = ", ".join(sorted(points)) or "none"
         fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {known}"
-        raise SpecError(key=key, value=name, problem=f"is no {kind} that is installed", fix=fix)
+        raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points[name]))
     try:
         return _load(points[name], origins, protocol)

@@ -1,6 +1,6 @@
 """What is installed: the entry points of a group and where they come from, and how to load one of them safely.
 
-Entry points are read afresh, one distribution at a time: stevedore's own list comes from a cache file that can be
+Entry points are read each time, one distribution at a time: stevedore's own list comes from a cache file that can be
 stale for two minutes after an install, and one unreadable distribution would cost all others. stevedore loads.
 """
 
@@ -22,12 +22,12 @@ from flagcore import __version__
 
 
 class BadPlugin(Exception):
-    """A plugin that was imported but does not keep to the hooks. The message says how."""
+    """An imported plugin that does not follow the hooks. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginFailure:
-    """What went wrong with one plugin, and when. It costs that plugin, or one answer of it, and nothing else.
+    """The failure of one plugin, or of one of its answers.
 
     `stage` is discover, load, check, ask, answer or disable; `hook` is empty outside of ask and answer.
     """

@@ -1,6 +1,6 @@
-"""measure: watch a trial, end it early when it surely loses, and say what came of it.
+"""measure: wait for a trial, stop it early if it is too slow, and return its outcome.
 
-A trial is ended early ("stopped") when, after its warm-up, at least two steps are done and the fastest of
+A trial is stopped early when, after its warm-up, at least two steps are done and the fastest of
 them took more than `EARLY_STOP_RATIO` times the best trial's median step: even if every further step were as fast
 as that one, it could not win. Its partial measurement is kept and marked.
 """
@@ -29,11 +29,11 @@ LOG = logging.getLogger("flagcore")
 EARLY_STOP_RATIO = 1.5
 POLL_SECONDS = 0.5
 MEMORY = "memory_used_bytes"
-"""What telemetry calls the memory that a device shows in use."""
+"""The name of memory in use in telemetry."""
 POWER_LIMIT = "power_limit_watts"
-"""What telemetry calls the power that a device may draw, a setting, which has no peak."""
+"""The name of the power limit in telemetry: a setting, which has no peak."""
 MAX_SHARE_BEFORE = 0.1
-"""Where others had more than this share of it before a trial, a reading says nothing of the trial's own."""
+"""If other programs used more than this share of the memory before a trial, readings are not the trial's own."""
 
 
 def measure(
@@ -66,7 +66,7 @@ def measure(
 def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
     """Return a measurement with what was read of the devices meanwhile, and the names of those that stand out.
 
-    It is their memory in use where the trial did not tell it.
+    Memory in use comes from them if the trial did not report it.
     """
     by_device = {int(each["device"]): dict(each) for each in measured.devices}
     if not platform.support.shared_devices:  # else a reading is of the whole machine
@@ -140,7 +140,7 @@ def _early_stop_reason(partial: Measurement, best: Trial) -> str:
     assert best.measurement is not None
     fastest, step = min(partial.step_times_s), best.measurement.step_time_s
     return (
-        f"surely slower than the best: its fastest step took {fastest:.4g} s, more than {EARLY_STOP_RATIO} times "
+        f"slower than the best: its fastest step took {fastest:.4g} s, more than {EARLY_STOP_RATIO} times "
         f"the {step:.4g} s of trial {best.number}"
     )
 
@@ -167,13 +167,13 @@ class _Readings:
                     if math.isfinite(value):
                         self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
             except Exception as error:
-                LOG.warning("telemetry of device %s is left out: %s", number, error)
+                LOG.warning("telemetry of device %s is disabled: %s", number, error)
                 self._readers.remove((number, reader))
         if math.isinf(self._before):
             self._before = max(self._memory(), default=math.inf)
 
     def memory_used(self) -> int | None:
-        """Return the most that a device showed in use; None if nobody read it, or others had much of it before."""
+        """Return the highest memory in use; None without readings, or if other programs used much of it."""
         used = self._memory()
         if not used or self._before > MAX_SHARE_BEFORE * max(used):
             return None

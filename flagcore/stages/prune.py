@@ -1,4 +1,4 @@
-"""prune: rule candidates out before they cost anything. Each removal has a rule, and a learned one its trial."""
+"""prune: remove candidates before they run. Each removal has a rule, and a learned one its trial."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flagcore.errors import FlagError
 from flagcore.learning.memory import least_share
 
 CHUNK = 1 << 16
-"""Candidates of which a rule is asked at once."""
+"""Candidates per call of a rule."""
 
 NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
 DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
@@ -27,7 +27,7 @@ LEARNED = {
     NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
     DOES_AS_MUCH_WORK: "a trial was measured, and this one does the same work and recomputes more",
 }
-"""What the rules of this stage say, by name."""
+"""Messages of the rules of this stage."""
 
 
 def prune(
@@ -86,14 +86,14 @@ def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[Pruni
             masks = [_evaluate(rule, space.columns(piece), predictions.take(piece)) for piece in pieces]
             pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
         except Exception as error:  # a plugin's rule costs only itself
-            said = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
-            message = f"pruning rule {rule.name} is left out: {said}"
+            reason = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
+            message = f"pruning rule {rule.name} is disabled: {reason}"
             pruned = replace(pruned, broken_rules=(*pruned.broken_rules, message))
     return pruned
 
 
 def _evaluate(rule: PruningRule, columns: Columns, predictions: Predictions) -> BoolArray:
-    """Return what a rule says of some rows. Raises TypeError for anything but a truth value a row."""
+    """Return which rows a rule removes. Raises TypeError for anything but one boolean per row."""
     mask, shape = np.asarray(rule.prunes(columns, predictions)), predictions.step_time_s.shape
     if mask.dtype != np.bool_ or mask.shape != shape:
         raise TypeError(f"answered {mask.dtype} of shape {mask.shape}, not a truth value a row ({shape[0]})")

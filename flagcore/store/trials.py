@@ -129,7 +129,7 @@ class OptunaStore:
                 raise
             except Exception as error:
                 message = f"{self._where} cannot be used ({_line(error)})"
-                raise RunError(f"{message}; mend it, or use --new to start afresh") from None
+                raise RunError(f"{message}; repair it, or use --new to start over") from None
 
     def _close_in_optuna(self, trial: Trial) -> None:
         """Close the trial for optuna's own tools."""
@@ -149,7 +149,7 @@ class OptunaStore:
             if "result" in frozen.user_attrs:
                 self._close_in_optuna(trial)
             else:
-                reason = "flagcore ended while the trial ran"
+                reason = "flagcore ended during the trial"
                 self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
 
 
