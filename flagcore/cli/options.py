@@ -17,7 +17,7 @@ from flagcore.i18n import _
 from flagcore.i18n.width import columns, wrapped
 
 if TYPE_CHECKING:
-    from flagcore.importers.flagscale.source import Note
+    from flagcore.contracts import ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,7 +134,7 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
         raise found.in_its_words(error) from None
 
 
-def print_notes(notes: Iterable[Note]) -> None:
+def print_notes(notes: Iterable[ImportNote]) -> None:
     """Print what became of the keys of a FlagScale config."""
     for note in notes:
         say(f"{note.key}: {note.text}")

@@ -27,7 +27,7 @@ from flagcore.importers.flagscale.engines import KNOBS, OURS
 from flagcore.spec import parse_spec
 from tests.importers.flagscale.accounting import TREES, unaccounted
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
 
@@ -328,7 +328,7 @@ def _paths(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def test_flags_that_an_engine_refuses_to_take_never_come_into_its_arguments() -> None:
-    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in (*module.OURS,)}
+    refused = {name for module in (vllm_knobs, sglang_knobs, llama_knobs) for name in (*module.RESERVED,)}
     assert {name.replace("-", "_") for name in refused} - OURS.keys() == {"model", "model_path", "model_tag"}
 
 
