@@ -223,7 +223,7 @@ def needs_text(memory: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
     capacity = f" of {memory['capacity_gib']:.2f} GiB" if "capacity_gib" in memory else ""
     stage = "" if "kv_cache_gib" in memory else f" of stage {memory['worst_stage']}"
-    return f"needs {used:.2f} GiB{capacity} on a device{stage}: {sizes}"
+    return f"it needs {used:.2f} GiB{capacity} on a device{stage}: {sizes}"
 
 
 def time_text(record: Mapping[str, Any]) -> str:
