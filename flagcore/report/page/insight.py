@@ -47,9 +47,9 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
 def _says(problem: Problem) -> dict[str, str]:
     """Return the description of each rule that eliminated something."""
     legality = {rule.name: rule.message for rule in problem.legality.rules}
-    says = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
+    messages = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
     used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
-    return {name: text for name, text in says.items() if name in used}
+    return {name: text for name, text in messages.items() if name in used}
 
 
 def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
