@@ -376,14 +376,6 @@ def test_an_imported_file_is_a_spec_and_is_not_written_twice(folder: Path) -> No
     assert flag(*given, cwd=folder).returncode == 2
 
 
-def test_keys_are_told_as_they_are_in_another_language_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLAGCORE_LANG", "zh")
-    done = flag("import", "flagscale", "train_newest", "--config-name", "tune", cwd=folder)
-    assert done.returncode == 0
-    assert "train.system.checkpoint (save_interval, load, async_save)：已删去" in done.stderr
-    assert "# train.system.checkpoint (save_interval, load, async_save): dropped" in done.stdout
-
-
 @pytest.mark.process
 def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
     pytest.importorskip("xllamacpp")
