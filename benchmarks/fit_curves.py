@@ -27,11 +27,11 @@ from flagcore.contracts import Costs, Workload
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.space import BoolArray, Columns, FloatArray
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.predict import layout_of, training
+from flagcore.engines.megatron.time.step import step_time
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.layout import Layout, Training
-from flagcore.physics.time.step import step_time
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs
 

@@ -26,12 +26,12 @@ from flagcore.api.common.warnings import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
+from flagcore.engines.serving.model.iteration import iteration_costs
+from flagcore.engines.serving.model.work import Overheads
 from flagcore.engines.serving.predict import memory_of, predict, serving_of, split_of
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.serving.closed_loop import ClosedLoop, steady
-from flagcore.physics.serving.iteration import iteration_costs
-from flagcore.physics.serving.work import Overheads
 from flagcore.spec import read_job
 from flagcore.stages.discover import costs as costs_of
 from flagcore.stages.predict import record

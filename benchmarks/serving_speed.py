@@ -25,8 +25,8 @@ from flagcore.engines.serving.predict import predict
 from flagcore.engines.serving.vllm.profile import ENGINE
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.memory.device import PlainMemory
 
 SOURCE = Source(kind="estimated", detail="round figures")
 CHIP = Chip(

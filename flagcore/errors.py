@@ -1,78 +1,111 @@
-"""Everything flagcore raises on purpose, one exit code a family.
+"""The exceptions that flagcore raises on purpose, one exit code per family.
 
-FlagError                     1  (a bug of ours; the only family that shows a traceback)
+FlagError                     1  internal error: a bug, the only family that shows a traceback
 ├── UsageError                2  wrong usage, or a run directory that cannot be used
 │   ├── SpecError             2  a key, its value, the rule it breaks and the fix
-│   ├── NotModelled           2  something that flagcore knows no formula for
-│   ├── RunError              2  the run directory is held, changed, unreadable or full
+│   │   └── SpecErrors        2  several of them, in one file
+│   ├── NotModelled           2  flagcore has no model for it
+│   ├── RunError              2  the run directory is locked, changed, unreadable or full
 │   └── LaunchError           2  a trial cannot be started: no such program, no free port, no disk
-├── NothingFits               3  every candidate was ruled out for a stated reason
+├── NothingFits               3  no candidate fits the devices and the rules
 ├── NoDevice                  4  no usable device or plugin
-├── EveryTrialFailed          5  trials ran, none gave a measurement
-└── Interrupted             130  the user or the system asked to stop
+├── EveryTrialFailed          5  trials ran, none succeeded
+└── Interrupted             130  interrupted by the user or the system
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FlagError(Exception):
-    """The root. `exit_code` is what the command line returns."""
+    """Base class. `exit_code` is the exit status of the command line."""
 
     exit_code = 1
 
 
 class UsageError(FlagError):
-    """The command or its input is wrong in a way that the user can mend."""
+    """The command line or its input is invalid."""
 
     exit_code = 2
 
 
 class SpecError(UsageError):
-    """One key of a spec breaks one rule. The fields are kept so that tests and tools can read them."""
+    """One key of a spec breaks one rule. Tests and tools read the fields."""
 
     def __init__(self, *, key: str, problem: str, value: object = None, fix: str = "", file: str = "") -> None:
         self.key, self.value, self.problem, self.fix, self.file = key, value, problem, fix, file
         super().__init__(str(self))
 
+    @property
+    def problems(self) -> tuple[SpecError, ...]:
+        """Every problem of the file, this one alone unless it is a SpecErrors."""
+        return (self,)
+
     def __str__(self) -> str:
         where = f"{self.file}: " if self.file else ""
+        return f"{where}{self._text()}"
+
+    def _text(self) -> str:
+        """Return the problem without the name of the file."""
         shown = "" if self.value is None else f" = {_short(self.value)}"
         fix = f"; {self.fix}" if self.fix else ""
-        return f"{where}{self.key}{shown} {self.problem}{fix}".strip()
+        return f"{self.key}{shown} {self.problem}{fix}".strip()
+
+
+class SpecErrors(SpecError):
+    """Several problems of one file. Its own fields are those of the first problem."""
+
+    def __init__(self, problems: Sequence[SpecError]) -> None:
+        self._problems = tuple(each for problem in problems for each in problem.problems)
+        first = self._problems[0]
+        super().__init__(key=first.key, problem=first.problem, value=first.value, fix=first.fix, file=first.file)
+
+    @property
+    def problems(self) -> tuple[SpecError, ...]:
+        """Every problem of the file, in the order of its keys."""
+        return self._problems
+
+    def __str__(self) -> str:
+        if len(self._problems) == 1:
+            return super().__str__()
+        where = f"{self.file}: " if self.file else ""
+        lines = [f"  - {each._text()}" for each in self._problems]
+        return "\n".join([f"{where}{len(lines)} problems", *lines])
 
 
 class NotModelled(UsageError):
-    """Something that is legal, but that flagcore knows no formula for: it is said, not guessed."""
+    """A legal setup that flagcore has no model for. It is refused rather than guessed."""
 
 
 class RunError(UsageError):
-    """A run directory is held by another tuner, belongs to another spec, or cannot be written."""
+    """A run directory is locked by another process, belongs to another spec, or cannot be written."""
 
 
 class LaunchError(UsageError):
-    """A trial cannot be started: its program, environment or folder is wrong, or the machine lacks something."""
+    """A trial cannot be started: a program, a port, disk space or a setting of the environment is missing."""
 
 
 class NothingFits(FlagError):
-    """Every candidate was ruled out for a stated reason. A result, not a bug."""
+    """Every candidate was eliminated, each for a reason. A result, not a bug."""
 
     exit_code = 3
 
 
 class NoDevice(FlagError):
-    """No usable device, or no plugin that knows the chip."""
+    """No usable device, or no plugin for the chip."""
 
     exit_code = 4
 
 
 class EveryTrialFailed(FlagError):
-    """Trials ran, but none of them gave a measurement."""
+    """Trials ran, but none succeeded."""
 
     exit_code = 5
 
 
 class Interrupted(FlagError):
-    """Ctrl-C or a request to end. What was measured is kept."""
+    """Ctrl-C or a signal to stop. Finished trials are saved."""
 
     exit_code = 130
 

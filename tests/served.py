@@ -10,12 +10,12 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Link, Source
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.model import Model
+from flagcore.engines.serving.model.iteration import IterationCosts, iteration_costs
+from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.memory.device import PlainMemory
-from flagcore.physics.serving.iteration import IterationCosts, iteration_costs
-from flagcore.physics.serving.work import Overheads, Serving, Split
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
 CHIP = Chip(

@@ -16,8 +16,8 @@ from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
 from flagcore.engines.megatron.knobs import KNOBS, neutral
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.memory.device import PlainMemory
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
 CHIP = Chip(

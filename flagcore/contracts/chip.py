@@ -74,7 +74,7 @@ class KernelCosts(Protocol):
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time to copy between device and pinned host memory, one way."""
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         """Return what kernels take in a run on many devices over what these times say: 1 where they are of such runs.
 
         Kernels measured alone take longer there: power and clocks of all devices, waits that no part names.
@@ -92,7 +92,7 @@ class CollectiveCosts(Protocol):
         all-to-all, the message. A group of one costs nothing; NaN where unknown.
         """
 
-    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the share (0 to 1) of a device's compute that a running collective takes from kernels beside it."""
 
 

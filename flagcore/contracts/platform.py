@@ -20,8 +20,8 @@ class Costs:
     """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
 
     `guessed` says that nobody measured the chip's kernels, or fitted a curve to them. `synchronous` says that the host
-    computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `in_runs` is by how much
-    kernels are longer in a run on many devices than `kernels` says.
+    computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `run_slowdown` is by how
+    much kernels are longer in a run on many devices than `kernels` says.
 
     They are those of the first node group. `further` are those of the others by the rank of their first device, in the
     order of ranks, and `between` tells what a message from one group to the next takes; without others it is None.
@@ -32,7 +32,7 @@ class Costs:
     collectives: CollectiveCosts
     guessed: bool = False
     synchronous: bool = False
-    in_runs: float = 1.0
+    run_slowdown: float = 1.0
     further: Mapping[int, Costs] = field(default_factory=dict)
     between: CollectiveCosts | None = None
 

@@ -19,7 +19,7 @@ class Level:
     `efficiency` is the share of the rate that large messages reach. `pair_share` is the share of a device's rate
     that one pair of devices has (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` says how the rate falls
     when n devices use the level: as (2/n) to this power. `reduces` says that the level adds up what its devices send,
-    so that only sums leave it. `compute_taken` is the share of the device's compute that a running collective takes
+    so that only sums leave it. `compute_share` is the share of the device's compute that a running collective takes
     from kernels beside it.
     """
 
@@ -32,7 +32,7 @@ class Level:
     pair_share: float = 1.0
     crowding: float = 0.0
     reduces: bool = False
-    compute_taken: float = 0.15
+    compute_share: float = 0.15
 
     @property
     def hop(self) -> float:

@@ -43,10 +43,10 @@ class FilledKernelCosts:
         known = self.table.launch_seconds()
         return self.otherwise.launch_seconds() if math.isnan(known) else known
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         """Return how much longer kernels are in runs."""
-        known = self.table.in_runs()
-        return self.otherwise.in_runs() if math.isnan(known) else known
+        known = self.table.run_slowdown()
+        return self.otherwise.run_slowdown() if math.isnan(known) else known
 
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
         """Return the time of a copy between device and host."""
@@ -64,9 +64,9 @@ class FilledCollectiveCosts:
         """Return the time of a collective."""
         return _either(lambda costs: costs.seconds(kind, payload_bytes, ranks, stride), self.table, self.otherwise)
 
-    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the share of compute that a running collective takes."""
-        return _either(lambda costs: costs.compute_taken(ranks, stride), self.table, self.otherwise)
+        return _either(lambda costs: costs.compute_share(ranks, stride), self.table, self.otherwise)
 
 
 def _filled(ask: Callable[[KernelCosts], FloatArray], costs: FilledKernelCosts) -> FloatArray:

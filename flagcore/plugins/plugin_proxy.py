@@ -25,7 +25,7 @@ COLUMNS = frozenset(
         "memory_seconds",
         "host_copy_seconds",
         "seconds",
-        "compute_taken",
+        "compute_share",
     )
 )
 """Methods whose answer is made an array of float64."""

@@ -108,8 +108,8 @@ def topology(answer: object, group: NodeGroup) -> Topology:
         raise BadPlugin("answered a level without bandwidth or with a negative latency")
     if any(not (level.efficiency > 0 and 0 < level.pair_share <= 1 and level.hop >= 0) for level in found.levels):
         raise BadPlugin("answered a level whose efficiency or pair_share is no share above 0, or with a negative hop")
-    if any(not (level.crowding >= 0 and 0 <= level.compute_taken <= 1) for level in found.levels):
-        raise BadPlugin("answered a level with a negative crowding, or with a compute_taken that is no share")
+    if any(not (level.crowding >= 0 and 0 <= level.compute_share <= 1) for level in found.levels):
+        raise BadPlugin("answered a level with a negative crowding, or with a compute_share that is no share")
     return found
 
 
@@ -139,9 +139,9 @@ def kernel_costs(answer: object) -> KernelCosts:
     launch = costs.launch_seconds()
     if isinstance(launch, bool) or not isinstance(launch, (int, float)) or launch < 0:
         raise BadPlugin(f"answered an object whose launch_seconds() is {_shown(launch)}, not seconds")
-    longer = costs.in_runs()
+    longer = costs.run_slowdown()
     if isinstance(longer, bool) or not isinstance(longer, (int, float)) or not (math.isnan(longer) or longer >= 1):
-        raise BadPlugin(f"answered an object whose in_runs() is {_shown(longer)}, not 1 or more")
+        raise BadPlugin(f"answered an object whose run_slowdown() is {_shown(longer)}, not 1 or more")
     return costs
 
 
@@ -158,9 +158,9 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
     ranks, stride = np.array([2, 2]), np.array([1, 1])
     for kind in KINDS:
         _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), ranks, stride)
-    _two_numbers(costs.compute_taken, ranks, stride)
-    if not bool((np.asarray(costs.compute_taken(ranks, stride)) <= 1.0).all()):
-        raise BadPlugin("answered collective costs whose compute_taken is above 1; it is a share of the compute")
+    _two_numbers(costs.compute_share, ranks, stride)
+    if not bool((np.asarray(costs.compute_share(ranks, stride)) <= 1.0).all()):
+        raise BadPlugin("answered collective costs whose compute_share is above 1; it is a share of the compute")
     return costs
 
 

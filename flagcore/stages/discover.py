@@ -19,10 +19,10 @@ from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.memory.device import PlainMemory
 
-UNMEASURED_IN_RUNS = 1.15
+UNMEASURED_RUN_SLOWDOWN = 1.15
 """What whole runs take over the core's roofline of a chip that nobody measured: the median, over published sources, of
 measured over predicted without fitted curves (0.94 to 1.7)."""
 
@@ -79,7 +79,7 @@ def costs(cluster: Cluster, plugins: Plugins, engine: str) -> Costs:
 def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
     known = plugins.kernel_costs(group.chip, engine)
     synchronous = plugins.engine_support(group.chip, engine).shared_devices
-    in_runs = UNMEASURED_IN_RUNS if known is None else known.in_runs()
+    run_slowdown = UNMEASURED_RUN_SLOWDOWN if known is None else known.run_slowdown()
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
         kernels=known or Roofline(chip=group.chip),
@@ -87,7 +87,7 @@ def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
         guessed=known is None,
         synchronous=synchronous,
-        in_runs=1.0 if synchronous else in_runs,
+        run_slowdown=1.0 if synchronous else run_slowdown,
     )
 
 

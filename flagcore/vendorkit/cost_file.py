@@ -119,10 +119,12 @@ def read_curve(text: str, file: str) -> Curve:
     if shares is not None:
         values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
     for known in fields(Curve):
-        if known.name not in ("gemm_shares", "in_runs") and known.name in curve.content:
+        if known.name not in ("gemm_shares", "run_slowdown") and known.name in curve.content:
             values[known.name] = _positive(curve, known.name, zero=known.name not in DIVISORS)
-    curve.finish(f"the parameters are {', '.join(known.name for known in fields(Curve) if known.name != 'in_runs')}")
-    return Curve(**values, in_runs=OF[of])
+    curve.finish(
+        f"the parameters are {', '.join(known.name for known in fields(Curve) if known.name != 'run_slowdown')}"
+    )
+    return Curve(**values, run_slowdown=OF[of])
 
 
 def read_provenance(text: str, file: str) -> Reading:

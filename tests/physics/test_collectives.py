@@ -154,12 +154,12 @@ def test_pcie_crowds_and_copies_through_the_host_crowd_far_more() -> None:
 
 def test_a_collective_takes_compute_as_its_levels_do() -> None:
     levels = topology_of(group(nodes=8))
-    taken = Collectives(topology=levels).compute_taken(np.array([1, 8, 8, 64]), np.array([1, 1, 8, 1]))
+    taken = Collectives(topology=levels).compute_share(np.array([1, 8, 8, 64]), np.array([1, 1, 8, 1]))
     assert taken.tolist() == [0.0, 0.15, 0.02, 0.15]
     beside = Collectives(topology=topology_of(group(replace(LINK, copy_engine=True))))
-    assert beside.compute_taken(np.array([8]), np.array([1])).tolist() == [0.0]
+    assert beside.compute_share(np.array([8]), np.array([1])).tolist() == [0.0]
     on_the_processor = Collectives(topology=topology_of(group(replace(LINK, topology="shared-memory"))))
-    assert on_the_processor.compute_taken(np.array([2]), np.array([1])).tolist() == [1.0]
+    assert on_the_processor.compute_share(np.array([2]), np.array([1])).tolist() == [1.0]
 
 
 SIZES = (512.0, 2.0**20, 2.0**24, 2.0**29)

@@ -142,13 +142,13 @@ class Wrong:
     def launch_seconds(self) -> float:
         return 1.0
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         return 1.0
 
     def seconds(self, *arguments: object) -> float:
         return 1.0
 
-    def compute_taken(self, *arguments: object) -> float:
+    def compute_share(self, *arguments: object) -> float:
         return 0.0
 
 
@@ -158,7 +158,7 @@ class Greedy(Wrong):
     def seconds(self, *arguments: object) -> list[float]:  # type: ignore[override]
         return [1.0, 1.0]
 
-    def compute_taken(self, *arguments: object) -> list[float]:  # type: ignore[override]
+    def compute_share(self, *arguments: object) -> list[float]:  # type: ignore[override]
         return [1.0, 1.5]
 
 
@@ -182,11 +182,11 @@ def one_level(**changes: Any) -> Topology:
         ("kernel_costs", Wrong(), "could not convert string to float"),
         ("memory_model", Wrong(), "no method workspace_bytes, reserved_bytes, device_used_bytes"),
         ("collective_costs", Wrong(), "must give two numbers"),
-        ("collective_costs", Greedy(), "compute_taken is above 1"),
+        ("collective_costs", Greedy(), "compute_share is above 1"),
         ("topology", Topology(levels=()), "must grow and end at all 8"),
         ("topology", one_level(devices=4), "[4]"),
         ("topology", one_level(efficiency=0.0), "efficiency"),
-        ("topology", one_level(compute_taken=15.0), "compute_taken"),
+        ("topology", one_level(compute_share=15.0), "compute_share"),
     ],
 )
 def test_wrong_answer_about_a_chip_is_told_and_counts_as_none(hook: str, answer: object, words: str) -> None:
@@ -294,7 +294,7 @@ class KnowsBf16:
     def launch_seconds(self) -> float:
         return float("nan")
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         return float("nan")
 
 
@@ -330,7 +330,7 @@ class BreaksOnLargeColumns:
     def launch_seconds(self) -> float:
         return 1e-6
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         return 1.0
 
 

@@ -8,7 +8,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Prediction, RankPrediction
 from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.trial import TrialState
-from flagcore.physics.memory.device import PlainMemory
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.stages.combine import combine
 
 MEMORY = PlainMemory(capacity=80e9, context_bytes=1e9, fragmentation=0.1)

@@ -45,7 +45,7 @@ def kernels(check: str, method: str, body: str, says: str) -> Fault:
 def collectives(check: str, seconds: str, taken: str, says: str) -> Fault:
     """Let collectives take `seconds` of payload p and ranks r, and of the compute what `taken` says."""
     old = "return collective_table(PACKAGE, group.chip) if"
-    made = f'{{"seconds": lambda self, kind, p, r, s: {seconds}, "compute_taken": lambda self, r, s: {taken}}}'
+    made = f'{{"seconds": lambda self, kind, p, r, s: {seconds}, "compute_share": lambda self, r, s: {taken}}}'
     return Fault(check, HOOKS, old, f'return type("C", (), {made})() if', says)
 
 
@@ -150,7 +150,7 @@ COSTS = (
     Fault("kernel_times_are_answered_as_their_hook_promises", HOOKS, "return kernel_costs(PACKAGE, chip)", "return 'fast'", "flagcore_kernel_costs", "docs/hooks.md"),
     kernels("kernel_times_are_positive_and_grow_with_size", "host_copy_seconds", "lambda s, b: 1 / b", "host_copy_seconds"),
     kernels("the_host_needs_microseconds_to_launch_a_kernel", "launch_seconds", "lambda s: 8.0", "launch_seconds() = 8"),
-    kernels("kernels_are_little_longer_in_runs_than_alone", "in_runs", "lambda s: 12.0", "in_runs() = 12"),
+    kernels("kernels_are_little_longer_in_runs_than_alone", "run_slowdown", "lambda s: 12.0", "run_slowdown() = 12"),
     Fault("no_kernel_is_faster_than_the_chips_peaks", CURVE, "gemm_share: 0.75", "gemm_share: 7.5", "a product in", "curve.yaml"),
     Fault("the_costs_that_are_shipped_are_answered", HOOKS, "return collective_table(PACKAGE, group.chip)", "return None", "flagcore_collective_costs does not tell", "collective_table"),
     Fault("shipped_costs_are_those_of_its_chips", "flagcore_acme/costs/b7/serving.yaml", "", "curve: {}\nsource: {kind: estimated, method: none}\n", "costs/b7", "small letters"),
@@ -160,7 +160,7 @@ COSTS = (
     Fault("measured_curves_keep_their_bandwidth", COLLECTIVES, "9.8e-03]", "9.8e-02]", "all_reduce of 4 falls", "last seconds"),
     Fault("no_measured_curve_is_faster_than_the_link", COLLECTIVES, "6.9e-04, 9.8e-03]", "2.9e-04, 2.8e-03]", "a device sends", "whole tensor"),
     collectives("a_collective_of_one_device_is_free", "1e-9 * p", "0.1 * (r > 1)", "a collective of one device takes time"),
-    collectives("collectives_leave_kernels_a_share_of_the_compute", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_taken"),
+    collectives("collectives_leave_kernels_a_share_of_the_compute", "1e-9 * p * (r > 1)", "1.0 * (r > 1)", "compute_share"),
     collectives("no_message_is_faster_than_the_memory_of_the_devices", "1e-15 * p * (r > 1)", "0.1 * (r > 1)", "a message of"),
 )
 ENGINES = (

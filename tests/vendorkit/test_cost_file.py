@@ -124,7 +124,7 @@ def test_a_bad_kernel_is_told_with_its_line(line: str) -> None:
 @pytest.mark.parametrize(("of", "longer"), [("", 1.0), ("of: runs\n", 1.0), ("of: kernels\n", 1.25)])
 def test_a_curve_says_whether_it_is_of_runs_or_of_kernels_alone(of: str, longer: float) -> None:
     text = f"curve: {{gemm_share: 0.8}}\n{of}source: {{kind: published, where: a report}}\n"
-    assert read_curve(text, "curve.yaml").in_runs == longer
+    assert read_curve(text, "curve.yaml").run_slowdown == longer
 
 
 def test_a_curve_of_something_else_is_told() -> None:

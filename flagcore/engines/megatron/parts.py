@@ -11,9 +11,9 @@ from flagcore.domain.prediction import ModelPart
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.knobs import candidate_columns
+from flagcore.engines.megatron.parallel import parameters
+from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.predict import layout_of, training
-from flagcore.physics import transformer
-from flagcore.physics.layout import Layout, Training
 
 _EXPERTS = ("experts", "shared_experts", "router")
 
@@ -27,7 +27,7 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
     layout = _whole(task)
     one = np.ones(1)
     dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
-    edge = transformer.edge_parameters(train, layout, first=one, last=one)
+    edge = parameters.edge_parameters(train, layout, first=one, last=one)
     attention, ffn = _halves(train, layout, moe=False)
     parts = [ModelPart("Embedding", float(edge["embedding"][0]), 1)]
     parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
@@ -36,7 +36,7 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
     if dense:
         parts.append(ModelPart("MLP", ffn, dense))
     if model.mtp_num_layers:
-        extra = _sum(transformer.mtp_parameters(train, layout)) / model.mtp_num_layers
+        extra = _sum(parameters.mtp_parameters(train, layout)) / model.mtp_num_layers
         parts.append(ModelPart("MTP", extra, model.mtp_num_layers))
     parts.append(ModelPart("Output", _sum(edge) - parts[0].params, 1))
     return tuple(parts)
@@ -50,7 +50,7 @@ def _whole(task: Task) -> Layout:
 
 def _halves(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
     """Return the weights of a layer's attention and of its FFN or experts."""
-    parts = {name: float(value[0]) for name, value in transformer.layer_parameters(train, layout, moe=moe).items()}
+    parts = {name: float(value[0]) for name, value in parameters.layer_parameters(train, layout, moe=moe).items()}
     norm = float(train.model.hidden_size)
     ffn = norm + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
     return sum(parts.values()) - ffn, ffn

@@ -11,15 +11,15 @@ from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE
+from flagcore.engines.megatron.memory.device_usage import memory_in_use
+from flagcore.engines.megatron.memory.training import component_table, rank_memory, stage_of_rank
 from flagcore.engines.megatron.options import options, settings_in_force
+from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.engines.megatron.parallel.parameters import model_flops
+from flagcore.engines.megatron.parallel.placement import Placement
 from flagcore.engines.megatron.split import Split
-from flagcore.physics.layout import Layout, Training
-from flagcore.physics.memory.device_usage import memory_in_use
-from flagcore.physics.memory.training import component_table, rank_memory, stage_of_rank
-from flagcore.physics.placement import Placement
-from flagcore.physics.time import step
-from flagcore.physics.time.step import rank_time, step_time
-from flagcore.physics.transformer import model_flops
+from flagcore.engines.megatron.time import step
+from flagcore.engines.megatron.time.step import rank_time, step_time
 
 BLOCK_ROWS = 1 << 15
 """Candidates worked on at a time: so many that calls cost little, so few that columns stay in a processor's cache."""

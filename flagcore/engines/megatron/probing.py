@@ -16,9 +16,9 @@ from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.launching import job, program
+from flagcore.engines.megatron.parallel.pipeline import stage
 from flagcore.engines.megatron.predict import layout_of, rank_figures, training
 from flagcore.engines.megatron.reading import METRICS, NOT_AS_AGREED, NoMetrics, metrics
-from flagcore.physics.pipeline import stage
 
 
 def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:

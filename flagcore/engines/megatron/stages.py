@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue
+from flagcore.engines.megatron.parallel.options import StageLayers
 from flagcore.errors import SpecError
-from flagcore.physics.options import StageLayers
 
 LAYOUT = "pipeline_model_parallel_layout"
 EMBEDDING = "account_for_embedding_in_pipeline_split"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.physics.serving.simulation import Outcome
+from flagcore.engines.serving.model.simulation import Outcome
 
 MOST_TOLD = 20_000
 """So many requests at the most have latencies of their own; of more, every so many-th."""

@@ -16,7 +16,7 @@ from flagcore.engines.serving.common import metrics
 from flagcore.engines.serving.common.names import TP
 from flagcore.engines.serving.common.overheads import HostTimes, Releases, overheads_of
 from flagcore.engines.serving.common.sizes import fewest_devices
-from flagcore.physics.serving.work import Overheads
+from flagcore.engines.serving.model.work import Overheads
 
 PORT = "{port}"
 """Placeholder in a command line for the port, which is chosen when the server starts."""

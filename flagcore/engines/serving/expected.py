@@ -12,8 +12,8 @@ from flagcore.domain.serving import Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
 from flagcore.engines.serving.demand import Served
 from flagcore.engines.serving.load.traffic import in_flight, traffic
-from flagcore.physics.serving.price import Price
-from flagcore.physics.serving.simulation import Outcome, simulate
+from flagcore.engines.serving.model.price import Price
+from flagcore.engines.serving.model.simulation import Outcome, simulate
 
 WAVES = 10
 """A steady state is simulated as so many times the requests in flight, as published points are measured."""

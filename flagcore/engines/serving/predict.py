@@ -15,10 +15,10 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common.heterogeneous import Parts, alone
 from flagcore.engines.serving.common.sizes import parameters
 from flagcore.engines.serving.engine import GRAPH_TOKENS, Settings
+from flagcore.engines.serving.model.iteration import iteration_costs
+from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
+from flagcore.engines.serving.model.work import Overheads, Serving, Split
 from flagcore.engines.serving.simulated import SearchContext, expected_figures, time_parts
-from flagcore.physics.serving.iteration import iteration_costs
-from flagcore.physics.serving.memory import ServingMemory, serving_memory, table_bytes
-from flagcore.physics.serving.work import Overheads, Serving, Split
 
 STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
 STORED |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}

@@ -14,12 +14,12 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import Parts
 from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.expected import MOST_REQUESTS, Expected
-from flagcore.physics.serving.closed_loop import ClosedLoop, steady
-from flagcore.physics.serving.iteration import IterationCosts
-from flagcore.physics.serving.memory import ServingMemory
-from flagcore.physics.serving.parts import parts
-from flagcore.physics.serving.price import Lane, Price
-from flagcore.physics.serving.work import Overheads, Split
+from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
+from flagcore.engines.serving.model.iteration import IterationCosts
+from flagcore.engines.serving.model.memory import ServingMemory
+from flagcore.engines.serving.model.parts import parts
+from flagcore.engines.serving.model.price import Lane, Price
+from flagcore.engines.serving.model.work import Overheads, Split
 
 MOST_SIMULATED = 4096
 """Of more candidates the best in closed form are simulated; the others are told by how these differ from it."""

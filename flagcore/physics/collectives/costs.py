@@ -68,12 +68,12 @@ class Collectives:
             time = np.maximum(time, transfer)
         return time + startup
 
-    def compute_taken(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the share of compute that a running collective of the group takes from kernels beside it."""
         count = np.asarray(ranks, dtype=np.float64)
         taken, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
         for level, members in zip(self.topology.levels, self._members(count, stride), strict=False):
-            taken = np.where(members > below, np.maximum(taken, level.compute_taken), taken)
+            taken = np.where(members > below, np.maximum(taken, level.compute_share), taken)
             below = members
         return taken
 

@@ -17,7 +17,7 @@ NETWORK_EFFICIENCY = 0.9
 """Calculon's share of InfiniBand; measured: all-gather over two switched domains 90 of 100 GB/s, all-to-all over two
 nodes 45.5 of 50, all-reduce over two nodes with a TCP offload 22.6 of 25."""
 
-COMPUTE_TAKEN, NETWORK_COMPUTE_TAKEN = 0.15, 0.02
+COMPUTE_SHARE, NETWORK_COMPUTE_SHARE = 0.15, 0.02
 """Share of compute that a collective takes over a link that compute units drive, and over a network (Calculon)."""
 
 EFFICIENCY = {"switch": 0.75, "mesh": 0.75, "ring": 0.75, "pcie": 0.55, "shared-memory": 0.75}
@@ -50,7 +50,7 @@ def topology_of(group: NodeGroup) -> Topology:
                 latency_seconds=NETWORK_LATENCY_SECONDS,
                 hop_seconds=NETWORK_HOP_SECONDS,
                 efficiency=NETWORK_EFFICIENCY,
-                compute_taken=NETWORK_COMPUTE_TAKEN,
+                compute_share=NETWORK_COMPUTE_SHARE,
             )
         )
     return Topology(levels=tuple(levels))
@@ -70,5 +70,5 @@ def _link_level(link: Link, joined: int) -> Level:
         pair_share=pair_share,
         crowding=crowding,
         reduces=link.switch_reduces,
-        compute_taken=0.0 if link.copy_engine else 1.0 if shared else COMPUTE_TAKEN,
+        compute_share=0.0 if link.copy_engine else 1.0 if shared else COMPUTE_SHARE,
     )

@@ -48,7 +48,7 @@ class Curve:
     """Width of a head that reaches half of what a very wide one would; nothing is gained beyond 128."""
     launch_seconds: float = 11e-6
     """What the host needs to launch one kernel, framework included."""
-    in_runs: float = 1.0
+    run_slowdown: float = 1.0
     """What kernels take in a run on many devices over what the curve says: 1 for one that was fitted to such runs."""
     host_bytes_per_second: float = 25e9
     """Rate of copies between device and pinned host memory, one way. PCIe 4.0 x16 reached 26 to 28 GB/s on two chips

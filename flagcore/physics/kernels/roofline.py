@@ -84,9 +84,9 @@ class Roofline:
         rate = self._bandwidth() * self.curve.elementwise_share
         return bytes_moved * (1 / rate) + self.curve.kernel_seconds
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         """Return what the curve says: 1 for one that was fitted to whole runs."""
-        return self.curve.in_runs
+        return self.curve.run_slowdown
 
     def launch_seconds(self) -> float:
         """Return what the host needs to launch one kernel."""

@@ -39,6 +39,6 @@ class LongerKernels:
         """Return the time of a copy between device and host."""
         return self.kernels.host_copy_seconds(bytes_moved)
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         """Return 1: they are as long as in runs already."""
         return 1.0

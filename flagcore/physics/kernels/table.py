@@ -90,7 +90,7 @@ class KernelTable:
         seconds = self.roofline.memory_seconds(bytes_moved)
         return seconds if self.memory is None else seconds * self.memory(bytes_moved)
 
-    def in_runs(self) -> float:
+    def run_slowdown(self) -> float:
         """Return `IN_RUNS`: the kernels were measured alone."""
         return IN_RUNS
 

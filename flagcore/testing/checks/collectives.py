@@ -70,7 +70,7 @@ def no_measured_curve_is_faster_than_the_link(plugin: Subject) -> Iterator[Probl
 def a_collective_of_one_device_is_free(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in _costs(plugin):
         if (costs.seconds("all_reduce", PAYLOADS, ONES, ONES) != 0).any() or (
-            costs.compute_taken(ONES, ONES) != 0
+            costs.compute_share(ONES, ONES) != 0
         ).any():
             yield Problem(
                 message=f"{chip.name}: a collective of one device takes time, or compute",
@@ -80,10 +80,10 @@ def a_collective_of_one_device_is_free(plugin: Subject) -> Iterator[Problem]:
 
 def collectives_leave_kernels_a_share_of_the_compute(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in _costs(plugin):
-        taken = costs.compute_taken(2 * ONES, ONES)
+        taken = costs.compute_share(2 * ONES, ONES)
         if not ((taken >= 0) & (taken < 1)).all():
             yield Problem(
-                message=f"{chip.name}: compute_taken is not 0 to 1", fix="give a share of the device's compute"
+                message=f"{chip.name}: compute_share is not 0 to 1", fix="give a share of the device's compute"
             )
 
 

@@ -59,8 +59,10 @@ def the_host_needs_microseconds_to_launch_a_kernel(plugin: Subject) -> Iterator[
 
 def kernels_are_little_longer_in_runs_than_alone(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in plugin.own_costs():
-        if not (np.isnan(costs.in_runs()) or 1 <= costs.in_runs() < 3):
-            yield Problem(message=f"{chip.name}: in_runs() = {costs.in_runs():g}", fix="give 1 to 3, or NaN if unknown")
+        if not (np.isnan(costs.run_slowdown()) or 1 <= costs.run_slowdown() < 3):
+            yield Problem(
+                message=f"{chip.name}: run_slowdown() = {costs.run_slowdown():g}", fix="give 1 to 3, or NaN if unknown"
+            )
 
 
 def no_kernel_is_faster_than_the_chips_peaks(plugin: Subject) -> Iterator[Problem]:

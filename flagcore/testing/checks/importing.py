@@ -27,7 +27,7 @@ _TRY = """
 import contextlib, importlib, io, json, os, sys, threading, time
 module, package, drivers = sys.argv[1], sys.argv[2], sys.argv[3].split()
 sys.path[:0] = json.loads(sys.argv[4])
-import flagcore.physics.memory.device, flagcore.vendorkit.chip_file, flagcore.vendorkit.cost_file
+import flagcore.physics.device_memory, flagcore.vendorkit.chip_file, flagcore.vendorkit.cost_file
 from flagcore.testing.state import changed, process_state
 ours, state, start = sys.stdout, process_state(), time.monotonic()
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:

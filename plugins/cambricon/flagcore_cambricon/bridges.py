@@ -7,7 +7,7 @@ from dataclasses import replace
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.physics.collectives.topology import (
     EFFICIENCY,
-    NETWORK_COMPUTE_TAKEN,
+    NETWORK_COMPUTE_SHARE,
     NETWORK_EFFICIENCY,
     NETWORK_HOP_SECONDS,
     NETWORK_LATENCY_SECONDS,
@@ -59,7 +59,7 @@ def x8_topology(group: NodeGroup, topo: str | None = None) -> Topology | None:
                 latency_seconds=NETWORK_LATENCY_SECONDS,
                 hop_seconds=NETWORK_HOP_SECONDS,
                 efficiency=NETWORK_EFFICIENCY,
-                compute_taken=NETWORK_COMPUTE_TAKEN,
+                compute_share=NETWORK_COMPUTE_SHARE,
             )
         )
     return Topology(levels=tuple(levels))

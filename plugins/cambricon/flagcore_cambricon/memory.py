@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.memory.device import PlainMemory
+from flagcore.physics.device_memory import PlainMemory
 
 CONTEXT_BYTES = 1.0 * 2**30
 """Estimated: context and CNCL buffers. Megatron-LM's notes say 1 to 3 GiB on accelerators; not measured on an MLU.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.memory.device import PlainMemory
+from flagcore.physics.device_memory import PlainMemory
 
 DRIVER_BYTES = 257 * 2**20
 """In use on an idle device: ixsmi shows 64 to 116 MiB on BI-V150 and MR-V100, 257 MiB on BI-V100 (driver 3.1.0;

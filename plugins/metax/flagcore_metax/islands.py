@@ -9,7 +9,7 @@ import numpy as np
 from flagcore.domain.cluster import Level, NodeGroup, Topology
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, IntArray
-from flagcore.physics.collectives.topology import NETWORK_COMPUTE_TAKEN, NETWORK_EFFICIENCY
+from flagcore.physics.collectives.topology import NETWORK_COMPUTE_SHARE, NETWORK_EFFICIENCY
 from flagcore.vendorkit.matrix import group_size
 
 ISLAND = 4
@@ -62,7 +62,7 @@ def c500_topology(group: NodeGroup, island: int = ISLAND, adapters: float | None
                 bytes_per_second=network,
                 latency_seconds=BETWEEN_NODES_SECONDS,
                 efficiency=NETWORK_EFFICIENCY,
-                compute_taken=NETWORK_COMPUTE_TAKEN,
+                compute_share=NETWORK_COMPUTE_SHARE,
             )
         )
     return Topology(levels=tuple(levels))

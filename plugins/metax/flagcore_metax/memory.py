@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.memory.device import PlainMemory
+from flagcore.physics.device_memory import PlainMemory
 
 DRIVER_BYTES = 826 * 2**20
 """In use on an idle device: mx-smi on C500 (drivers 3.4.4 and 3.8.30) shows 826 MiB, on C550 (driver

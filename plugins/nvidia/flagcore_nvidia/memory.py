@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.cluster import NodeGroup
-from flagcore.physics.memory.device import PlainMemory
+from flagcore.physics.device_memory import PlainMemory
 
 SLACK = 0.0075
 """Reserved over allocated, minus one: median of 25 megatron-core jobs on an H200 (0.05% to 3%, once 12%)."""

@@ -115,7 +115,7 @@ def test_a_rack_of_gb300_is_one_domain_and_two_are_joined_by_the_network() -> No
     assert seconds(costs, "all_reduce", 2**34, 64) == pytest.approx(36.35e-3, rel=0.01)
     assert seconds(costs, "all_gather", 2**30, 64) < 2.5e-3
     assert seconds(costs, "all_to_all", 2**30, 128) > 2.5 * seconds(costs, "all_to_all", 2**30, 64)
-    assert costs.compute_taken(np.array([64, 2]), np.array([1, 72])).tolist() == [0.15, 0.02]
+    assert costs.compute_share(np.array([64, 2]), np.array([1, 72])).tolist() == [0.15, 0.02]
 
 
 def test_chips_with_the_links_of_another_take_its_times() -> None:

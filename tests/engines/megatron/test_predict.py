@@ -17,8 +17,8 @@ from flagcore.engines.megatron.knobs import candidate_columns
 from flagcore.engines.megatron.predict import components, predict
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.memory.device import PlainMemory
 
 SOURCE = Source(kind="datasheet", detail="made up for this test")
 CHIP = Chip(

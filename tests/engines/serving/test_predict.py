@@ -20,11 +20,11 @@ from flagcore.engines.serving.common.heterogeneous import Parts
 from flagcore.engines.serving.common.overheads import UNFITTED, overheads_of
 from flagcore.engines.serving.common.sizes import parameters
 from flagcore.engines.serving.engine import Settings
+from flagcore.engines.serving.model.parts import PARTS
 from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
 from flagcore.engines.serving.sglang.profile import RECEIVE
 from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.serving.parts import PARTS
 from tests.engines.serving.engines.tasks import predict, published
 from tests.served import CHIP, DENSE, EXPERTS, costs
 

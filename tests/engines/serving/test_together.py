@@ -12,7 +12,7 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving import simulated
 from flagcore.engines.serving.expected import Expected
-from flagcore.physics.serving.price import Price
+from flagcore.engines.serving.model.price import Price
 from tests.engines.serving.test_predict import LOAD, task, together
 
 

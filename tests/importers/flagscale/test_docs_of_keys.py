@@ -13,7 +13,7 @@ from flagcore.spec.knobs import SPACE_KNOBS
 from flagcore.spec.settings import SETTINGS
 from tests.importers.flagscale.accounting import leaves
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "flagscale.md").read_text(encoding="utf-8")
 KEYS = PAGE[PAGE.index("## What becomes of the keys") :]
 TREES = Path(__file__).parent / "trees"

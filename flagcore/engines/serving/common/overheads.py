@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from flagcore.physics.serving.work import Overheads
+from flagcore.engines.serving.model.work import Overheads
 
 Releases = tuple[tuple[tuple[int, int], Overheads], ...]
 """Overheads and the release from which on they hold, the newest first."""

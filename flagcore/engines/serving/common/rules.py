@@ -36,8 +36,8 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
             broken=lambda c: c[PP] > model.num_layers,
         ),
     )
-    rules = (*rules, *heterogeneous.rules(task, heads=data))
-    return (*rules, *_heads(task), *_experts(task)) if data else rules
+    more = (*_heads(task), *_experts(task)) if data else ()
+    return (*rules, *heterogeneous.rules(task, heads=data), *more)
 
 
 def _heads(task: Task) -> tuple[Rule, ...]:

@@ -33,8 +33,8 @@ from flagcore.engines.serving.llamacpp.knobs import (
     total_context,
 )
 from flagcore.engines.serving.llamacpp.rules import merges, rules
+from flagcore.engines.serving.model.work import Overheads
 from flagcore.errors import NoDevice, SpecError
-from flagcore.physics.serving.work import Overheads
 
 PACKAGE = "xllamacpp"
 RUNNER = "flagcore.engines.serving.llamacpp.server"

@@ -14,6 +14,7 @@ from flagcore.engines.serving.common.names import DP, INSTANCES, TP
 from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.engine import PORT, Engine, PublishedRuns, Server
+from flagcore.engines.serving.model.work import Overheads
 from flagcore.engines.serving.sglang import reading
 from flagcore.engines.serving.sglang.knobs import (
     KNOBS,
@@ -27,7 +28,6 @@ from flagcore.engines.serving.sglang.knobs import (
 )
 from flagcore.engines.serving.sglang.rules import merges, rules
 from flagcore.errors import NoDevice
-from flagcore.physics.serving.work import Overheads
 
 RECEIVE = "scheduler-recv-interval"
 

@@ -18,11 +18,11 @@ from flagcore.engines.serving.common.overheads import release
 from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.engine import GRAPH_TOKENS, PORT, Engine, PublishedRuns, Server
+from flagcore.engines.serving.model.work import Overheads
 from flagcore.engines.serving.vllm import reading
 from flagcore.engines.serving.vllm.knobs import KNOBS, PROGRAM, THREADS, cache_gib, parse_args, settings, version_of
 from flagcore.engines.serving.vllm.rules import merges, rules
 from flagcore.errors import NoDevice
-from flagcore.physics.serving.work import Overheads
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 

@@ -1,0 +1,171 @@
+"""Attention and FFN: what they keep of a micro-batch for backward, and what they need besides at their worst moments.
+
+Counted op by op in megatron-core 0.16's own layers (`attention.py`, `multi_latent_attention.py`, `mlp.py`,
+`tensor_parallel/layers.py`), and read from what transformer-engine 2.9 saves (`linear.py`,
+`layernorm_linear.py`, `dot_product_attention`). By hand: Korthikanti et al. 2022 (arXiv 2205.05198), with dropout
+and without a gate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.memory.modules import Module, Sizes
+from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.physics.transformer import attended, widths
+
+DROPPED = 2.5
+"""Tensors of the attention scores' size, in units of a 16-bit value, that softmax and dropout keep: the probabilities,
+the same after dropout, and its mask of one byte (arXiv 2205.05198, equation 1)."""
+
+
+def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
+    """Return norm, projection, core and output projection of self-attention."""
+    model, unit, local = train.model, sizes.unit, sizes.local
+    h, total, out = model.hidden_size, sum(widths(model)), attended(model)
+    enter = _latent(train, layout, sizes) if model.multi_latent_attention else {}
+    heads = _latent_heads(train, layout, sizes) if model.multi_latent_attention else _grouped(train, layout, sizes)
+    enter["qkv_linear"] = sizes.linear * h * sizes.rows
+    gathered = sizes.gathered * train.transformer_engine
+    into = unit * local * total + sizes.whole + sizes.scattered + gathered + sizes.weight * h * total / layout.tensor
+    context = unit * local * out
+    quantised = local * out * sizes.linear * (train.precision == "fp8")
+    leave = sizes.gathered + context + sizes.weight * h * out / layout.tensor
+    core = {"qkv": heads, "context": context * (1.0 + _apart(train, layout)), "scores": kept_scores(train, layout)}
+    return [
+        norm("attn_norm", sizes),
+        Module("qkv_proj", enter, sizes.hidden + into),
+        Module("core_attention", core, sizes.hidden + context + _core_work(train, layout, sizes)),
+        Module("out_proj", {"attn_proj": quantised + _mask(train, sizes)}, sizes.hidden + leave),
+    ]
+
+
+def norm(name: str, sizes: Sizes) -> Module:
+    """Return a norm before a block: it keeps its input and one fp32 number a token."""
+    return Module("norms", {name: sizes.hidden + 4.0 * sizes.rows}, 2.0 * sizes.hidden)
+
+
+def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
+    """Return norm and FFN of a dense layer."""
+    first, last, work = dense_products(train, sizes, train.model.ffn_hidden_size / layout.tensor)
+    entry = sizes.linear * train.model.hidden_size * sizes.rows
+    tensors = {"mlp_input": entry, "mlp_first": first, "mlp_act": last, "mlp_mask": _mask(train, sizes)}
+    return [norm("mlp_norm", sizes), Module("ffn", tensors, sizes.hidden + work)]
+
+
+def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return what an FFN of `width` on tensor-parallel ranks keeps before and after its activation function, and what
+    its backward needs besides the gradient of its output.
+    """
+    first, last, moments = products(train, sizes, sizes.tokens, width)
+    enter = sizes.whole + sizes.scattered + sizes.gathered * train.transformer_engine
+    work = np.maximum(moments[0] + sizes.gathered, np.maximum(moments[1], moments[2] + enter))
+    return first, last, work
+
+
+def products(
+    train: Training, sizes: Sizes, tokens: FloatArray, width: FloatArray, *, weighted: bool = False
+) -> tuple[FloatArray, FloatArray, tuple[FloatArray, FloatArray, FloatArray]]:
+    """Return what the two products of an FFN keep before and after its activation function, and three moments of its
+    backward: second product, activation function, first product.
+
+    Each moment is what is allocated, less what the later ones have freed, without the gradients of the FFN's input and
+    output. `weighted` multiplies each token's row with a number, as experts do. An activation function of several
+    kernels keeps silu of the gate, the other half, and its product with them.
+    """
+    h, up = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
+    wide, extra = sizes.unit * tokens * width, np.zeros(())
+    first = up * wide
+    if train.model.gated_linear_unit and not train.fused_activation:
+        first, extra = (5.0 if weighted else 4.0) * wide, wide
+    last = sizes.linear / sizes.unit * wide
+    weight = sizes.weight * width * h
+    return first, last, (wide + weight, (1.0 + up) * wide + extra - last, up * (wide + weight) - first - last)
+
+
+def kept_scores(train: Training, layout: Layout) -> FloatArray:
+    """Return the bytes that the attention core keeps besides its inputs and output.
+
+    A fused core keeps one fp32 number a row (log-sum-exp; Dao 2023, arXiv 2307.08691), one that is not fused the
+    probabilities, and with dropout `DROPPED` as much.
+    """
+    rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
+    if train.flash:
+        return 4.0 * rows
+    return train.value_bytes * rows * train.sequence * (DROPPED if train.options.dropout else 1.0)
+
+
+def _grouped(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
+    """Return what the core of multi-head or grouped-query attention keeps of queries, keys and values.
+
+    megatron-core's own layers rotate queries and keys into new tensors with cosine and sine of each position for
+    both, and hold the joint projection because values are a view of it. Transformer-engine copies the
+    values and lets the projection go. Norms of queries and keys keep their inputs.
+    """
+    model, unit, local = train.model, sizes.unit, sizes.local
+    query, key, value = (unit * width * local for width in widths(model))
+    grouped, normed = model.num_query_groups < model.num_attention_heads, model.qk_layernorm
+    norms = 4.0 * local * (model.num_attention_heads + model.num_query_groups) * normed
+    if train.transformer_engine:
+        return query + key + value + norms + normed * (query + key)
+    angles = 4.0 * unit * train.sequence / layout.context * model.kv_channels
+    before = query * (normed & grouped & (layout.tensor < model.num_query_groups))
+    plain = 2.0 * (query + key) + value + norms + before + angles
+    if not train.repeated_keys:
+        return plain
+    gathered = query + 2.0 * (query if grouped else key) * layout.context
+    copied = (layout.context > 1) | grouped
+    return np.where(copied, gathered + normed * (query + key + value) + norms + before + angles, plain)
+
+
+def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:
+    """Return what the projections of latent attention keep: compressed queries and keys before and after their norms.
+
+    In megatron-core's own layers the compressed queries stay as they were gathered over tensor-parallel ranks.
+    """
+    model, unit, rows = train.model, sizes.unit, sizes.rows
+    q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+    normed = sizes.linear * rows * (q_rank + kv_rank) + 4.0 * rows * (1 + (q_rank > 0))
+    if train.transformer_engine:
+        return {"latent": normed + unit * rows * (q_rank + kv_rank + rope)}
+    split = layout.sequence_parallel * (layout.tensor > 1)
+    return {"latent": normed + unit * (sizes.tokens * q_rank + rows * kv_rank + (1.0 - split) * rows * rope)}
+
+
+def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
+    """Return what the core of latent attention keeps of queries, keys and values of all heads, each once."""
+    angles = 4.0 * sizes.unit * train.sequence / layout.context * (train.model.qk_pos_emb_head_dim or 0)
+    return sizes.unit * sizes.local * sum(widths(train.model)) + angles * (not train.transformer_engine)
+
+
+def _apart(train: Training, layout: Layout) -> FloatArray:
+    """Return whether context parallelism keeps the core's output as it was before it went back to its ranks.
+
+    It does with heads dealt out to the ranks and with keys gathered, and does not in a ring (transformer-engine 2.9
+    `context_parallel.py`).
+    """
+    apart: FloatArray = (layout.context > 1).astype(np.float64)
+    return apart * (train.transformer_engine and train.options.cp_comm != "p2p")
+
+
+def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
+    """Return what the attention core's backward adds besides the gradient of its output.
+
+    Gradients of queries, keys and values; a fused kernel's fp32 sum of the queries' gradients, and gradients of keys
+    and values for each query head where heads share them; two pairs of buffers for other ranks' keys and values and
+    for their gradients under context parallelism; gradients of probabilities and scores without a fused kernel.
+    """
+    query, key, value = (width * sizes.local for width in widths(train.model))
+    gradients = sizes.unit * (query + key + value)
+    if not train.flash:
+        rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
+        return gradients + 2.0 * train.value_bytes * rows * train.sequence
+    shared = 2.0 * sizes.unit * query * (widths(train.model)[0] != widths(train.model)[1])
+    ring = 4.0 * sizes.unit * (key + value) * (layout.context > 1)
+    return gradients + 4.0 * query + shared + ring
+
+
+def _mask(train: Training, sizes: Sizes) -> FloatArray:
+    """Return the mask of the dropout behind a block, a byte an element."""
+    return sizes.hidden / sizes.unit * train.options.dropout

@@ -1,0 +1,331 @@
+"""What a pipeline stage holds of its micro-batches: layers, recompute, offload and the edges put together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.memory.activations import attention, ffn
+from flagcore.engines.megatron.memory.embedding_and_head import depths, embedding, head
+from flagcore.engines.megatron.memory.experts import mixture
+from flagcore.engines.megatron.memory.layers import Layer
+from flagcore.engines.megatron.memory.modules import Module, Sizes, kept, worst
+from flagcore.engines.megatron.memory.savings import OFFLOADED, dropped, saving
+from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
+from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
+
+PRODUCTS = ("qkv_linear", "latent", "context", "mlp_input", "mlp_act", "shared_act", "expert_fc1", "moe_act")
+"""Inputs of linear layers: what the gradients of weights need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The modules of a layer without and with experts (without experts alone, one row), and of a stage's edges."""
+
+    sizes: Sizes
+    layers: tuple[list[Module], ...]
+    entry: Module
+    head: list[Module]
+
+    @classmethod
+    def of(cls, train: Training, layout: Layout) -> Rows:
+        """Return the modules of each candidate, with nothing recomputed or sent to the host."""
+        sizes = Sizes.of(train, layout)
+        heads = attention(train, layout, sizes)
+        layers = [[*heads, *ffn(train, layout, sizes)]]
+        if train.model.num_moe_experts is not None:
+            layers.append([*heads, *mixture(train, layout, sizes)])
+        return cls(sizes, tuple(layers), embedding(train, layout, sizes), head(train, layout, sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Multi-token prediction and the head: what they keep, by component too, and how far their worst moment lies above
+    that.
+    """
+
+    parts: Parts
+    kept: FloatArray
+    above: FloatArray
+
+    @classmethod
+    def of(cls, row: Sequence[Module]) -> Exit:
+        """Add up a row of modules."""
+        parts: Parts = {}
+        for module in row:
+            add_parts(parts, {module.component: module.kept})
+        return cls(parts, kept(row), worst(row))
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What the stages of each candidate are made of. `recomputed` is 1 where selective recompute drops a module.
+    `deferred` is what a layer holds of a micro-batch whose weights' gradients alone are left to compute.
+    """
+
+    rows: Rows
+    recomputed: Mapping[str, FloatArray]
+    dense: Layer
+    moe: Layer
+    exit: Exit
+    deferred: FloatArray
+    away: Collection[str] = field(default_factory=frozenset)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of tensors that recur."""
+        return self.rows.sizes
+
+    @classmethod
+    def of(cls, train: Training, layout: Layout, rows: Rows | None = None) -> Kinds:
+        """Return the kinds of layers; without experts both are the same. `rows` are theirs where they are known."""
+        rows, on = rows or Rows.of(train, layout), bool(layout.selective.any())
+        recomputed = dict.fromkeys(sorted(train.options.recompute_modules), layout.selective) if on else {}
+        away = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
+        named = 1.0 if not train.options.offload_stages else 0.0
+        layers = _layers(train, rows, recomputed, away if named else (), named)
+        products = [value for module in rows.layers[-1] for name, value in module.tensors.items() if name in PRODUCTS]
+        return cls(
+            rows=rows,
+            recomputed=recomputed,
+            dense=layers[0],
+            moe=layers[-1],
+            exit=Exit.of(rows.head),
+            deferred=2.0 * sum(products, np.zeros(())),
+            away=away,
+        )
+
+    def on(self, train: Training, stage: Stage) -> tuple[Layer, Layer]:
+        """Return the layers of a stage without and with experts; without named stages all offload."""
+        if not self.away or not train.options.offload_stages:
+            return self.dense, self.moe
+        here = np.isin(stage.index, train.options.offload_stages).astype(np.float64)
+        found = _layers(train, self.rows, self.recomputed, self.away, here)
+        return found[0], found[-1]
+
+    def ends(self, train: Training, layout: Layout, stage: Stage) -> Exit:
+        """Return what follows the layers of the last stage; multi-token prediction sends nothing to the host."""
+        depth = train.model.mtp_num_layers
+        if not depth:
+            return self.exit
+        last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.away else self.moe
+        layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
+        layers = layers * (not self.away)
+        above = last.above(depth + layers, stage.in_flight < layout.microbatches)
+        return Exit.of([*depths(train, layout, self.sizes, last.kept, above, layers), *self.rows.head])
+
+
+def _layers(
+    train: Training,
+    rows: Rows,
+    recomputed: Mapping[str, FloatArray],
+    away: Collection[str],
+    here: FloatArray | float,
+) -> list[Layer]:
+    drops = dropped(train, rows.sizes, recomputed)
+    found = []
+    for row in rows.layers:
+        split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
+        front = split if train.options.overlap_expert_comm else 0
+        found.append(Layer.of(saving(row, drops, away, here), front))
+    return found
+
+
+def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray:
+    """Return the bytes that a stage sends to the host for each micro-batch, and fetches back."""
+    kinds = Kinds.of(train, layout)
+    dense, moe = kinds.on(train, stage)
+    here = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
+    return stage.dense * (here[0].kept - dense.kept) + stage.moe * (here[-1].kept - moe.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A stage at its worst moment of forward and backward.
+
+    Numbers of layers that keep all their tensors, without and with experts; bytes of the inputs of recomputed ones,
+    that all held micro-batches keep, and that are allocated above.
+    """
+
+    dense: FloatArray
+    moe: FloatArray
+    inputs: FloatArray
+    kept: FloatArray
+    above: FloatArray
+
+
+def held(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> Held:
+    """Return what a stage holds.
+
+    Full recompute keeps the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
+    all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
+    with the first layers of each virtual stage.
+    """
+    work = _Work.of(train, layout, stage, kinds)
+    full = (layout.uniform > 0) | (work.block > 0)
+    dense, moe, inputs = work.split(work.block)
+    above = work.plain
+    if np.any(full):
+        several, chunks = layout.uniform > 1, np.ceil(stage.chunk / np.maximum(layout.uniform, 1.0)) * layout.virtual
+        dense, moe = np.where(several, 0.0, dense), np.where(several, 0.0, moe)
+        inputs = np.where(several, chunks * work.input, inputs)
+        least = np.where(several, work.in_chunks(inputs), work.in_blocks())
+        above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
+    one = work.bytes(dense, moe, inputs)
+    above = np.maximum(above, stage.first * (kinds.rows.entry.work - one / layout.virtual))
+    loop, loop_at_loss = _held_by_the_loop(layout, stage)
+    above = above + loop * kinds.sizes.hidden
+    ends = kinds.ends(train, layout, stage)
+    at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.kept)
+    above = np.where(stage.last > 0, at_loss, above)
+    waiting = _waiting(train, stage, kinds)
+    rest = ends.kept * stage.last + kinds.rows.entry.kept * stage.first * stage.in_flight + waiting
+    return Held(dense, moe, inputs, one * stage.in_flight + rest, above)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The layers of a stage, and how full recompute changes what they hold.
+
+    `plain` is how far backward of layers that are kept whole lies above what is kept, `input` the bytes that are kept
+    of one that is not.
+    """
+
+    layout: Layout
+    stage: Stage
+    dense: Layer
+    moe: Layer
+    chunk: FloatArray
+    block: FloatArray
+    input: FloatArray
+    hidden: FloatArray
+    plain: FloatArray
+
+    @classmethod
+    def of(cls, train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> _Work:
+        """Put the layers of a stage together. All layers in chunks of one are recomputed as all in one block."""
+        dense, moe = kinds.on(train, stage)
+        hidden, chunk = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0)
+        block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
+        block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
+        least = np.minimum(hidden, np.minimum(dense.kept, moe.kept)) if kinds.away else hidden
+        return cls(layout, stage, dense, moe, chunk, block, least, hidden, _backward(layout, stage, dense, moe, block))
+
+    def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return the layers without and with experts that are kept whole, and the bytes of the others' inputs."""
+        dense, moe = _whole(self.layout, self.stage, block)
+        return dense, moe, (self.stage.layers - dense - moe) * self.input
+
+    def bytes(self, dense: FloatArray, moe: FloatArray, inputs: FloatArray) -> FloatArray:
+        """Return what a micro-batch keeps."""
+        total: FloatArray = dense * self.dense.kept + moe * self.moe.kept + inputs
+        return total
+
+    def again(self, number: FloatArray) -> FloatArray:
+        """Return what so many recomputed layers, of the kind of the last, hold at their own worst moment."""
+        found = number * self.moe.kept + self.moe.above(number)
+        if self.dense is self.moe:
+            return found
+        return np.where(self.stage.moe > 0, found, number * self.dense.kept + self.dense.above(number))
+
+    def in_chunks(self, inputs: FloatArray) -> FloatArray:
+        """Return the worst moment, with all that is kept, of uniform recompute: never more than without."""
+        found = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
+        return np.minimum(found, self._without())
+
+    def in_blocks(self) -> FloatArray:
+        """Return the worst moment, with all that is kept, of block recompute: never more than with a smaller block.
+
+        It is in the last recomputed layer, whose inputs before it were kept, or in the last layer of all, beside the
+        output of the recomputed ones. The former grows by an input a layer where one micro-batch is in flight, and
+        Megatron with it; the least of all smaller blocks lies where they meet, where the kind of layer changes, at
+        none, or at the block itself, since both are straight lines between.
+        """
+        repeated, virtual = self.again(np.ones_like(self.chunk)), self.layout.virtual
+        beside = self.plain + self.hidden * (self.stage.last == 0)
+        none = np.zeros(())
+
+        def moment(block: FloatArray) -> FloatArray:
+            dense, moe, inputs = self.split(block)
+            later = self.bytes(dense, moe, none) / virtual
+            above = np.maximum(np.where(self.chunk > block, beside, 0.0), repeated - later)
+            total: FloatArray = self.stage.in_flight * self.bytes(dense, moe, inputs) + above
+            return total
+
+        leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
+        meet = leading + behind - (repeated - beside) / np.maximum(self.moe.kept, 1.0)
+        turns = [meet]
+        if self.dense is not self.moe:
+            short = repeated - beside - behind * self.moe.kept
+            turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.kept, 1.0)]
+        found = np.minimum(moment(self.block), self._without())
+        for turn in turns:
+            found = np.minimum(found, moment(np.clip(turn, 0.0, np.minimum(self.block, self.chunk - 1.0))))
+        return found
+
+    def _without(self) -> FloatArray:
+        return self.stage.in_flight * self.bytes(self.stage.dense, self.stage.moe, np.zeros(())) + self.plain
+
+
+def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the layers without and with experts that a block at the start of each virtual stage leaves."""
+    again = np.minimum(block * layout.virtual, stage.layers)
+    dense = np.minimum(again, stage.dense)
+    return stage.dense - dense, stage.moe - (again - dense)
+
+
+def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
+    """Return how far backward of a stage's layers that are kept whole lies above what they keep.
+
+    It begins with the last layer, and reaches the leading dense ones when those behind are done. Where a forward pass
+    runs beside it, that has taken their place by then.
+    """
+    crossed, whole = stage.in_flight < layout.microbatches, _whole(layout, stage, block)
+    first = dense.above(whole[0] * stage.in_flight, crossed)
+    if dense is moe:
+        return first
+    behind = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.kept
+    if dense.crossing is not None:
+        behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
+    last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
+    found: FloatArray = np.maximum(last, first - behind)
+    return found
+
+
+def held_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: Held) -> Parts:
+    """Return what the micro-batches that a stage holds keep, by component."""
+    dense, moe = kinds.on(train, stage)
+    parts: Parts = {}
+    add_parts(parts, dense.parts, found.dense * stage.in_flight)
+    add_parts(parts, moe.parts, found.moe * stage.in_flight)
+    add_parts(parts, {"norms": found.inputs}, stage.in_flight)
+    add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last)
+    add_parts(parts, {"embedding": kinds.rows.entry.kept}, stage.first * stage.in_flight)
+    return {**parts, "deferred_weight_gradients": _waiting(train, stage, kinds)}
+
+
+def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
+    """Return what waits for the gradients of weights alone; ZB-2p plans it for a memory of 2p micro-batches."""
+    count = stage.deferred
+    if train.options.schedule == "zb-2p":
+        count = np.minimum(count, (2.0 * stage.index + 1.0) / train.weight_share)
+    return count * stage.layers * kinds.deferred
+
+
+def _held_by_the_loop(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
+    """Return how many tensors between stages the pipeline's loop still refers to, in a layer's backward, at the loss.
+
+    1F1B: the gradient that was sent last and, until a new graph replaces the old one, the last stage's previous input.
+    Interleaved: the same of each virtual stage, to within two. Counted in megatron-core 0.16
+    (`pipeline_parallel/schedules.py`).
+    """
+    end = layout.pipeline - 1.0
+    steady = (stage.index > 0) & (layout.microbatches > end - stage.index + 1.0)
+    several, last = layout.virtual > 1, (stage.index == end) & (end > 0)
+    filled = np.minimum(np.minimum(2.0 * layout.virtual, 6.0) - 1.0 + 2.0 * (stage.index > 0), 7.0)
+    inner = np.where(last, 4.0, filled * (layout.microbatches > layout.pipeline))
+    return np.where(several, inner, steady), np.where(several, 4.0 * last, 2.0 * steady)

@@ -1,0 +1,89 @@
+"""What the modules of a layer hold of one micro-batch, and how rows of modules add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.parallel.layout import Layout, Training
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Bytes of one micro-batch. `tensors` wait for the backward pass, by name; `work` is what is allocated above all
+    that a row of modules keeps up to and with this one, at the worst moment of this module's forward or backward.
+    """
+
+    component: str
+    tensors: Mapping[str, FloatArray]
+    work: FloatArray
+
+    @property
+    def kept(self) -> FloatArray:
+        """Return the bytes that wait for the backward pass."""
+        return sum(self.tensors.values(), np.zeros(()))
+
+
+def kept(modules: Sequence[Module]) -> FloatArray:
+    """Return the bytes that a row of modules keeps."""
+    return sum((module.kept for module in modules), np.zeros(()))
+
+
+def worst(modules: Sequence[Module]) -> FloatArray:
+    """Return how far the worst moment of a row of modules lies above what it keeps.
+
+    Backward runs in reverse and frees what is behind it, so this is a maximum over modules, not their sum.
+    """
+    above, behind = np.zeros(()), np.zeros(())
+    for module in reversed(modules):
+        above = np.maximum(above, module.work - behind)
+        behind = behind + module.kept
+    return above
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of tensors that recur, of one micro-batch.
+
+    `hidden` lies between layers; `whole` is the same for all tokens of a tensor-parallel group; `gathered` and
+    `scattered` are the copies that sequence parallelism makes of them in backward. `unit` is the width of a value,
+    `linear` that of a saved input of a linear layer, `weight` what the gradient of one weight takes before it is
+    added to its buffer: nothing where the kernel adds it.
+    """
+
+    unit: float
+    linear: float
+    weight: float
+    tokens: FloatArray
+    rows: FloatArray
+    local: FloatArray
+    hidden: FloatArray
+    whole: FloatArray
+    gathered: FloatArray
+    scattered: FloatArray
+
+    @classmethod
+    def of(cls, train: Training, layout: Layout) -> Sizes:
+        """Return the sizes of each candidate."""
+        unit, h = float(train.value_bytes), float(train.model.hidden_size)
+        tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
+        split = layout.sequence_parallel * (layout.tensor > 1)
+        return cls(
+            unit=unit,
+            linear=LINEAR_BYTES.get(train.precision, unit),
+            weight=0.0 if train.transformer_engine else unit,
+            tokens=tokens,
+            rows=rows,
+            local=tokens / layout.tensor,
+            hidden=unit * h * rows,
+            whole=unit * h * tokens,
+            gathered=split * unit * h * tokens,
+            scattered=split * unit * h * rows,
+        )
+
+
+LINEAR_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes of an element that a linear layer saves of its input: 8 or 4 bits and the scale of its block of 32 or 16."""

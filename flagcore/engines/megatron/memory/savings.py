@@ -1,0 +1,167 @@
+"""Selective recompute and offload: what rows of modules do not keep, and what they need in its place.
+
+A saving never adds more at a layer's worst moment than the other layers in flight keep less for it, so that no set of
+savings is said to need more than a smaller one. Megatron may: with one layer in flight, recompute has a module's output
+beside what it would have kept anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.memory.modules import Module, Sizes
+from flagcore.engines.megatron.parallel.layout import Training
+from flagcore.physics.transformer import attended
+
+EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
+"""What a mixture of experts keeps besides its input."""
+
+OFFLOADED = {
+    "attn_norm": ("attn_norm",),
+    "qkv_linear": ("qkv_linear", "latent"),
+    "core_attn": ("qkv",),
+    "attn_proj": ("context", "attn_proj"),
+    "mlp_norm": ("mlp_norm",),
+    "expert_fc1": ("expert_fc1",),
+    "moe_act": ("moe_first",),
+}
+"""What offload of a module sends to the host: its inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Bytes that a module needs besides its work, at most those that each other layer in flight does not keep."""
+
+    bytes: FloatArray
+    spared: FloatArray
+
+    def beside(self, layers: FloatArray) -> FloatArray:
+        """Return the bytes with so many layers in flight."""
+        most: FloatArray = np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
+        return most
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Tensors that a row does not keep, by name, because they are recomputed together, where `on` is 1.
+
+    They come back when backward reaches the last module that had one, or the component `at` behind it. Each stays until
+    its own module is done, `copies` times; `output` lies beside until all of them are. Neither counts where `within`
+    is 1: there a larger part of the layer is recomputed with what is left of it.
+    """
+
+    names: Collection[str]
+    on: FloatArray
+    at: str = ""
+    copies: float = 1.0
+    output: FloatArray | None = None
+    within: FloatArray | float = 0.0
+
+    @property
+    def more(self) -> bool:
+        """Whether recompute needs more than what was dropped."""
+        return self.copies > 1.0 or self.output is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module of a row that saves, and what it needs besides its work."""
+
+    module: Module
+    extras: tuple[Extra, ...] = ()
+
+
+def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[Dropped]:
+    """Return what selective recompute of each of the named modules drops, where it is 1.
+
+    A module that is recomputed as a whole has its output besides, until its backward is done; one whose output alone
+    is recomputed has it twice (megatron-core 0.16 `tensor_parallel/random.py`). Norms are recomputed when backward
+    reaches the block behind them. In transformer-engine's layers that are a norm and a projection in one, the norm's
+    output is not dropped.
+    """
+    model, hidden = train.model, sizes.hidden
+    context = sizes.unit * sizes.local * attended(model)
+    apart = not train.transformer_engine
+    normed = {"qkv_linear": apart or model.multi_latent_attention, "mlp_input": apart or model.num_moe_experts}
+    block, moe = "ffn" if model.num_moe_experts is None else "experts", modules.get("moe", 0.0)
+
+    def drops(name: str, on: FloatArray) -> list[Dropped]:
+        if name == "layernorm":
+            pairs = (("qkv_linear", "out_proj"), ("mlp_input", block))
+            return [Dropped((tensor,), on, at, copies=2.0) for tensor, at in pairs if normed[tensor]]
+        known = {
+            "moe": Dropped(EXPERTS, on, output=hidden),
+            "mlp": Dropped(("mlp_first", "mlp_act"), on, output=hidden),
+            "core_attn": Dropped(("scores",), on, output=context),
+            "mla_up_proj": Dropped(("qkv",), on, copies=2.0),
+            "moe_act": Dropped(("moe_act",), on, copies=2.0, within=moe),
+            "moe_fc1": Dropped(("moe_first",), on),
+            "router": Dropped(("routing",), on),
+            "shared_experts": Dropped(("shared_first", "shared_act"), on, output=hidden, within=moe),
+        }
+        return [known[name]]
+
+    order = ("mlp", "core_attn", "mla_up_proj", "layernorm", "moe_act", "moe_fc1", "router", "shared_experts", "moe")
+    return [drop for name in order if name in modules for drop in drops(name, modules[name])]
+
+
+def saving(
+    row: Sequence[Module], drops: Sequence[Dropped], away: Collection[str], here: FloatArray | float
+) -> list[Place]:
+    """Return a row that keeps neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
+
+    A tensor that several drop belongs to the first; one that is dropped is not sent. Of what is on the host a layer in
+    backward has its own, and each tensor that it is done with makes room for that of the layer before, which is fetched
+    meanwhile: all of one layer's are there at all times (megatron-core 0.16 `fine_grained_activation_offload.py`).
+    """
+    left = [dict(module.tensors) for module in row]
+    work = [module.work for module in row]
+    extras: list[list[Extra]] = [[] for _ in row]
+    for drop in drops:
+        owners = [place for place, tensors in enumerate(left) if any(name in tensors for name in drop.names)]
+        if not owners:
+            continue
+        behind = [place for place, module in enumerate(row) if module.component == drop.at]
+        back, more, spared = np.zeros(()), np.zeros(()), np.zeros(())
+        needed: list[tuple[int, FloatArray]] = []
+        for place in range(owners[0], max(owners + behind) + 1):
+            for name in drop.names:
+                if name in left[place]:
+                    gone = drop.on * left[place][name]
+                    own = gone * (1.0 - here) if name in away else gone
+                    back, more, spared = back + gone, more + (drop.copies - 1.0) * own, spared + own
+                    left[place][name] = left[place][name] - gone
+            work[place] = work[place] + back
+            needed.append((place, more if drop.output is None else more + drop.output * drop.on))
+        if drop.more:
+            for place, amount in needed:
+                extras[place].append(Extra(amount * (1.0 - drop.within), spared))
+    if away:
+        _send(left, work, extras, away, here)
+    rows = zip(row, left, work, extras, strict=True)
+    return [Place(replace(module, tensors=kept, work=need), tuple(extra)) for module, kept, need, extra in rows]
+
+
+def _send(
+    left: list[dict[str, FloatArray]],
+    work: list[FloatArray],
+    extras: list[list[Extra]],
+    away: Collection[str],
+    here: FloatArray | float,
+) -> None:
+    """Take what is on the host out of what modules keep, and add it to what they need."""
+    sent = []
+    for tensors in left:
+        names = [name for name in tensors if name in away]
+        sent.append(sum((here * tensors[name] for name in names), np.zeros(())))
+        tensors.update({name: tensors[name] * (1.0 - here) for name in names})
+    total, done = sum(sent, np.zeros(())), np.zeros(())
+    for place, own in enumerate(sent):
+        done = done + own
+        work[place] = work[place] + done
+        if place + 1 < len(sent):
+            extras[place].append(Extra(total - done, total - done))

@@ -1,0 +1,1 @@
+"""How candidates split the work of a training step over devices."""

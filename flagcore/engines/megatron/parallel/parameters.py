@@ -1,0 +1,147 @@
+"""Parameters of a transformer on one rank, by component, and the flops of a step.
+
+Source: megatron-core 0.16's own modules; a test compares the counts with modules that it builds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.engines.megatron.parallel.pipeline import Stage
+from flagcore.physics.transformer import attended, widths
+
+Parts = dict[str, FloatArray]
+"""One array a component, one element a candidate."""
+
+VOCAB_MULTIPLE = 128
+"""Megatron-LM's `make_vocab_size_divisible_by`."""
+
+EXPERT_PARTS = ("experts",)
+"""Components whose weights are replicated over the expert-data-parallel group."""
+
+
+def padded_vocab(model: Model, tensor: FloatArray) -> FloatArray:
+    """Return the vocabulary padded to a multiple of 128 times the tensor-parallel size, as Megatron-LM does."""
+    multiple = VOCAB_MULTIPLE * tensor
+    return np.ceil(model.vocab_size / multiple) * multiple
+
+
+def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
+    """Return the weights of one layer that a rank holds.
+
+    Source: megatron-core 0.16 (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
+    """
+    model, tensor = train.model, layout.tensor
+    h, (query, key, value) = model.hidden_size, widths(model)
+    matrices = 3 if model.gated_linear_unit else 2
+    norms = 2 * h
+    if model.multi_latent_attention:
+        q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+        down = h * (q_rank + kv_rank + rope) / (np.ones_like(tensor) if train.transformer_engine else tensor)
+        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+        qkv = down + ((q_rank or h) * query + kv_rank * heads) / tensor
+        norms += (q_rank + kv_rank) * model.qk_layernorm
+    else:
+        qkv = (h + model.add_qkv_bias) * (query + key + value) / tensor
+        norms += 2 * model.kv_channels * model.qk_layernorm
+    parts = {"qkv_proj": qkv, "out_proj": h * attended(model) / tensor, "norms": np.full_like(tensor, norms)}
+    if not moe:
+        return {**parts, "ffn": matrices * h * model.ffn_hidden_size / tensor}
+    experts = model.num_moe_experts or 0
+    parts["router"] = np.full_like(tensor, h * experts)
+    each = matrices * h * (model.moe_ffn_hidden_size or 0)
+    parts["experts"] = each * experts / (layout.expert * layout.expert_tensor)
+    if model.moe_shared_expert_intermediate_size:
+        parts["shared_experts"] = matrices * h * model.moe_shared_expert_intermediate_size / tensor
+    return parts
+
+
+def edge_parameters(
+    train: Training,
+    layout: Layout,
+    *,
+    first: FloatArray,
+    last: FloatArray,
+    norm: FloatArray | None = None,
+    mtp: FloatArray | float = 0.0,
+) -> Parts:
+    """Return embedding, final norm and output head of a stage; `first` and `last` are 1 where the stage is that one,
+    `norm` and `mtp` where it has the final norm (None: the last stage) and multi-token prediction.
+
+    With more than one stage a tied head is a second copy of the embedding on the last stage, and so is the
+    embedding of multi-token prediction. Source: megatron-core 0.16 `gpt_model.py`, `transformer_block.py`.
+    """
+    model = train.model
+    table = padded_vocab(model, layout.tensor) * model.hidden_size / layout.tensor
+    alone = first * last
+    head = last if model.untie_embeddings_and_output_weights else last - alone
+    copies = np.maximum(first, mtp)
+    norms = model.hidden_size * (last if norm is None else norm)
+    return {"embedding": table * copies, "output_head": table * head, "norms": norms}
+
+
+def mtp_parameters(train: Training, layout: Layout) -> Parts:
+    """Return the weights of all multi-token-prediction depths, experts apart. Source: megatron-core 0.16."""
+    model, depths = train.model, train.model.mtp_num_layers
+    layer = layer_parameters(train, layout, moe=model.num_moe_experts is not None)
+    own = 2 * model.hidden_size**2 / layout.tensor + 3 * model.hidden_size
+    dense = sum((count for name, count in layer.items() if name not in EXPERT_PARTS), own)
+    return {"mtp": depths * dense, "experts": depths * layer.get("experts", np.zeros_like(dense))}
+
+
+def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
+    """Return the weights of one stage that a rank holds, by component."""
+    model = train.model
+    parts = edge_parameters(
+        train, layout, first=stage.first, last=stage.last, mtp=(stage.mtp > 0).astype(np.float64), norm=stage.final_norm
+    )
+    add_parts(parts, layer_parameters(train, layout, moe=False), stage.dense * stage.copies)
+    if model.num_moe_experts is not None:
+        add_parts(parts, layer_parameters(train, layout, moe=True), stage.moe * stage.copies)
+    if model.mtp_num_layers:
+        add_parts(parts, mtp_parameters(train, layout), stage.mtp / model.mtp_num_layers)
+    return parts
+
+
+def layer_input_bytes(train: Training, layout: Layout) -> FloatArray:
+    """Return the bytes of the tensor between two layers: what recompute keeps, and what pipeline stages send."""
+    return train.value_bytes * train.model.hidden_size * layout.token_rows(train.sequence)
+
+
+def model_flops(train: Training) -> float:
+    """Return the flops of one step that the model needs, forward and backward, nothing computed twice.
+
+    Source: `num_floating_point_operations` of Megatron-LM core_v0.16 (6 flops a weight and token, causal half of
+    the attention scores, no router). Weights that adapters leave alone have no gradients: 4 flops; those of the
+    adapters themselves are not counted.
+    """
+    model = train.model
+    h, (query, key, value) = model.hidden_size, widths(model)
+    ratio = 3 if model.gated_linear_unit else 2
+    if model.multi_latent_attention:
+        q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+        projections = h * (q_rank + kv_rank + rope) + (q_rank or h) * query
+        projections += kv_rank * model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+    else:
+        projections = h * (query + key + value)
+    scores = (model.num_layers + model.mtp_num_layers) * train.sequence / 2 * (query + attended(model))
+    attention = projections + attended(model) * h
+    dense = ratio * h * model.ffn_hidden_size
+    active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
+    sparse = ratio * h * active
+    dense_layers = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    depths = model.mtp_num_layers
+    layers = model.num_layers * attention + dense_layers * dense + (model.num_layers - dense_layers) * sparse
+    mtp = depths * (attention + (dense if model.num_moe_experts is None else sparse) + 2 * h * h + 3 * h)
+    weights = layers + mtp + h * model.vocab_size * (1 + depths)
+    each = 4.0 if train.options.adapters else 6.0
+    return train.global_batch * train.sequence * (each * weights + 6.0 * scores)
+
+
+def add_parts(into: Parts, parts: Parts, times: FloatArray | float = 1.0) -> None:
+    """Add each component of `parts`, so many times, to those of `into`."""
+    for name, value in parts.items():
+        into[name] = into[name] + value * times if name in into else value * times

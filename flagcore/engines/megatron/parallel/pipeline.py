@@ -1,0 +1,207 @@
+"""How a pipeline divides the layers, and how many micro-batches a stage holds at its worst moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.parallel.layout import Layout
+from flagcore.engines.megatron.parallel.options import DEFAULTS, Options
+from flagcore.physics.schedules import catalogue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of each candidate. `first` and `last` are 1.0 where it has the embedding, and the loss with its head,
+    `final_norm` where it has the norm behind all layers; `dense`, `moe` and `mtp` count its layers of each kind,
+    `chunk` those of one virtual stage. `in_flight` is the micro-batches whose activations are held at the worst moment,
+    `deferred` those of which only the gradients of weights remain to be computed, `copies` how often a device holds
+    the weights of its layers.
+    """
+
+    index: FloatArray
+    first: FloatArray
+    last: FloatArray
+    dense: FloatArray
+    moe: FloatArray
+    chunk: FloatArray
+    in_flight: FloatArray
+    final_norm: FloatArray = field(default_factory=lambda: np.zeros(()))
+    mtp: FloatArray = field(default_factory=lambda: np.zeros(()))
+    deferred: FloatArray = field(default_factory=lambda: np.zeros(()))
+    copies: float = 1.0
+
+    @property
+    def layers(self) -> FloatArray:
+        """Number of layers on the stage."""
+        return self.dense + self.moe
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What a stage holds: 1.0 where it has embedding, loss and final norm; layers, those of them without experts, and
+    depths of multi-token prediction.
+    """
+
+    first: FloatArray
+    last: FloatArray
+    final_norm: FloatArray
+    layers: FloatArray
+    dense: FloatArray
+    mtp: FloatArray
+
+
+def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
+    """Return the stages that can be the worst of each candidate, in order; short pipelines repeat the last one.
+
+    These are the first, the second, the first one without leading dense layers, those of `starts` (the first on other
+    devices), and the last: all others equal the one before and hold fewer micro-batches. Where options treat stages
+    one by one it is all of them.
+    """
+    end = layout.pipeline - 1.0
+    if options.stage_layout or options.recompute_stage_layers or options.offload_stages or options.schedule:
+        count = int(layout.pipeline.max(initial=1.0))
+        return [stage(model, layout, np.minimum(end, float(number)), options) for number in range(count)]
+    wanted = [np.zeros_like(end), np.minimum(end, 1.0)]
+    if model.num_moe_experts is not None and model.moe_first_dense_layers:
+        chunk = _chunk_layers(model, layout, options)
+        wanted.append(np.minimum(end, np.ceil(model.moe_first_dense_layers / np.maximum(chunk, 1.0))))
+    if starts:
+        wanted = list(np.sort(np.stack([*wanted, *starts]), axis=0))
+    return [stage(model, layout, index, options) for index in (*wanted, end)]
+
+
+def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
+    """Return stage `index` of each candidate.
+
+    A layout that is given holds for the candidates with as many (virtual) stages. Otherwise layers are split evenly
+    beside the numbers given for the first and last stage, embedding and loss counting as a layer each where options say
+    so; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
+    """
+    split = _even(model, layout, index, options)
+    if options.stage_layout:
+        given = _given(model, layout, index, options)
+        fits = layout.pipeline * layout.virtual == len(options.stage_layout)
+        names = _Split.__slots__
+        split = _Split(*(np.where(fits, getattr(given, name), getattr(split, name)) for name in names))
+    known = catalogue.SCHEDULES.get(options.schedule or "")
+    return Stage(
+        index=index,
+        first=split.first,
+        last=split.last,
+        final_norm=split.final_norm,
+        dense=split.dense,
+        moe=split.layers - split.dense,
+        mtp=split.mtp,
+        chunk=split.layers / layout.virtual,
+        in_flight=in_flight(layout, index, options),
+        deferred=_deferred(layout, index, options),
+        copies=float(known.copies) if known else 1.0,
+    )
+
+
+def recomputed_share(model: Model, layout: Layout) -> FloatArray:
+    """Return the share of layers whose forward pass runs twice, as on a stage in the middle of the pipeline."""
+    block = np.minimum(layout.block / np.maximum(_chunk_layers(model, layout, DEFAULTS), 1.0), 1.0)
+    return np.where(layout.uniform > 0, 1.0, block)
+
+
+def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
+    """Return how many layers of each virtual stage are recomputed one by one."""
+    if not options.recompute_stage_layers:
+        return layout.block
+    table = np.array(options.recompute_stage_layers, dtype=np.float64)
+    return table[np.minimum(index.astype(np.int64), len(table) - 1)] / layout.virtual
+
+
+def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> FloatArray:
+    """Return the micro-batches (in units of a whole stage) whose activations stage `index` holds at most.
+
+    1F1B: min(m, p - r) (Narayanan et al. 2021, arXiv 2104.04473). Interleaved: 2 (p - r - 1) + (v - 1) p + 1
+    chunks of 1/v stage, at most all m v of them (megatron-core 0.16, `pipeline_parallel/schedules.py`). Where the
+    exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
+    further one runs layer by layer beside a backward, which frees as much.
+    """
+    counts = (index, layout.pipeline, layout.virtual, layout.microbatches)
+    if options.schedule:
+        return catalogue.in_flight(options.schedule, *counts)
+    return catalogue.in_flight("interleaved", *counts)
+
+
+def _deferred(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
+    if not options.schedule:
+        return np.zeros(())
+    return catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+
+
+def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> _Split:
+    end, chunk = layout.pipeline - 1.0, _chunk_layers(model, layout, options)
+    first, last = (index == 0).astype(np.float64), (index == end).astype(np.float64)
+    middle = chunk * layout.virtual
+    head = np.where(layout.first_layers > 0, layout.first_layers, middle - options.account_for_embedding)
+    rest = model.num_layers - head - middle * np.maximum(end - 1.0, 0.0)
+    tail = np.where(layout.last_layers > 0, layout.last_layers, np.maximum(rest, 0.0))
+    layers = np.where(first > 0, head, np.where(last > 0, tail, middle))
+    layers = np.where(end > 0, layers, float(model.num_layers))
+    dense = layers
+    if model.num_moe_experts is not None:
+        dense = np.minimum(_leading_dense(model, layout, index, head, chunk), layers)
+    if options.schedule in FOLDED:
+        last = first
+    if options.schedule == "dualpipe":
+        first = last = np.maximum(first, last)
+    norm = last
+    if (
+        model.mtp_num_layers and options.account_for_loss
+    ):  # it follows the last layer, which need not be where the loss is
+        norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
+    return _Split(first, last, norm, layers, dense, last * model.mtp_num_layers)
+
+
+FOLDED = ("zb-v", "v-half", "v-min", "dualpipev")
+"""Schedules in which a device has two stages, one of either half, so that the first has the last one too."""
+
+
+def _given(model: Model, layout: Layout, index: FloatArray, options: Options) -> _Split:
+    """Return what a layout gives to stage `index`: (virtual) stage c p + r for each c."""
+    table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in options.stage_layout], dtype=np.float64)
+    before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
+    leading = np.clip(model.moe_first_dense_layers - before, 0.0, table[:, 2])
+    if model.num_moe_experts is None:
+        leading = table[:, 2]
+    norm = table[:, 1]
+    if model.mtp_num_layers:
+        norm = (np.arange(len(table)) == np.flatnonzero(table[:, 2]).max(initial=0)).astype(np.float64)
+    columns = np.column_stack((table[:, :2], norm, table[:, 2], leading, table[:, 3]))
+    total = np.zeros((len(index), columns.shape[1]))
+    for chunk in range(int(layout.virtual.max(initial=1.0))):
+        place = (chunk * layout.pipeline + index).astype(np.int64)
+        there = (chunk < layout.virtual) & (place < len(columns))
+        total += columns[np.minimum(place, len(columns) - 1)] * there[:, None]
+    return _Split(*total.T)
+
+
+def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:
+    """Return the layers of one virtual stage in the middle of the pipeline."""
+    given_first, given_last = layout.first_layers > 0, layout.last_layers > 0
+    others = layout.pipeline - given_first - given_last
+    counted = model.num_layers + options.account_for_embedding + options.account_for_loss
+    spread = counted - layout.first_layers - layout.last_layers
+    return np.ceil(spread / np.maximum(others * layout.virtual, 1.0))
+
+
+def _leading_dense(model: Model, layout: Layout, index: FloatArray, head: FloatArray, chunk: FloatArray) -> FloatArray:
+    """Return how many of the model's leading dense layers lie on stage `index`; chunks go round the stages."""
+    first_chunk = np.maximum(
+        np.where(layout.first_layers > 0, head / layout.virtual, head - (layout.virtual - 1.0) * chunk), 0.0
+    )
+    chunk = np.maximum(chunk, 1.0)
+    count = np.zeros_like(index)
+    for layer in range(model.moe_first_dense_layers):
+        place = np.where(layer < first_chunk, 0.0, 1.0 + (layer - first_chunk) // chunk)
+        count += place % layout.pipeline == index
+    return count

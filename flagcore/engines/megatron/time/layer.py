@@ -1,0 +1,192 @@
+"""Time of one layer for one micro-batch: kernels and the collectives between them, forward and backward."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flagcore.contracts import AttentionShape, Costs
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.engines.megatron.parallel.parameters import padded_vocab
+from flagcore.engines.megatron.time.exchange import TensorExchange, context_exchange
+from flagcore.engines.megatron.time.experts import moe_block
+from flagcore.engines.megatron.time.linear import Linear, linear
+from flagcore.engines.megatron.time.passes import Block, Seconds, activation_seconds, norm_seconds, quiet
+from flagcore.physics.transformer import widths
+
+LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
+"""Kernels that the host launches forward for attention, and for an FFN, each with norm and residual sum: with
+transformer-engine's layers, and with megatron-core's own. Backward, twice as many. Fitted to step times that did not
+depend on sizes: one published sweep, and four measured ranks."""
+
+REPEATED_LAUNCHES = 0.35
+"""Kernels that one repeated module of attention costs, as a share of all of attention's. Fitted like `LAUNCHES`."""
+
+ROTATION = {True: (2.0, 2.0), False: (70.0, 35.0)}
+"""Times that queries and keys are moved for rotary embedding and the layout of a fused core, forward and backward: as
+one kernel, and in torch operations (halves cut, swapped and joined, products in place, copies)."""
+
+
+def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> Block:
+    """Return the time of one layer without recompute; `repeated` is what selective recompute would add."""
+    exchange = TensorExchange.of(train, layout, costs)
+    second = moe_block(train, layout, costs, exchange) if moe else ffn_block(train, layout, costs, exchange)
+    return attention_block(train, layout, costs, exchange) + second
+
+
+def attention_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
+    """Return norm, projections, attention core and residual sum."""
+    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
+    h, tokens, rows = model.hidden_size, layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    query, key, _ = (width * tokens / layout.tensor for width in widths(model))
+    entry, latent, out = _projections(train, layout, costs)
+    products = entry + latent + out
+    norm, norm_back = norm_seconds(kernels, unit * h * rows)
+    turned = unit * (query + key)
+    rotation, rotation_back = (kernels.memory_seconds(times * turned) for times in ROTATION[train.transformer_engine])
+    if model.qk_layernorm:
+        extra, extra_back = norm_seconds(kernels, turned)
+        rotation, rotation_back = rotation + extra, rotation_back + extra_back
+    residual = kernels.memory_seconds(unit * 3.0 * h * rows)
+    core, core_back = _core(train, layout, costs)
+    ring = context_exchange(train, layout, costs)
+    hides = train.options.cp_comm == "p2p"
+    ring_forward = np.maximum(ring - core, 0.0) if hides else ring
+    ring_back = np.maximum(2.0 * ring - core_back, 0.0) if hides else ring
+    element = norm + rotation + residual
+    element_back = norm_back + rotation_back + residual
+    launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][0])
+    forward = Seconds(
+        products.forward + core + element, exchange.forward, ring_forward, np.zeros_like(tokens), launches
+    )
+    waits = exchange.backward(entry.input_gradient, entry.weight_gradient)
+    backward = Seconds(
+        products.input_gradient + core_back + element_back, waits, ring_back, np.zeros_like(tokens), 2.0 * launches
+    )
+    repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
+    chosen = [repeats[name] for name in train.options.recompute_modules if name in repeats]
+    repeated = quiet(sum(chosen, np.zeros_like(core)), launches * (REPEATED_LAUNCHES * len(chosen)))
+    return Block(forward, backward, products.weight_gradient, repeated)
+
+
+def ffn_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
+    """Return norm, both products, activation function and residual sum of a dense layer's FFN."""
+    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
+    h, tokens, rows = model.hidden_size, layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    width = model.ffn_hidden_size / layout.tensor
+    up = linear(kernels, tokens, h, (2.0 if model.gated_linear_unit else 1.0) * width, train.precision)
+    down = linear(kernels, tokens, width, h, train.precision)
+    norm, norm_back = norm_seconds(kernels, unit * h * rows)
+    activation, activation_back = activation_seconds(train, kernels, unit * width * tokens)
+    residual = kernels.memory_seconds(unit * 3.0 * h * rows)
+    launches, none = np.full_like(tokens, LAUNCHES[train.transformer_engine][1]), np.zeros_like(tokens)
+    forward = Seconds(up.forward + down.forward + norm + activation + residual, exchange.forward, none, none, launches)
+    gradients = up.input_gradient + down.input_gradient + norm_back + activation_back + residual
+    waits = exchange.backward(up.input_gradient, up.weight_gradient)
+    backward = Seconds(gradients, waits, none, none, 2.0 * launches)
+    modules, repeated = train.options.recompute_modules, quiet(np.zeros_like(tokens))
+    if "layernorm" in modules:
+        repeated = repeated + quiet(norm)
+    if "mlp" in modules:
+        repeated = repeated + Seconds(up.forward + down.forward + activation, exchange.forward, none, none, launches)
+    return Block(forward, backward, up.weight_gradient + down.weight_gradient, repeated)
+
+
+def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
+    """Return final norm, output head and loss, once for the model and once for each depth of multi-token prediction.
+
+    The head runs in 16 bits whatever the format of the layers. Logits are written in 16 and in 32 bits, read
+    by maximum and sum, and turned into their gradient (megatron-core 0.16 `cross_entropy.py`); a fused loss moves them
+    half as often.
+    """
+    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
+    tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
+    vocab = padded_vocab(model, layout.tensor) / layout.tensor
+    product = linear(kernels, tokens, model.hidden_size, vocab, _wide(train.precision))
+    norm, norm_back = norm_seconds(kernels, unit * model.hidden_size * rows)
+    moved = (8.0 if train.options.cross_entropy_fusion else 16.0) * vocab * tokens
+    loss, loss_back = kernels.memory_seconds(moved), kernels.memory_seconds(0.5 * moved)
+    exchange = TensorExchange.of(train, layout, costs)
+    none, launches = np.zeros_like(tokens), np.full_like(tokens, 20.0)
+    forward = Seconds(product.forward + norm + loss, exchange.gather * layout.sequence_parallel, none, none, launches)
+    waits = exchange.backward(product.input_gradient, product.weight_gradient)
+    backward = Seconds(product.input_gradient + norm_back + loss_back, waits, none, none, launches)
+    return Block(forward, backward, product.weight_gradient, quiet(none)) * (1.0 + model.mtp_num_layers)
+
+
+def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
+    """Return the look-up of a micro-batch's tokens and its gradient, which is added row by row."""
+    tokens, moved = layout.tokens(train.sequence), train.value_bytes * train.model.hidden_size
+    exchange = TensorExchange.of(train, layout, costs)
+    none, launches = np.zeros_like(tokens), np.full_like(tokens, 6.0)
+    leave = np.where(layout.sequence_parallel > 0, exchange.scatter, exchange.reduce)
+    forward = Seconds(costs.kernels.memory_seconds(2.0 * moved * tokens), leave, none, none, launches)
+    enter = exchange.gather * layout.sequence_parallel
+    backward = Seconds(none, enter, none, none, launches)
+    return Block(forward, backward, costs.kernels.memory_seconds(3.0 * moved * tokens), quiet(none))
+
+
+def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
+    """Return the products that enter attention, those that widen latent attention, and the one that leaves."""
+    model, tokens, kernels = train.model, layout.tokens(train.sequence), costs.kernels
+    h, (query, key, value), split = model.hidden_size, widths(model), layout.tensor
+    if not model.multi_latent_attention:
+        entry = linear(kernels, tokens, h, (query + key + value) / split, train.precision)
+        return entry, Linear.none(tokens), linear(kernels, tokens, query / split, h, train.precision)
+    q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+    heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+    down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), train.precision)
+    up = linear(kernels, tokens, float(kv_rank), heads / split, train.precision)
+    queries = linear(kernels, tokens, float(q_rank or h), query / split, train.precision)
+    out = linear(kernels, tokens, value / split, h, train.precision)
+    return (down, up + queries, out) if q_rank else (down + queries, up, out)
+
+
+def _core(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray]:
+    """Return the attention core forward and backward.
+
+    Unfused, it computes all scores (twice a causal kernel's) and moves them seven times forward (written by the
+    product, read and written by masked softmax and by dropout with its mask, read by the second product) and 9.5 times
+    backward.
+    """
+    model, length = train.model, float(train.sequence)
+    heads = model.num_attention_heads / layout.tensor
+    groups = np.maximum(model.num_query_groups / layout.tensor, 1.0)
+    query, _, value = widths(model)
+    size = (query + value) / 2 / model.num_attention_heads if model.multi_latent_attention else model.kv_channels
+    if model.multi_latent_attention:
+        groups = heads
+    precision = _wide(train.precision)
+    whole, width = np.full_like(heads, length), np.full_like(heads, size)
+    if train.flash:
+        shape = AttentionShape(
+            batch=layout.micro_batch, heads=heads, groups=groups, queries=whole, keys=whole, head_dim=width
+        )
+        return _fused_core(train, layout, costs, shape, precision)
+    scores = train.value_bytes * layout.micro_batch * heads * length**2 / layout.context
+    rows = layout.micro_batch * heads * length / layout.context
+    product = costs.kernels.gemm_seconds(rows, whole, width, precision)
+    product = product + costs.kernels.gemm_seconds(rows, width, whole, precision)
+    moved, moved_back = costs.kernels.memory_seconds(7.0 * scores), costs.kernels.memory_seconds(9.5 * scores)
+    return product + moved, 2.0 * product + moved_back
+
+
+def _fused_core(
+    train: Training, layout: Layout, costs: Costs, whole: AttentionShape, precision: str
+) -> tuple[FloatArray, FloatArray]:
+    """Return fused attention of the sequences `whole`, split over context-parallel ranks, forward and backward.
+
+    Each rank has a piece from the front and one from the back, so that all do the same share of the scores. In a ring,
+    the outputs of each further step are rescaled and summed, and so are gradients (arXiv 2310.01889).
+    """
+    kernels, context = costs.kernels, layout.context
+    ring = (context - 1.0) * (train.options.cp_comm == "p2p")
+    output = train.value_bytes * whole.batch * whole.heads * whole.queries / context * whole.head_dim
+    merged = ring * kernels.memory_seconds(3.0 * output)
+    forward = kernels.attention_seconds(whole, precision) / context + merged
+    return forward, kernels.attention_backward_seconds(whole, precision) / context + 2.0 * merged
+
+
+def _wide(precision: str) -> str:
+    """Return the format of what is never computed in 8 or 4 bits: attention and head."""
+    return precision if precision in ("fp32", "tf32", "fp16", "bf16") else "bf16"

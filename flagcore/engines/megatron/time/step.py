@@ -1,0 +1,266 @@
+"""Time of a training step: layers make stages, stages a pipeline, then gradients and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.passes import Passes
+from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.megatron.memory.kept_activations import offloaded_bytes
+from flagcore.engines.megatron.memory.training import split_parameters, stage_parameters
+from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
+from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
+from flagcore.engines.megatron.parallel.placement import Placement
+from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
+from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
+from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime, quiet
+from flagcore.engines.megatron.time.pipeline import message_seconds, pipeline_time, sender_waits, together
+from flagcore.physics.kernels.scaled import LongerKernels
+
+ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
+"""Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
+written and read, the buffer read and written (2 + 2 + 4 + 4); fused: the buffer alone."""
+
+LAG = 5.0
+"""Between what fits the same sweep as the launches (3.1 to 3.9), and the ranks measured on another accelerator (8)."""
+
+LAYER_COUNTS = ("tensor", "context", "micro_batch", "sequence_parallel", "expert", "expert_tensor")
+"""What the time of a layer depends on."""
+
+SHORTEST = 1e-9
+"""Seconds that a stage without any layer takes at least, so that its launches can be set against something."""
+
+GRAPHED = {"": 1.0, "layer": 0.4, "iteration": 0.0}
+"""Share of launches that the host still makes one by one, by what is launched as one graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The blocks that stages are made of."""
+
+    dense: Block
+    moe: Block
+    embedding: Block
+    head: Block
+
+
+@dataclass(frozen=True, slots=True)
+class _Silence:
+    """`flagcore.contracts.CollectiveCosts` of a rank that waits for nobody."""
+
+    def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return no time."""
+        return np.zeros_like(payload_bytes)
+
+    def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
+        """Return no share."""
+        return np.zeros(np.shape(ranks))
+
+
+def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatArray]:
+    """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
+
+    Each stage has the kernels and collectives of its own node group. Those of a step are those of the slowest stage.
+    What the pipeline takes beside them is told apart into messages that this stage waits for, and bubble.
+    """
+    costs = _in_a_run(costs)
+    place, groups = Placement.of(layout, costs), costs.groups
+    found = stages(train.model, layout, train.options, place.starts)
+    held = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
+    times = _stage_times(train, layout, groups, place, found, held)
+    slowest = _chosen(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
+    forward, backward = slowest.forward, slowest.backward
+
+    m = layout.microbatches
+    whole, message = pipeline_time(train, layout, costs, place, found, times)
+    beside = np.maximum(whole - m * slowest.busy, 0.0)
+    hidden = (layout.virtual > 1) & train.options.overlap_p2p_comm
+    messages = np.minimum(2.0 * message * np.where(hidden, layout.pipeline - 1.0, m * layout.virtual), beside)
+    most = [(each.collectives, _most(place, found, held, number)) for number, each in enumerate(groups)]
+    steps = [
+        place.pick(stage.index, [optimizer_time(train, layout, each, stage, have) for each in groups])
+        for stage, have in zip(found, held, strict=True)
+    ]
+    return {
+        "compute_s": m * (forward.compute + backward.compute + slowest.weight),
+        "tp_comm_s": m * (forward.tensor + backward.tensor),
+        "cp_comm_s": m * (forward.context + backward.context),
+        "ep_comm_s": m * (forward.expert + backward.expert),
+        "pp_bubble_s": beside - messages,
+        "pp_comm_s": messages,
+        "dp_comm_exposed_s": gradient_time(train, layout, most, slowest),
+        "optimizer_s": np.maximum.reduce(steps),
+    }
+
+
+def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
+    """Return the passes of the first candidate's pipeline.
+
+    None where a cost is not known, or where node groups differ: messages between them take times of their own.
+    """
+    layout, costs = layout.rows(slice(0, 1)), _in_a_run(costs)
+    if costs.further:
+        return None
+    place, count = Placement.of(layout, costs), int(layout.pipeline[0])
+    found = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
+    held = [split_parameters(stage_parameters(train, layout, each)) for each in found]
+    times = _stage_times(train, layout, costs.groups, place, found, held)
+    forward = tuple(float(time.forward.total[0]) for time in times)
+    backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
+    send = float(message_seconds(train, layout, costs, place)[0]) if count > 1 else 0.0
+    if not np.isfinite([*forward, *backward, send]).all():
+        return None
+    return Passes(
+        schedule=train.options.schedule or "interleaved",
+        microbatches=int(layout.microbatches[0]),
+        virtual=int(layout.virtual[0]),
+        forward_s=forward,
+        backward_s=backward,
+        weight_s=tuple(float(time.weight[0]) for time in times),
+        paired_s=tuple(float(each[0]) for each in together(train, times)),
+        send_s=send,
+        sender_waits=bool(sender_waits(train, layout)[0]),
+        weight_share=train.weight_share,
+    )
+
+
+def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of a rank of pipeline stage `index`: forward and backward of a step, and the optimizer.
+
+    Nothing is waited for: neither other ranks nor collectives.
+    """
+    alone = replace(costs, collectives=_Silence())
+    found, parts = stage(train.model, layout, index, train.options), _parts(train, layout, alone)
+    dense, experts = split_parameters(stage_parameters(train, layout, found))
+    time = _stage_time(train, layout, alone, parts, found, (dense, experts))
+    compute = time.forward.compute + time.backward.compute + time.weight
+    return layout.microbatches * compute, optimizer_time(train, layout, costs, found, (dense, experts))
+
+
+def _in_a_run(costs: Costs) -> Costs:
+    """Return costs whose kernels are as long as in a run on many devices."""
+    kernels = costs.kernels if costs.run_slowdown == 1.0 else LongerKernels(costs.kernels, costs.run_slowdown)
+    return replace(costs, kernels=kernels, further={start: _in_a_run(each) for start, each in costs.further.items()})
+
+
+def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
+    """Return the blocks, worked out once for each combination of what they depend on."""
+    first, which = layout.distinct(LAYER_COUNTS)
+    few = layout.rows(first)
+    dense = layer_time(train, few, costs, moe=False)
+    moe = layer_time(train, few, costs, moe=True) if train.model.num_moe_experts is not None else dense
+    made = Parts(dense, moe, embedding_time(train, few, costs), head_time(train, few, costs))
+    return Parts(*(getattr(made, name).rows(which) for name in ("dense", "moe", "embedding", "head")))
+
+
+def _stage_times(
+    train: Training,
+    layout: Layout,
+    groups: Sequence[Costs],
+    place: Placement,
+    found: Sequence[Stage],
+    held: Sequence[tuple[FloatArray, FloatArray]],
+) -> list[StageTime]:
+    """Return the times of some stages, each with the costs of the node group on which it lies."""
+    made = [(each, _parts(train, layout, each)) for each in groups]
+    return [
+        _on_groups(place, each, [_stage_time(train, layout, *costs, each, have) for costs in made])
+        for each, have in zip(found, held, strict=True)
+    ]
+
+
+def _stage_time(
+    train: Training,
+    layout: Layout,
+    costs: Costs,
+    parts: Parts,
+    found: Stage,
+    held: tuple[FloatArray, FloatArray],
+) -> StageTime:
+    """Return a stage's time of one micro-batch: at least that in which the host launches its kernels.
+
+    A layer that is recomputed whole repeats its forward pass, collectives included, before its backward pass;
+    selective recompute repeats the named modules of the others.
+    """
+    again = _recomputed(train, layout, found)
+    kept = layout.selective * (1.0 - again)
+
+    def layers(block: Block) -> Block:
+        backward = block.backward + block.forward * again + block.repeated * kept
+        return Block(block.forward, backward, block.weight, block.repeated)
+
+    experts = train.model.num_moe_experts is not None
+    routed, plain = found.moe + found.mtp * experts, found.dense + found.mtp * (not experts)
+    total = layers(parts.dense) * plain + parts.embedding * found.first + parts.head * found.last
+    if experts:
+        total = total + layers(parts.moe) * routed
+    accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
+    weight = total.weight + costs.kernels.memory_seconds(accumulation * (held[0] + held[1]))
+    if train.options.adapters:
+        weight = np.zeros_like(weight)
+    host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
+    lag = 1.0 if costs.synchronous else LAG
+    forward = _launched(total.forward, total.forward, host, lag)
+    backward = _launched(total.backward, total.backward + quiet(weight), host, lag)
+    forward = forward + quiet(_offloading(train, layout, costs, found, forward.total))
+    backward = backward + quiet(_offloading(train, layout, costs, found, backward.total + weight))
+    return StageTime(forward, backward, weight)
+
+
+def _launched(seconds: Seconds, device: Seconds, host: float, lag: float) -> Seconds:
+    """Return `seconds` with the time that the device waits for the host's launches.
+
+    Some kernels of a pass are longer than their launches and some shorter, so the two times add up to more than the
+    larger one: smoothly, by a norm of `lag`.
+    """
+    if not host:
+        return seconds
+    busy, launching = np.maximum(device.total, SHORTEST), seconds.launches * host
+    ratio = launching / busy
+    return seconds + quiet(busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0))
+
+
+def _recomputed(train: Training, layout: Layout, found: Stage) -> FloatArray:
+    """Return the share of a stage's layers whose forward pass runs twice."""
+    if train.options.recompute_stage_layers:
+        table = np.array(train.options.recompute_stage_layers, dtype=np.float64)
+        layers = table[np.minimum(found.index, len(table) - 1).astype(np.int64)]
+        return np.minimum(layers / np.maximum(found.layers, 1.0), 1.0)
+    block = np.minimum(layout.block / np.maximum(found.chunk, 1.0), 1.0)
+    return np.where(layout.uniform > 0, 1.0, block)
+
+
+def _offloading(train: Training, layout: Layout, costs: Costs, found: Stage, window: FloatArray) -> FloatArray:
+    """Return what a pass of one micro-batch waits for while activations travel to or from the host."""
+    if not train.options.offload_modules:
+        return np.zeros_like(window)
+    return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, found)) - window, 0.0)
+
+
+def _on_groups(place: Placement, found: Stage, times: list[StageTime]) -> StageTime:
+    """Return of a stage's times, one a node group, that of the group on which it lies."""
+    return times[0] if len(times) == 1 else _chosen(place.group(found.index), times)
+
+
+def _chosen(which: IntArray, times: list[StageTime]) -> StageTime:
+    """Return for each candidate the time at its number in `which`."""
+    names = [field.name for field in fields(Seconds)]
+    forward, backward = (
+        Seconds(*(pick(which, [getattr(getattr(time, side), name) for time in times]) for name in names))
+        for side in ("forward", "backward")
+    )
+    return StageTime(forward, backward, pick(which, [time.weight for time in times]))
+
+
+def _most(
+    place: Placement, found: list[Stage], held: list[tuple[FloatArray, FloatArray]], group: int
+) -> tuple[FloatArray, FloatArray]:
+    """Return the most parameters of both kinds that a stage on a node group holds."""
+    if place.starts:
+        here = [place.group(stage.index) == group for stage in found]
+        held = [(pair[0] * there, pair[1] * there) for pair, there in zip(held, here, strict=True)]
+    return np.maximum.reduce([pair[0] for pair in held]), np.maximum.reduce([pair[1] for pair in held])

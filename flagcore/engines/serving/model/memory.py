@@ -1,0 +1,130 @@
+"""What an engine keeps on a device: weights, activations, graphs, and the cache of keys and values that is left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore.engines.serving.model.work import Serving, Split
+from flagcore.physics.kernels.roofline import BYTES
+from flagcore.physics.transformer import attended, widths
+
+GRAPH_BYTES = 12e6
+"""A layer's captured graphs: engines' own start-up logs tell 0.4 to 1 GiB for 32 to 80 layers. Estimated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingMemory:
+    """Bytes of one device, by candidate.
+
+    `cache` is what is left for the cache within `budget`, `token` what one cached token takes of it. `cache_tokens` is
+    what the caches of one instance hold, those of all its attention ranks together; below 0 nothing is left.
+    """
+
+    weights: FloatArray
+    activations: FloatArray
+    graphs: FloatArray
+    cache: FloatArray
+    token: FloatArray
+    cache_tokens: FloatArray
+
+
+def serving_memory(
+    serving: Serving,
+    split: Split,
+    *,
+    budget: FloatArray,
+    own_cache: FloatArray,
+    batched_tokens: FloatArray,
+    running: FloatArray,
+) -> ServingMemory:
+    """Return what a device holds.
+
+    The cache takes what weights, activations and graphs leave of `budget` bytes, or `own_cache` where that is not NaN.
+    """
+    model = serving.model
+    weights = weight_bytes(serving, split)
+    activations = activation_bytes(model, split, np.minimum(batched_tokens, split.pass_tokens), running)
+    graphs = np.where(split.captured > 0, GRAPH_BYTES * model.num_layers / split.pipeline, 0.0)
+    beside = 0.0 if serving.overheads.activations_beside else activations + graphs
+    token = token_bytes(model, split)
+    cache = np.where(np.isnan(own_cache), budget - weights - beside, own_cache)
+    return ServingMemory(
+        weights=weights,
+        activations=activations,
+        graphs=graphs,
+        cache=cache,
+        token=token,
+        cache_tokens=cache / token * split.data,
+    )
+
+
+def weight_bytes(serving: Serving, split: Split) -> FloatArray:
+    """Return the weights of the fullest device: matrices split over tensor ranks, experts over all ranks of a stage.
+
+    Tables and router stay in 16 bits. A pipeline's fullest stage has its share of the layers rounded up, and one of
+    the two tables; without a pipeline a device has both, a tied one once.
+    """
+    model, h = serving.model, float(serving.model.hidden_size)
+    narrow = serving.weight_bytes
+    width = BYTES.get(serving.precision, 2.0) if narrow is None else narrow
+    wide = BYTES.get(serving.attention_precision, 2.0) if narrow is None else narrow
+    gates, moe = 3.0 if model.gated_linear_unit else 2.0, float(serving.moe_layers)
+    total = model.num_layers * attention_weights(model, split.tensor) * wide
+    total = total + (model.num_layers - moe) * gates * h * model.ffn_hidden_size / split.tensor * width
+    if moe:
+        count = model.num_moe_experts or 0
+        routed = gates * h * (model.moe_ffn_hidden_size or 0) * count / (split.tensor * split.data)
+        shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / split.tensor
+        total = total + moe * ((routed + shared) * width + 2.0 * h * count)
+    stage = np.ceil(model.num_layers / split.pipeline) / model.num_layers
+    result: FloatArray = total * stage / split.cores + table_bytes(model, split)
+    return result
+
+
+def table_bytes(model: Model, split: Split) -> FloatArray:
+    """Return the tables of tokens on the fullest device, in 16 bits."""
+    tables = np.where(split.pipeline > 1, 1.0, 1.0 + model.untie_embeddings_and_output_weights)
+    whole: FloatArray = tables * 2.0 * model.vocab_size * float(model.hidden_size) / split.tensor
+    return whole / split.cores
+
+
+def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
+    """Return the weights of one attention layer on one device; key and value heads are repeated beyond their number."""
+    h, (query, _, _) = float(model.hidden_size), widths(model)
+    if model.multi_latent_attention:
+        rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
+        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
+        split = ((model.q_lora_rank or h) * query + rank * heads + attended(model) * h) / tensor
+        latent: FloatArray = h * ((model.q_lora_rank or 0) + rank + rope) + split
+        return latent
+    groups = np.maximum(model.num_query_groups / tensor, 1.0)
+    grouped: FloatArray = h * ((query + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
+    return grouped
+
+
+def token_bytes(model: Model, split: Split) -> FloatArray:
+    """Return what one cached token takes on one device of its attention rank; a latent is whole on each tensor rank."""
+    layers = np.ceil(model.num_layers / split.pipeline) * split.cache_bytes / split.cores
+    if model.multi_latent_attention:
+        latent: FloatArray = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
+        return latent
+    both: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
+    return both
+
+
+def activation_bytes(model: Model, split: Split, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
+    """Return the peak of one iteration: residual, norm and the widest layer in 16 bits, or logits, also in 32."""
+    gates, h = 2.0 if model.gated_linear_unit else 1.0, float(model.hidden_size)
+    if model.num_moe_experts is None:
+        inner = (gates + 1.0) * model.ffn_hidden_size / split.tensor
+    else:
+        width = (model.moe_ffn_hidden_size or 0) * split.expert / (split.tensor * split.data)
+        inner = model.moe_router_topk / split.expert * ((gates + 1.0) * width + 2.0 * h)
+    layer = batched_tokens * 2.0 * (3.0 * h + inner)
+    logits = np.minimum(running, batched_tokens) * model.vocab_size * (2.0 / split.tensor + 4.0)
+    larger: FloatArray = np.maximum(layer, logits) / split.cores
+    return larger

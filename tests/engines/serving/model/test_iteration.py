@@ -1,0 +1,119 @@
+"""Seconds of iterations: what more tokens, devices, narrower weights and missing graphs do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.domain.model import Model
+from flagcore.engines.serving.model.experts import touched
+from flagcore.engines.serving.model.iteration import NODES, at, iteration_costs
+from flagcore.engines.serving.model.price import Lane, Price
+from flagcore.engines.serving.model.work import Serving
+from flagcore.physics.kernels.roofline import Roofline
+from tests.served import CHIP, DENSE, EXPERTS, LATENT, OVER, costs, split, times
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS, LATENT], ids=lambda model: model.name)
+def test_more_tokens_never_take_less(model: object) -> None:
+    found = times(model, tensor=[1.0, 2.0, 4.0])
+    for table in (found.local, found.shared, found.sampled):
+        assert (np.diff(table, axis=1) >= -1e-12).all()
+
+
+def test_decoding_one_sequence_reads_the_weights_once() -> None:
+    found = times(over=replace(OVER, attention=0.0, ffn=0.0))
+    read = 36 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 12288) * 2 / 3e12
+    assert read < found.local[0, 0] < 1.35 * read
+
+
+def test_narrower_weights_are_read_faster_and_tensor_ranks_share_them() -> None:
+    assert times(precision="fp8").local[0, 0] < 0.7 * times().local[0, 0]
+    local = times(tensor=[1.0, 2.0, 4.0, 8.0]).local[:, 0]
+    assert (np.diff(local) < 0).all()
+
+
+def test_key_and_value_heads_are_repeated_beyond_their_number() -> None:
+    cached = times(tensor=[4.0, 8.0, 16.0]).cached
+    assert cached[1] == pytest.approx(0.5 * cached[0])
+    assert cached[2] > 0.9 * cached[1]
+
+
+def test_a_latent_is_read_by_each_tensor_rank_and_less_than_the_heads_it_stands_for() -> None:
+    found = times(LATENT, tensor=[1.0, 8.0]).cached
+    heads = times(replace(DENSE, num_query_groups=32)).cached[0]
+    assert found[1] > 0.8 * found[0]
+    assert found[0] < 0.2 * heads
+
+
+def test_a_cache_of_fewer_bytes_is_read_faster() -> None:
+    assert times(cache_bytes=[2.0, 1.0]).cached[1] == pytest.approx(0.5 * times().cached[0])
+
+
+def test_few_tokens_touch_few_experts_and_many_touch_all() -> None:
+    assert touched(128.0, 8.0, np.array([1.0, 2.0, 1e4])) == pytest.approx([8.0, 15.5, 128.0])
+    shared = times(EXPERTS).shared[0]
+    assert shared[0] < 0.5 * shared[NODES.tolist().index(128)]
+
+
+def test_attention_ranks_exchange_tokens_with_experts() -> None:
+    found = times(EXPERTS, tensor=[2.0, 1.0], data=[1.0, 2.0], expert=[2.0, 2.0])
+    assert found.shared[1, -1] > found.shared[0, -1]
+
+
+def test_what_is_no_graph_waits_for_the_host() -> None:
+    found = times(captured=[512.0, 0.0])
+    captured, eager = (Price(found, row, Lane(budget=8192.0, running=64.0, cache_tokens=1e9)) for row in (0, 1))
+    assert eager.decode(1) > 2 * captured.decode(1)
+    host = 1e-3 + 36 * 60 * 11e-6
+    assert eager.decode(1) == pytest.approx(host, rel=1e-2)
+    assert captured.mixed(0, 513.0, 513.0, 0.0, 1) == pytest.approx(host, rel=1e-2)
+
+
+def test_a_pass_that_is_too_large_is_several() -> None:
+    found = times(pass_tokens=[1e9, 512.0]).local
+    last = NODES.tolist().index(2048)
+    assert found[1, last] == pytest.approx(4 * found[1, NODES.tolist().index(512)])
+    assert found[1, last] > found[0, last]
+
+
+def test_cores_share_the_work() -> None:
+    one, four = times(cores=[1.0, 4.0]).local[:, 0]
+    assert one == pytest.approx(4 * four)
+
+
+def test_a_pipeline_adds_messages() -> None:
+    one, two = times(pipeline=[1.0, 2.0]).local[:, 10]
+    assert two > one
+
+
+def test_a_chip_without_facts_gives_no_times() -> None:
+    bare = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={})))
+    found = iteration_costs(Serving(model=DENSE, precision="bf16", overheads=OVER), split(), bare)
+    assert np.isnan(found.local).all()
+
+
+def test_tables_are_read_between_their_nodes_and_nothing_takes_no_time() -> None:
+    table = times().local
+    got = at(np.repeat(table, 3, axis=0), np.array([0.0, 64.0, 80.0]))
+    low, high = table[0, NODES.tolist().index(64)], table[0, NODES.tolist().index(96)]
+    assert got == pytest.approx([0.0, low, 0.5 * (low + high)])
+
+
+def test_weights_that_are_only_stored_narrower_are_computed_in_the_wider_format() -> None:
+    wide = iteration_costs(Serving(model=DENSE, precision="bf16", overheads=OVER), split(), costs()).local[0]
+    stored = Serving(model=DENSE, precision="bf16", overheads=OVER, weight_bytes=0.5)
+    narrow = iteration_costs(stored, split(), costs()).local[0]
+    assert narrow[0] < 0.5 * wide[0]
+    assert narrow[-1] > 0.9 * wide[-1]
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS, LATENT], ids=lambda model: model.name)
+def test_a_chip_without_bf16_serves_in_fp16(model: Model) -> None:
+    rate = CHIP.dense_flops_per_second["bf16"]
+    older = replace(costs(), kernels=Roofline(chip=replace(CHIP, dense_flops_per_second={"fp16": rate})))
+    found = iteration_costs(Serving(model=model, precision="fp16", overheads=OVER), split(), older)
+    assert found.local == pytest.approx(times(model).local)
+    assert found.cached == pytest.approx(times(model).cached)

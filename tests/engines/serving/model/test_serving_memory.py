@@ -1,0 +1,83 @@
+"""Memory of a server: weights, what a token takes, and what is left for the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, token_bytes, weight_bytes
+from flagcore.engines.serving.model.work import Serving, Split
+from tests.served import DENSE, EXPERTS, LATENT, OVER, split
+
+GIB = 2**30
+
+
+def serving(model: object = DENSE, precision: str = "bf16", **given: object) -> Serving:
+    return Serving(model=model, precision=precision, overheads=replace(OVER, **given))
+
+
+def memory(of: Serving, on: Split, budget: float = 72e9, tokens: float = 8192.0) -> ServingMemory:
+    rows = np.ones_like(on.tensor)
+    return serving_memory(
+        of, on, budget=budget * rows, own_cache=np.nan * rows, batched_tokens=tokens * rows, running=256.0 * rows
+    )
+
+
+def test_weights_of_a_model_of_8_billion_are_what_its_files_take() -> None:
+    assert weight_bytes(serving(), split())[0] == pytest.approx(16.38e9, rel=0.002)
+
+
+def test_weights_are_split_over_tensor_ranks_and_stages() -> None:
+    found = weight_bytes(serving(), split(tensor=[1.0, 2.0, 1.0], pipeline=[1.0, 1.0, 2.0]))
+    assert found[1] == pytest.approx(0.5 * found[0])
+    assert 0.5 * found[0] <= found[2] < 0.6 * found[0]
+
+
+def test_experts_are_split_over_attention_ranks_too() -> None:
+    one, four = weight_bytes(serving(EXPERTS), split(data=[1.0, 4.0]))
+    experts = 36 * 3 * 4096 * 768 * 128 * 2
+    assert one - four == pytest.approx(0.75 * experts)
+
+
+def test_narrow_weights_leave_tables_in_16_bits() -> None:
+    tables = 2 * 2 * 151936 * 4096
+    wide, narrow = (weight_bytes(serving(precision=name), split())[0] for name in ("bf16", "fp8"))
+    assert narrow - tables == pytest.approx(0.5 * (wide - tables))
+
+
+def test_a_cached_token_takes_keys_and_values_of_all_layers() -> None:
+    assert token_bytes(DENSE, split())[0] == 36 * 2 * 8 * 128 * 2
+    found = token_bytes(DENSE, split(tensor=[8.0, 16.0], cache_bytes=1.0))
+    assert found.tolist() == [36 * 2 * 128, 36 * 2 * 128]
+
+
+def test_a_latent_is_whole_on_each_tensor_rank() -> None:
+    assert token_bytes(LATENT, split(tensor=[1.0, 8.0])).tolist() == [36 * 576 * 2] * 2
+
+
+def test_the_cache_takes_what_is_left() -> None:
+    found = memory(serving(), split())
+    rest = 72e9 - found.weights - found.activations - found.graphs
+    assert found.cache_tokens == pytest.approx(rest / (36 * 2 * 8 * 128 * 2))
+    assert memory(serving(), split(), tokens=65536.0).cache[0] < found.cache[0]
+    assert memory(serving(), split(captured=0.0)).cache[0] > found.cache[0]
+
+
+def test_an_engine_may_count_activations_beside_its_share() -> None:
+    found = memory(serving(activations_beside=True), split())
+    assert found.cache == pytest.approx(72e9 - found.weights)
+
+
+def test_a_cache_of_its_own_size_is_that_size() -> None:
+    one = np.ones(1)
+    found = serving_memory(
+        serving(), split(), budget=np.nan * one, own_cache=4.0 * GIB * one, batched_tokens=2048 * one, running=8 * one
+    )
+    assert found.cache[0] == 4 * GIB
+
+
+def test_attention_ranks_have_caches_of_their_own() -> None:
+    one, two = memory(serving(EXPERTS), split(data=[1.0, 2.0]), budget=300e9).cache_tokens
+    assert two > 2 * one

@@ -1,0 +1,193 @@
+"""The scheduler: against one that goes token by token, and what batch limits and a small cache do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import pytest
+
+from flagcore.engines.serving.model import simulation
+from flagcore.engines.serving.model.price import Lane, Price
+from flagcore.engines.serving.model.simulation import Outcome, simulate
+from tests.served import times
+
+LANE = Lane(budget=2048.0, running=64.0, cache_tokens=1e9, block=16.0, request=5e-3, entry=1e-3)
+
+
+def priced(lane: Lane = LANE) -> Price:
+    return Price(times(), 0, lane)
+
+
+def token_by_token(
+    price: Price, lengths: list[tuple[int, int]], arrivals: list[float] | None, concurrency: int
+) -> list[tuple[float, float]]:
+    """First and last token of each request, of an engine without preemption that looks at each iteration."""
+    lane, count = price.lane, len(lengths)
+    ready = [inf] * count
+    now, sent, taken, groups = 0.0, 0, 0, list[tuple[float, float, list[int]]]()
+
+    def send(place: int, when: float) -> None:
+        if not groups or groups[-1][0] != when:
+            groups.append((when, max(when, groups[-1][1] if groups else 0.0), []))
+        came, door, together = groups.pop()
+        groups.append((came, door + lane.entry, [*together, place]))
+        for each in groups[-1][2]:
+            ready[each] = groups[-1][1] + lane.request
+
+    for place in range(count if arrivals is not None else min(concurrency, count)):
+        send(place, arrivals[place] if arrivals is not None else 0.0)
+        sent += 1
+    queue: list[int] = []
+    prompts: dict[int, float] = {}
+    made = [0] * count
+    running: list[int] = []
+    first, last = [0.0] * count, [0.0] * count
+    while any(made[place] < lengths[place][1] for place in range(count)):
+        while taken < sent and ready[taken] <= now:
+            queue.append(taken)
+            taken += 1
+        left = lane.budget - (len(running) if lane.mixes else 0)
+        tokens, pairs, longest, ended = 0.0, 0.0, 0.0, []
+        while left > 0 and (prompts or (queue and len(running) + len(prompts) + len(ended) < lane.running)):
+            if not prompts:
+                prompts[queue.pop(0)] = 0.0
+            place = next(iter(prompts))
+            piece = min(left, lengths[place][0] - prompts[place])
+            pairs += piece * (prompts[place] + 0.5 * piece)
+            prompts[place] += piece
+            tokens, left, longest = tokens + piece, left - piece, max(longest, piece)
+            if prompts[place] >= lengths[place][0]:
+                ended.append(place)
+                del prompts[place]
+        if not tokens and not running:
+            now = ready[taken]
+            continue
+        decodes = running if lane.mixes or not tokens else []
+        context = sum(lengths[place][0] + made[place] for place in decodes)
+        if tokens:
+            now += price.mixed(len(decodes), tokens, longest, pairs, len(ended)) + price.cached(len(decodes)) * context
+        else:
+            now += price.decode(len(decodes)) + price.cached(len(decodes)) * context
+        for place in list(decodes):
+            made[place] += 1
+        for place in ended:
+            made[place], first[place] = 1, now
+            running.append(place)
+        done = [place for place in running if made[place] >= lengths[place][1]]
+        done.sort(key=lambda place: (place in ended, ended.index(place) if place in ended else 0))
+        order = [place for place in ended if place in done] + [place for place in done if place not in ended]
+        for place in order:
+            running.remove(place)
+            last[place] = now
+            if arrivals is None and sent < count:
+                send(sent, now)
+                sent += 1
+    return list(zip(first, last, strict=True))
+
+
+def ends(outcome: Outcome) -> list[tuple[float, float]]:
+    return [(request.first, request.end) for request in outcome.requests]
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_jumping_over_decoding_is_the_same_as_going_token_by_token(seed: int, mixes: bool) -> None:
+    draw = random.Random(seed)
+    lane = replace(LANE, budget=draw.choice([96.0, 512.0, 2048.0]), running=draw.choice([3.0, 64.0]), mixes=mixes)
+    lengths = [(draw.randint(1, 900), draw.randint(1, 40)) for _ in range(25)]
+    arrivals = None if seed % 2 else sorted(draw.uniform(0.0, 1.0) for _ in lengths)
+    price = priced(lane)
+    expected = token_by_token(price, lengths, arrivals, 6)
+    for got, wanted in zip(ends(simulate(price, lengths, arrivals, 6)), expected, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_many_pieces_of_a_long_prompt_at_once_take_as_long_as_one_after_the_other(
+    mixes: bool, floor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = replace(LANE, budget=96.0, mixes=mixes)
+    price = Price(replace(times(), floor=np.array([floor]), pair=np.array([1e-7])), 0, lane)
+    lengths = [(50, 30), (20_000, 5), (300, 400), (9_000, 3)]
+    at_once = simulate(price, lengths, None, 3)
+    monkeypatch.setattr(simulation, "MANY_PIECES", 1e9)
+    for got, wanted in zip(ends(at_once), ends(simulate(price, lengths, None, 3)), strict=True):
+        assert got == pytest.approx(wanted, rel=1e-9)
+
+
+def test_one_request_waits_for_the_front_end_and_its_prompt_and_then_an_iteration_a_token() -> None:
+    price = priced()
+    (request,) = simulate(price, [(1000, 3)], None, 1).requests
+    prompt = price.mixed(0, 1000.0, 1000.0, 500e3, 1)
+    assert request.first == pytest.approx(6e-3 + prompt)
+    assert request.end - request.first == pytest.approx(2 * price.decode(1) + price.cached(1) * (1001 + 1002))
+
+
+def test_requests_that_come_together_share_the_front_end_and_are_seen_together() -> None:
+    one, two, later = simulate(priced(), [(16, 4)] * 3, [0.0, 0.0, 60.0], 3).requests
+    assert one.first == two.first
+    assert later.first - later.arrival < one.first
+
+
+def test_requests_beyond_the_limit_of_sequences_wait_for_a_place() -> None:
+    price = priced(replace(LANE, running=2.0))
+    outcome = simulate(price, [(100, 20)] * 4, [0.0] * 4, 4)
+    assert outcome.requests[2].first > outcome.requests[0].end
+
+
+def test_prompts_larger_than_the_budget_are_computed_in_pieces_beside_others_that_decode() -> None:
+    whole, pieces = (
+        simulate(priced(replace(LANE, budget=budget)), [(64, 200), (4096, 2)], [0.0, 0.01], 2)
+        for budget in (8192.0, 256.0)
+    )
+    assert max(gap for gap, _ in pieces.gaps) < max(gap for gap, _ in whole.gaps)
+    assert pieces.requests[1].first > whole.requests[1].first
+
+
+def test_an_engine_that_does_not_mix_makes_those_that_decode_wait() -> None:
+    together, apart = (
+        simulate(priced(replace(LANE, mixes=mixes)), [(64, 50), (512, 2)], [0.0, 0.01], 2) for mixes in (True, False)
+    )
+    assert apart.requests[0].end > together.requests[0].end
+
+
+def test_a_cache_that_is_too_small_puts_sequences_back_and_all_are_answered_all_the_same() -> None:
+    lengths = [(200, 300)] * 8
+    roomy, small = (simulate(priced(replace(LANE, cache_tokens=room)), lengths, [0.0] * 8, 8) for room in (1e9, 2000.0))
+    assert roomy.preemptions == 0
+    assert small.preemptions > 0
+    assert all(request.made == 300 and request.end > request.first for request in small.requests)
+    assert small.duration > roomy.duration
+
+
+def test_an_engine_that_keeps_room_for_answers_puts_none_back() -> None:
+    lane = replace(LANE, cache_tokens=2000.0, reserve=1.0)
+    assert simulate(priced(lane), [(200, 300)] * 8, [0.0] * 8, 8).preemptions == 0
+
+
+def test_an_engine_that_looks_seldom_lets_requests_wait() -> None:
+    often, seldom = (
+        simulate(priced(replace(LANE, receive=receive)), [(64, 400), (64, 2)], [0.0, 0.05], 2) for receive in (1, 40)
+    )
+    assert seldom.requests[1].first > often.requests[1].first
+
+
+def test_a_shared_prefix_is_not_computed_again() -> None:
+    plain, shared = (
+        simulate(priced(replace(LANE, shared_prefix=prefix)), [(1000, 2)] * 8, [0.0] * 8, 8) for prefix in (0.0, 900.0)
+    )
+    assert shared.duration < 0.7 * plain.duration
+
+
+def test_gaps_are_all_tokens_after_the_first() -> None:
+    outcome = simulate(priced(), [(100, 30)] * 5, None, 2)
+    assert sum(count for _, count in outcome.gaps) == 5 * 29
+
+
+def test_the_same_requests_give_the_same_times() -> None:
+    lengths = [(300, 50)] * 20
+    assert ends(simulate(priced(), lengths, None, 4)) == ends(simulate(priced(), lengths, None, 4))

@@ -1,0 +1,44 @@
+"""The closed form of a closed loop tends to what its simulation does."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
+from flagcore.engines.serving.model.price import Lane, Price
+from flagcore.engines.serving.model.simulation import simulate
+from tests.served import OVER, times
+
+
+def loop(flight: float, prompt: float, output: float, cache: float) -> ClosedLoop:
+    sizes = {"flight": flight, "prompt": prompt, "output": output, "cache_tokens": cache}
+    limits = {"budget": 8192.0, "running": 512.0, "ranks": 1.0, "stages": 1.0}
+    return ClosedLoop(**{name: np.array([value]) for name, value in {**sizes, **limits}.items()})
+
+
+@pytest.mark.parametrize(
+    ("flight", "prompt", "output", "cache"),
+    [(1, 512, 128, 1e9), (16, 1024, 512, 1e9), (64, 1024, 256, 1e9), (64, 4096, 256, 1e9), (64, 1024, 512, 40e3)],
+)
+def test_closed_form_is_near_the_simulation(flight: int, prompt: int, output: int, cache: float) -> None:
+    costs, draw = times(), random.Random(0)
+    lane = Lane(budget=8192.0, running=512.0, cache_tokens=cache, request=OVER.request)
+    lengths = [
+        (round(prompt * draw.uniform(0.9, 1.1)), round(output * draw.uniform(0.9, 1.1))) for _ in range(12 * flight)
+    ]
+    requests = simulate(Price(costs, 0, lane), lengths, None, flight).requests[2 * flight :]
+    tpot = np.mean([(each.end - each.first) / (each.output - 1) for each in requests])
+    rate = flight * output / np.mean([each.end - each.arrival for each in requests])
+    found = steady(costs, OVER, loop(flight, prompt, output, cache))
+    assert found.tpot[0] == pytest.approx(tpot, rel=0.12)
+    assert found.rate[0] == pytest.approx(rate, rel=0.12)
+
+
+def test_more_in_flight_give_more_in_all_and_each_waits_longer() -> None:
+    costs = times()
+    found = [steady(costs, OVER, loop(flight, 1024.0, 256.0, 1e9)) for flight in (1.0, 8.0, 64.0)]
+    assert np.diff([float(each.rate[0]) for each in found]).min() > 0
+    assert np.diff([float(each.tpot[0]) for each in found]).min() > 0
