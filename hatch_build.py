@@ -38,6 +38,7 @@ ENGINES = {
     "vllm": ["vllm>=0.11"],
     "sglang": ["sglang>=0.5"],
     "llamacpp": ["xllamacpp>=2026.10"],
+    "lmdeploy": ["lmdeploy>=0.18"],
 }
 DEV = [
     "Babel>=2.12",

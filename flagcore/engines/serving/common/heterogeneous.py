@@ -14,7 +14,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.names import DP, INSTANCES, PP, SIZES, TP
 from flagcore.engines.serving.common.place import CORES, Place
 from flagcore.errors import SpecError
 
@@ -82,8 +82,8 @@ def _doubling(parts: tuple[int, ...]) -> bool:
     return all(part & (part - 1) == 0 for part in parts)
 
 
-def rules(task: Task, *, heads: bool) -> tuple[Rule, ...]:
-    """Return what makes a split illegal. `heads` says that tensor ranks have whole attention heads."""
+def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ...]:
+    """Return what makes a split illegal. `others` are knobs that must be 1; `heads`: TP ranks have whole heads."""
     place, model = Place.of(task), task.spec.model
     known = [(), *(sizes(word) for word in words(task))]
     groups, latent = model.num_query_groups, model.multi_latent_attention
@@ -92,7 +92,6 @@ def rules(task: Task, *, heads: bool) -> tuple[Rule, ...]:
         whole = model.num_attention_heads % size == 0 and (latent or groups % size == 0 or size % groups == 0)
         return heads and not place.on_cores and not whole
 
-    others = tuple(knob for knob in (PP, DP, EP) if knob == PP or heads)
     return (
         Rule(
             name="cards_of_sizes",

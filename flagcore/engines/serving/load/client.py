@@ -10,7 +10,6 @@ import aiohttp
 from flagcore.engines.serving.load.result import NotAnswered, ProblemKind
 from flagcore.engines.serving.load.stream import Stream, message_of
 
-PATH = "/v1/completions"
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 _ERROR_BYTES = 1 << 16
 _LOOK_S = 0.5

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+COMPLETIONS, GENERATE = "/v1/completions", "/generate"
+"""APIs that take token ids: OpenAI's, and that of engines whose completions take text only."""
+
 
 class ProblemKind(Enum):
     """Why an answer does not count. A problem of a load reads `kind: what happened`."""
@@ -34,9 +37,10 @@ MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One instance. `url` is the server's root: `http://127.0.0.1:8000`."""
+    """One instance. `url` is the server's root: `http://127.0.0.1:8000`, `path` its API for prompts of token ids."""
 
     url: str
+    path: str = COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ def measure(
     arrivals do not. All is over after `timeout_s`, and at once when a request fails. `on_progress` is told the requests
     answered and in all. Raises SpecError for a load that cannot be sent. Not to be called inside an event loop.
     """
-    load = in_flight(load)
+    load, path = in_flight(load), targets[0].path
     asked = traffic(load)
     fresh = (load.seed, seed)
     texts = prompts(asked, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
@@ -63,12 +63,12 @@ def measure(
 
         async with session() as http:
             if warm:
-                first = _Run(http, targets, _requests(model, warm, np.resize(asked.output_len, len(warm)), None))
+                first = _Run(http, targets, _requests(model, path, warm, np.resize(asked.output_len, len(warm)), None))
                 await first.send(load.concurrency or len(warm), deadline)
                 if first.problems:
                     return first.result(load.concurrency, asked.notes, None)
             arrive = None if asked.arrive_s is None else asked.arrive_s.tolist()
-            main = _Run(http, targets, _requests(model, texts, asked.output_len, arrive), on_progress)
+            main = _Run(http, targets, _requests(model, path, texts, asked.output_len, arrive), on_progress)
             gc.collect()
             meter = Meter()
             await main.send(load.concurrency, deadline)
@@ -95,10 +95,8 @@ class _Run:
         requests: Sequence[_Request],
         on_progress: Progress | None = None,
     ) -> None:
-        from flagcore.engines.serving.load.client import PATH
-
         self._http, self._requests, self._on_progress = http, requests, on_progress
-        self._urls = [target.url.rstrip("/") + PATH for target in targets]
+        self._urls = [target.url.rstrip("/") + target.path for target in targets]
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
         self._failed = asyncio.Event()
@@ -209,11 +207,11 @@ async def _all(tasks: set[asyncio.Task[None]]) -> None:
 
 
 def _requests(
-    model: str, texts: Sequence[IntArray], output_len: IntArray, arrive_s: Sequence[float] | None
+    model: str, path: str, texts: Sequence[IntArray], output_len: IntArray, arrive_s: Sequence[float] | None
 ) -> list[_Request]:
     lengths = output_len.tolist()
     return [
-        _Request(body(model, ids, made), int(ids.size), made, None if arrive_s is None else arrive_s[number])
+        _Request(body(model, ids, made, path), int(ids.size), made, None if arrive_s is None else arrive_s[number])
         for number, (ids, made) in enumerate(zip(texts, lengths, strict=True))
     ]
 

@@ -128,6 +128,12 @@ class Stream:
         if _is_error(data):
             raise NotAnswered(ProblemKind.ERROR, message_of(payload))
         usage, choices = data.get("usage"), data.get("choices")
+        if isinstance(meta := data.get("meta_info"), dict):  # an event of /generate
+            end = meta.get("finish_reason")
+            usage = meta
+            choices = [
+                {"text": data.get("text"), "token_ids": data.get("output_ids"), "finish_reason": end and end["type"]}
+            ]
         if isinstance(usage, dict):
             self._usage = usage
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):

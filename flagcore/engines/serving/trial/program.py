@@ -43,7 +43,7 @@ def run(job: Job, folder: Path) -> None:
     engine: Engine = resolve_name(job.engine)
     with _running(job, engine, folder, deadline) as servers:
         effective = _read_back(engine, servers)
-        points = _loaded(job, servers, folder, deadline)
+        points = _loaded(job, engine, servers, folder, deadline)
         counters = [_counters(engine, server) for server in servers]
         memory = [dict(engine.memory(log_text(server.log))) for server in servers]
         resident = [server.resident_bytes() for server in servers]
@@ -118,13 +118,13 @@ def _read_back(engine: Engine, servers: Sequence[Server]) -> dict[str, KnobValue
     return {knob: value for knob, value in together.items() if all(told.get(knob, value) == value for told in each)}
 
 
-def _loaded(job: Job, servers: Sequence[Server], folder: Path, deadline: float) -> list[dict[str, Any]]:
+def _loaded(job: Job, engine: Engine, servers: Sequence[Server], folder: Path, deadline: float) -> list[dict[str, Any]]:
     """Return what each load point gave in each repeat. A round of all load points is one repeat.
 
     Prompts differ between points and repeats, so that no cache knows them, and are the same for each candidate.
     """
     model = _model(servers[0])
-    targets = [Target(url=server.url) for server in servers]
+    targets = [Target(url=server.url, path=engine.api) for server in servers]
     _measured(job, servers, targets, _warm_up(job.loads[0], len(servers)), model, deadline, "warm-up", seed=0)
     points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
     for repeat in range(job.repeats):
