@@ -18,7 +18,7 @@ setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp]"
+	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp,flagscale]"
 	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
 	touch $@
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
 from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.knob import Factor
 from flagcore.domain.maturity import Claim
-from flagcore.domain.plugin_knob import Factor
 from flagcore.vendorkit.chip_file import load_chips
 from flagcore.vendorkit.knobs import all_knobs
 from flagcore.vendorkit.maturity import maturity
@@ -141,16 +141,16 @@ def _knobs(package: str) -> Iterator[list[str]]:
     except FileNotFoundError:
         listed = ()
     for each in listed:
-        for choice in each.knob.choices:
+        for value, choice in each.knob.effects.items():
             how = " ".join([*choice.flags, *(f"{name}={value}" for name, value in choice.environment.items())])
             formula = f"as {', '.join(f'{key}: {value}' for key, value in choice.settings.items())}; "
             yield [
                 each.knob.name,
-                str(choice.value).lower(),
+                str(value).lower(),
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
                 f"`{how}`" if how else "not published: planned with only",
-                f"{each.knob.message}. Source: {each.knob.claim} ({source(each.knob.source)})",
+                f"{each.knob.help}. Source: {each.knob.claim} ({source(each.knob.source)})",
             ]
 
 

@@ -25,7 +25,7 @@ from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.importers.flagscale import grid
-from flagcore.loop import Ending, Parts, tune
+from flagcore.loop import Dependencies, TuneResult, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.report.text import plan_text
@@ -149,16 +149,16 @@ class Bench:
         self.prober: Strategy | None = None
         self.workload: Workload = WORKLOAD
 
-    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> Ending:
+    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> TuneResult:
         limits = Control(train_iters=3, fidelity=fidelity, **control)
         task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=16)
         wanted = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
-        parts = Parts(
+        parts = Dependencies(
             plugins=LoadedPlugins.of({"here": plugin}),
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
-            prober=self.prober,
+            probe_strategy=self.prober,
             open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=lambda event: None,
         )

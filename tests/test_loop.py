@@ -23,7 +23,7 @@ from flagcore.domain.trial import Role, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import Interrupted, LaunchError, NoDevice, NothingFits
 from flagcore.hooks import hookimpl
-from flagcore.loop import Ending, Parts, _spent_by, tune
+from flagcore.loop import Dependencies, TuneResult, seconds_used, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
 from flagcore.report.text import plan_text
@@ -115,10 +115,10 @@ class Bench:
         self.events: list[Event] = []
         self.launcher = Instant(plain)
 
-    def tune(self, *, cluster: ClusterSpec | None = None, baseline: Any = None, **control: Any) -> Ending:
+    def tune(self, *, cluster: ClusterSpec | None = None, baseline: Any = None, **control: Any) -> TuneResult:
         task = small.task(space=SPACE, control=Control(train_iters=3, **control), command=("train",))
         spec: Spec = replace(task.spec, cluster=cluster or ClusterSpec(), baseline=baseline)
-        parts = Parts(
+        parts = Dependencies(
             plugins=LoadedPlugins.of({"here": PLUGIN}),
             workload=WORKLOAD,
             launcher=self.launcher,
@@ -195,9 +195,9 @@ def test_what_lay_between_trials_counts_at_the_next_start(bench: Bench) -> None:
     trials = [replace(each, duration_s=1.0) for each in bench.tune(repeats=0).plan.trials]
     assert all(isinstance(each.began_s, float) for each in trials)
     late = [replace(each, began_s=10.0 * place) for place, each in enumerate(trials)]
-    assert _spent_by(late) == 10.0 * (len(trials) - 1) + 1.0
-    assert _spent_by([replace(each, began_s=None) for each in trials]) == len(trials)  # of an earlier version
-    assert _spent_by([]) == 0.0
+    assert seconds_used(late) == 10.0 * (len(trials) - 1) + 1.0
+    assert seconds_used([replace(each, began_s=None) for each in trials]) == len(trials)  # of an earlier version
+    assert seconds_used([]) == 0.0
 
 
 @pytest.mark.parametrize("stop_at", range(8))

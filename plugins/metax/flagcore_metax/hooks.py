@@ -8,9 +8,9 @@ from flagcore.contracts import KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
@@ -97,7 +97,7 @@ def flagcore_engine_support(chip: Chip, engine: str, engine_version: str | None)
 
 
 @hookimpl
-def flagcore_knobs(chip: Chip, engine: str, engine_version: str | None) -> Sequence[PluginKnob] | None:
+def flagcore_knobs(chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
     """Return the knobs of `knobs.yaml` for the chip and the release of the engine."""
     return knobs("flagcore_metax", chip, engine, engine_version) if _mine(chip) else None
 

@@ -27,7 +27,7 @@ from flagcore.importers.flagscale.engines import KNOBS, OURS
 from flagcore.spec import parse_spec
 from tests.importers.flagscale.accounting import TREES, unaccounted
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))
 TRAIN = tuple(name for name in ALL if name.startswith("train"))
 

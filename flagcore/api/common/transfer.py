@@ -15,15 +15,19 @@ import numpy as np
 from flagcore.contracts import Plugins, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.effects import engine_task
 from flagcore.domain.experience import Observed, Past
-from flagcore.domain.plugin_knob import PluginKnob
+from flagcore.domain.knob import Knob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
 from flagcore.learning import features
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.problem import candidate_columns
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical
 from flagcore.stages.discover import costs
+from flagcore.stages.legality import legality
+from flagcore.stages.predict import predict_columns
 
 GIB = 2**30
 MOST = 300
@@ -38,7 +42,7 @@ def past(
     plugins: Plugins,
     workload: Workload,
     objective: str,
-    knobs: Sequence[PluginKnob] = (),
+    knobs: Sequence[Knob] = (),
 ) -> Past:
     """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over, and so is
     one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may have."""
@@ -51,8 +55,8 @@ def past(
             if kind == "serve" and record["measured"]["objective"] != objective:
                 continue
             beside = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
-            if not all(knob.knows(value) for knob, value in beside.items()):
-                continue
+            for knob, value in beside.items():
+                knob.parse(value, knob.name)
             names = {knob.name for knob in beside}
             own = {name: value for name, value in record["candidate"].items() if name not in names}
             job = read_job({**record, kind: told, "candidate": own})
@@ -81,11 +85,12 @@ def _observed(
 ) -> tuple[Observed, Observed]:
     """Return times and memory of the records of one task."""
     task = members[0][0]
-    each = [workload.columns(task, candidate) for _, candidate, _ in members]
+    legal = legality(task, workload)
+    each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]
     columns = {knob: np.concatenate([some[knob] for some in each]) for knob in each[0]}
-    columns = canonical(columns, workload.merges(task))
-    predicted = workload.predict(task, columns, costs(task.cluster, plugins, task.spec.work.engine))
-    known = features(workload.axes(task), columns, predicted, workload.sizes(task, columns))
+    columns = canonical(columns, legal.merges)
+    predicted = predict_columns(task, workload, columns, costs(task.cluster, plugins, task.spec.work.engine))
+    known = features(legal.axes, columns, predicted, workload.sizes(engine_task(task), columns))
     figures = (("step_time_s", predicted.step_time_s, 1.0), ("device_used_gib", predicted.device_used_bytes, GIB))
     both = []
     for name, expected, unit in figures:

@@ -7,20 +7,20 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from flagcore.api.hardware.machine_load import busy
-from flagcore.api.hardware.unlisted_chips import chip_of, support_from
+from flagcore.api.common.machine_load import busy
+from flagcore.api.common.unlisted_chips import chip_of, support_from
 from flagcore.calibration import Calibration, Calibrations, collective_table, kernel_table
-from flagcore.contracts import CollectiveCosts, KernelCosts
+from flagcore.contracts import CollectiveCosts
 from flagcore.domain.chip import Chip, bare
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import RunError
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import LoadedPlugins
-from flagcore.plugins.fallback_costs import FilledCollectiveCosts, FilledKernelCosts
 from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loader import Plugin
 
@@ -69,12 +69,13 @@ class CalibratedPlugins(LoadedPlugins):
         said = super().engine_support(chip, engine, engine_version)
         return said if said.device_type else self._support.get(chip.name, said)
 
-    def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
-        """Return what was measured, with the plugins' answer or the roofline where that is NaN. Raises RunError."""
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
+        """Return the calibration on top of the plugins' costs and the roofline. Raises RunError."""
         known, calibration = super().kernel_costs(chip, engine), self._calibration(chip)
         if calibration is None:
             return known
-        return FilledKernelCosts(kernel_table(calibration, chip, _curve(known)), known or Roofline(chip=chip))
+        below = known.sources if known else ((ROOFLINE, Roofline(chip=chip)),)
+        return KernelCostStack(((CALIBRATED, kernel_table(calibration, chip, _curve(known))), *below))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return what was measured inside a node, with the topology's times beyond it. Raises RunError."""
@@ -85,7 +86,8 @@ class CalibratedPlugins(LoadedPlugins):
         if table is None:
             return known
         levels = self.topology(group) or topology_of(group)
-        return FilledCollectiveCosts(Collectives(topology=levels, table=table), known or Collectives(topology=levels))
+        measured = Collectives(topology=levels, table=table)
+        return CollectiveCostStack((measured, known or Collectives(topology=levels)))
 
     def _calibration(self, chip: Chip) -> Calibration | None:
         if chip.name not in self._found:
@@ -110,9 +112,9 @@ class CalibratedPlugins(LoadedPlugins):
             )
 
 
-def _curve(costs: KernelCosts | None) -> Curve:
+def _curve(costs: KernelCostStack | None) -> Curve:
     """Return the curve that a plugin gives for its chip, or the core's."""
-    curve = getattr(costs.table, "curve", None) if isinstance(costs, FilledKernelCosts) else None
+    curve = getattr(costs.sources[0][1], "curve", None) if costs else None
     return curve if isinstance(curve, Curve) else Curve()
 
 
