@@ -59,6 +59,8 @@ def tell_of_problem(problem: Problem, workload: Workload) -> None:
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
         tell([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
+    if untested := getattr(workload, "untested", ""):
+        tell([f"engine {task.spec.work.engine} is untested: {untested}"])
     tell(problem.platform.conflicts)
     tell(sizes_held_at_one(problem))
     tell(problem.pruned.broken_rules)

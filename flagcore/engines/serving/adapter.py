@@ -30,6 +30,7 @@ class Serving:
     def __init__(self, engine: Engine, where: str) -> None:
         self.engine, self._where = engine, where
         self.name, self.modules, self.knobs = engine.name, engine.modules, engine.knobs
+        self.untested = engine.untested
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         return self.engine.axes(task)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flagcore.api.hardware.inspection import doctor
 from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.spec import Task
@@ -186,6 +187,10 @@ def test_a_request_is_sent_as_token_ids_and_its_stream_is_read() -> None:
     stream.feed(b"data: [DONE]\n\n", 12.0)
     answer = stream.answer(sent_s=10.0, start_s=0.0, input_tokens=3, output_tokens=2, target=0)
     assert (answer.ttft_s, answer.tpot_s) == (1.0, 1.0)
+
+
+def test_users_see_that_it_is_untested() -> None:
+    assert any("untested" in part["for"] for part in doctor() if part["name"] == "lmdeploy")
 
 
 def test_it_is_estimated_with_a_wide_interval_and_no_other_engines_overheads() -> None:
