@@ -170,11 +170,11 @@ def _predictions(
     wider: float,
 ) -> Predictions:
     name = figure_name(objective)
-    told = figures.get(name, figures["output_tokens_per_s"])
+    figure = figures.get(name, figures["output_tokens_per_s"])
     if objective == "goodput_requests_per_s":  # where no request is good, so that such candidates are compared, too
-        told = np.where(told > 0, told, NONE_GOOD * figures["requests_per_s"])
+        figure = np.where(figure > 0, figure, NONE_GOOD * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
-        time = 1.0 / told if is_rate(objective) else told
+        time = 1.0 / figure if is_rate(objective) else figure
     low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     capacity = costs.memory.capacity_bytes()
     least = memory.weights + memory.activations + memory.graphs

@@ -75,7 +75,7 @@ def expected_figures(context: SearchContext) -> dict[str, FloatArray]:
     requests = sum(min(load.input_len.size, MOST_REQUESTS) for load in loads)
     most = min(MOST_SIMULATED, max(FEWEST_SIMULATED, MOST_WORK // requests))
     few = firsts.size <= most
-    bases = {} if few else _in_closed_form(context, _telling(context, loads))
+    bases = {} if few else _in_closed_form(context, _heaviest(context, loads))
     chosen = firsts if few else _promising(context, bases, firsts, most)
     wanted = set(chosen.tolist())
     for keys, rows in alike.items():
@@ -97,7 +97,7 @@ def expected_figures(context: SearchContext) -> dict[str, FloatArray]:
     return table
 
 
-def _telling(context: SearchContext, loads: Sequence[Expected]) -> Expected:
+def _heaviest(context: SearchContext, loads: Sequence[Expected]) -> Expected:
     """Return the load point that ranks candidates: that with most requests in flight."""
     return max(loads, key=lambda load: load.flight(1))
 

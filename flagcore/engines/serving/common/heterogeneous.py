@@ -1,4 +1,4 @@
-"""Unequal splits: instances of several sizes on one set of cards, in a word such as 4+2+2."""
+"""Instances of several sizes on one set of devices, as a word such as 4+2+2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse_sizes(given: object, key: str) -> str:
     """Return what a spec or a record has under `key` as a word, the largest instance first. Raises SpecError."""
     fix = f"give the devices of each instance, such as 4+2+2; equal ones are {INSTANCES} and {TP}"
     if not isinstance(given, str) or not _WORD.fullmatch(given.replace(" ", "")):
-        raise SpecError(key=key, value=given, problem=f"is no value of {SIZES}", fix=fix)
+        raise SpecError(key=key, value=given, problem="is not a valid value", fix=fix)
     parts = sizes(given.replace(" ", ""))
     if not parts[-1] or len(set(parts)) == 1:
         problem = "has an instance without devices" if not parts[-1] else "has instances of one size"
@@ -97,14 +97,14 @@ def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ..
             name="cards_of_sizes",
             knobs=(SIZES,),
             message=f"the instances of {SIZES} must not have more than the {place.cards} devices together",
-            broken=_told(known, lambda parts: sum(parts) > place.cards),
+            broken=_by_code(known, lambda parts: sum(parts) > place.cards),
         ),
         Rule(
             name="heads_of_sizes",
             knobs=(SIZES,),
             message=f"each of {SIZES} must divide num_attention_heads = {model.num_attention_heads}, and be a multiple "
             f"or a divisor of num_query_groups = {groups}",
-            broken=_told(known, lambda parts: any(uneven(size) for size in parts)),
+            broken=_by_code(known, lambda parts: any(uneven(size) for size in parts)),
         ),
         Rule(
             name="sizes_are_tensor_ranks",
@@ -115,7 +115,7 @@ def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ..
     )
 
 
-def _told(known: list[tuple[int, ...]], of: Callable[[tuple[int, ...]], bool]) -> Callable[[Columns], BoolArray]:
+def _by_code(known: list[tuple[int, ...]], of: Callable[[tuple[int, ...]], bool]) -> Callable[[Columns], BoolArray]:
     table = np.array([of(parts) for parts in known], dtype=np.bool_)
     return lambda columns: table[columns[SIZES]]
 

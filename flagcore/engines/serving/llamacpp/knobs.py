@@ -208,7 +208,7 @@ def settings(task: Task, columns: Columns) -> Settings:
     batch = np.where(get[N_BATCH] > 0, get[N_BATCH], BATCH)
     context = np.where(get[CONTEXT] > 0, get[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
-    if trained := trained_context(task.spec):  # what all slots share if nobody sets their number
+    if trained := trained_context(task.spec):  # shared by all slots if their number is not set
         own = (get[PARALLEL] == 0) & (get[CONTEXT] == 0) & (total == 0)
         context, pool = np.where(own, trained, context), np.where(own, trained, pool)
     element = np.array([KV_BYTES["f16"], *(KV_BYTES[name] for name in KV_TYPES)])[get[KV]]

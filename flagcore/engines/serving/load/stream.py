@@ -15,13 +15,13 @@ from flagcore.engines.serving.load.result import Answer, NotAnswered, ProblemKin
 _IGNORED = (b":", b"event:", b"id:", b"retry:")
 _TEXT = b'"text":'
 _NEVER = b"\n"
-"""Begins no line."""
+"""No line begins with it."""
 _LONGEST = 1 << 24
 _ENDED = (None, "length", "stop")
 
 
 class Stream:
-    """Takes bytes as they arrive; raises NotAnswered at the first thing that is not an answer."""
+    """Takes bytes as they arrive; raises NotAnswered at the first invalid event."""
 
     def __init__(self) -> None:
         self.done = False
@@ -65,7 +65,7 @@ class Stream:
             how = "unfinished" if usage is None else "without [DONE]"
             raise NotAnswered(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {how}")
         if usage is None:
-            raise NotAnswered(ProblemKind.NO_USAGE, "the stream ended without the token counts that were asked for")
+            raise NotAnswered(ProblemKind.NO_USAGE, "the stream ended without token counts")
         if self._finish not in _ENDED:
             raise NotAnswered(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
         self._check_counts(usage, input_tokens, output_tokens)
@@ -95,11 +95,11 @@ class Stream:
             )
         if made != output_tokens:
             why = (
-                "ignore_eos is not kept"
+                "ignore_eos was ignored"
                 if self._finish == "stop"
                 else "prompt and answer do not fit into the context of one request"
                 if made < output_tokens
-                else "max_tokens is not kept"
+                else "max_tokens was ignored"
             )
             raise NotAnswered(ProblemKind.WRONG_LENGTH, f"{made} tokens instead of {output_tokens}; {why}")
         if isinstance(read, int) and read < input_tokens:
@@ -119,7 +119,7 @@ class Stream:
         elif line.startswith(b"{"):
             self._unstreamed(line)
         elif not line.startswith(_IGNORED):
-            raise NotAnswered(ProblemKind.BROKEN, f"a line is no event: {line[:80]!r}")
+            raise NotAnswered(ProblemKind.BROKEN, f"a line is not an event: {line[:80]!r}")
 
     def _event(self, payload: bytes, now: float, line: bytes) -> None:
         data = _parsed(payload)
@@ -138,7 +138,7 @@ class Stream:
             self._usage = usage
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
             if len(choices) > 1 or choices[0].get("index"):
-                raise NotAnswered(ProblemKind.BROKEN, "the answer has several choices, and one was asked for")
+                raise NotAnswered(ProblemKind.BROKEN, "the answer has several choices instead of one")
             self._choice(choices[0], now)
             if choices[0].get("finish_reason") is None and usage is None:
                 self._learn(line)
@@ -146,7 +146,7 @@ class Stream:
             raise NotAnswered(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
 
     def _unstreamed(self, body: bytes) -> None:
-        """Raise what a body is that is JSON and no stream: often an error, and never an answer that can be timed."""
+        """Raise the error in a JSON body that is not a stream, or that it cannot be timed."""
         data = _parsed(body)
         if isinstance(data, dict) and _is_error(data):
             raise NotAnswered(ProblemKind.ERROR, message_of(body))
@@ -162,7 +162,7 @@ class Stream:
             self._finish = str(finish)
 
     def _learn(self, line: bytes) -> None:
-        """Keep what surrounds the text, so that the next event need not be parsed if only its text differs."""
+        """Store what surrounds the text, so that an event that differs only in its text is not parsed."""
         begin = line.find(_TEXT)
         if begin < 0 or line.find(_TEXT, begin + 1) >= 0:
             return
@@ -186,7 +186,7 @@ def _is_error(data: dict[str, Any]) -> bool:
 
 
 def message_of(body: bytes) -> str:
-    """Return what a server says in an error, in any of the forms that engines use; the body itself if in none."""
+    """Return the message of an error, in any of the forms that engines use, or the body."""
     text = body.decode("utf-8", "replace").strip()
     try:
         data = json.loads(text)
