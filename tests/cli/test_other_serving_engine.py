@@ -21,7 +21,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.knob import Flag, Knob
 from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import knobs, program
-from flagcore.engines.serving.common.place import Place, longest
+from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.engine import PORT, Engine, Server, Settings
 
 KNOBS = (
@@ -47,7 +47,7 @@ def settings(task, columns):
     ones, nothing = np.ones_like(get["instances"]), np.full(get["instances"].shape, np.nan)
     return Settings(
         instances=get["instances"],
-        devices=Place.of(task).share(get["instances"], columns),
+        devices=Hardware.of(task).share(get["instances"], columns),
         tensor=ones,
         pipeline=ones,
         data=ones,

@@ -13,8 +13,8 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving import export
-from flagcore.engines.serving.common.heterogeneous import Seat, seats
-from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.heterogeneous import Placement, placements
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.trial.job import SERVE, Instance, Job, as_text
@@ -95,18 +95,20 @@ def _set_knobs(platform: Platform, engine: Engine, values: Mapping[str, KnobValu
 
 def _instances(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:
     """Return all servers of a candidate, each with its own devices or CPU cores."""
-    return tuple(_placed(platform, engine, seat) for seat in seats(platform.task, candidate.as_dict()))
+    return tuple(_placed(platform, engine, placement) for placement in placements(platform.task, candidate.as_dict()))
 
 
-def _placed(platform: Platform, engine: Engine, seat: Seat) -> Instance:
+def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instance:
     """Return one server with its devices. Variables of the user go before those of the engine."""
     task, variable = platform.task, platform.support.visible_devices
-    cores = Place.of(task).cores(seat.first, seat.width)
-    server = engine.server(task, seat.values, cores)
+    cores = Hardware.of(task).cores(placement.first, placement.width)
+    server = engine.server(task, placement.values, cores)
     environment = {name: value for name, value in server.environment.items() if name not in task.spec.envs}
     if variable is not None:
-        environment[variable] = ",".join(_visible(platform, variable)[seat.first : seat.first + seat.width])
-    expected = _set_knobs(platform, engine, seat.values)
+        environment[variable] = ",".join(
+            _visible(platform, variable)[placement.first : placement.first + placement.width]
+        )
+    expected = _set_knobs(platform, engine, placement.values)
     return Instance(argv=server.argv, environment=environment, cores=cores, asked=expected)
 
 

@@ -13,8 +13,8 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving.common.place import Place
-from flagcore.engines.serving.trial.job import METRICS, NOT_AS_AGREED
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.trial.job import MALFORMED, METRICS
 from flagcore.errors import FlagError
 from flagcore.files import read_regular
 
@@ -37,7 +37,7 @@ def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> 
     the fullest instance, per core, as it is predicted. Raises NoMetrics.
     """
     data, devices = _metrics(Path(folder, METRICS)), max(1, min(sum(each), task.cluster.devices))
-    on_cores = Place.of(task).on_cores
+    on_cores = Hardware.of(task).on_cores
     try:
         points = [_Point(task, point, devices) for point in data["points"]]
         pick = min if is_rate(task.spec.objective) else max
@@ -54,7 +54,7 @@ def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> 
             points=tuple(point.plain() for point in points),
             broken=chosen.broken,
         )
-    except NOT_AS_AGREED as error:
+    except MALFORMED as error:
         raise NoMetrics(f"{METRICS} is incomplete ({type(error).__name__}: {error})") from None
 
 

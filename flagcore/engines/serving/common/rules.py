@@ -7,8 +7,8 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.common.place import Place, longest
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule, ...]:
@@ -16,13 +16,13 @@ def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule,
 
     `data`: the engine has attention DP and EP, and splits attention by heads. `pipeline`: it has pipeline stages.
     """
-    place, model = Place.of(task), task.spec.model
+    hardware, model = Hardware.of(task), task.spec.model
     knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if data else ()))
     cards = Rule(
         name="cards",
         knobs=knobs,
-        message=f"{' x '.join(knobs)} must not exceed the {place.cards} devices",
-        broken=lambda c: np.prod([c[knob] for knob in knobs], axis=0) > place.cards,
+        message=f"{' x '.join(knobs)} must not exceed the {hardware.cards} devices",
+        broken=lambda c: np.prod([c[knob] for knob in knobs], axis=0) > hardware.cards,
     )
     layers = Rule(
         name="pipeline_layers",

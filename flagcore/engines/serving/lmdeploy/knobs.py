@@ -15,8 +15,8 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, TP
-from flagcore.engines.serving.common.place import Place, longest
 from flagcore.engines.serving.common.sizes import weight_bytes
 from flagcore.engines.serving.engine import Settings
 
@@ -162,8 +162,8 @@ def default_batch(task: Task) -> int:
     LMDeploy decides by the names of chips of one vendor, others have 128 (256 on other device types); here chips that
     compute in fp8 on at least 70 GiB have the largest size, as all of those names do.
     """
-    place = Place.of(task)
-    return 1024 if place.fp8 and place.memory_bytes >= 70 * 2**30 else 128
+    hardware = Hardware.of(task)
+    return 1024 if hardware.fp8 and hardware.memory_bytes >= 70 * 2**30 else 128
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -197,7 +197,7 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 def _cache_bytes(task: Task, get: Columns, ranks: IntArray, buffer_tokens: IntArray) -> FloatArray:
     """Return the bytes of cache of one device: a share of the free memory, less the PyTorch engine's logit buffers."""
-    free = Place.of(task).memory_bytes - weight_bytes(task) / ranks
+    free = Hardware.of(task).memory_bytes - weight_bytes(task) / ranks
     buffers = np.where(get[BACKEND] == PYTORCH, 2.0 * buffer_tokens * task.spec.model.vocab_size, 0.0)
     return knobs.shares(get[CACHE], DEFAULT_CACHE) * np.maximum(free - buffers, 0.0)
 

@@ -11,9 +11,9 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.knobs import code
 from flagcore.engines.serving.common.names import DP, EP, TP
-from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.lmdeploy.knobs import (
     BACKEND,
@@ -39,7 +39,7 @@ WHOLE = 1000
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return what is illegal."""
     experts = task.spec.model.num_moe_experts or 1
-    on_cores = Place.of(task).on_cores
+    on_cores = Hardware.of(task).on_cores
     fp8, turbo = [code(BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2")], code(BY_NAME[KV], "turbo_quant")
     return (
         *split_rules(task, data=True, pipeline=False),

@@ -7,7 +7,7 @@ import time
 
 import aiohttp
 
-from flagcore.engines.serving.load.result import NotAnswered, ProblemKind
+from flagcore.engines.serving.load.result import ProblemKind, RequestFailed
 from flagcore.engines.serving.load.stream import Stream, message_of
 
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -33,17 +33,17 @@ def session() -> aiohttp.ClientSession:
 async def ask(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream) -> float:
     """Send one request, feed its answer to `stream`, and return when it was sent, by `time.perf_counter`.
 
-    Raises NotAnswered for every failure of network and server; the caller limits the time.
+    Raises RequestFailed for every failure of network and server; the caller limits the time.
     """
     sent = time.perf_counter()
     try:
         async with http.post(url, data=body, allow_redirects=False) as response:
             if response.status != 200:
                 message = message_of(await response.content.read(_ERROR_BYTES))
-                raise NotAnswered(ProblemKind.STATUS, f"HTTP {response.status} {response.reason or ''}: {message}")
+                raise RequestFailed(ProblemKind.STATUS, f"HTTP {response.status} {response.reason or ''}: {message}")
             coding = response.headers.get("Content-Encoding", "identity")
             if coding.lower() != "identity":
-                raise NotAnswered(ProblemKind.BROKEN, f"the stream is compressed ({coding}), which was not requested")
+                raise RequestFailed(ProblemKind.BROKEN, f"the stream is compressed ({coding}), which was not requested")
             content, watch = response.content, _Watch(response)
             try:
                 while not stream.done:
@@ -54,14 +54,14 @@ async def ask(http: aiohttp.ClientSession, url: str, body: bytes, stream: Stream
             finally:
                 watch.end()
     except aiohttp.ClientConnectorError as error:
-        raise NotAnswered(ProblemKind.NOT_REACHED, f"{url}: {error.strerror or error}") from None
+        raise RequestFailed(ProblemKind.NOT_REACHED, f"{url}: {error.strerror or error}") from None
     except aiohttp.InvalidURL:
-        raise NotAnswered(ProblemKind.NOT_REACHED, f"{url} is not the URL of a server") from None
+        raise RequestFailed(ProblemKind.NOT_REACHED, f"{url} is not the URL of a server") from None
     except aiohttp.ClientResponseError as error:
-        raise NotAnswered(ProblemKind.BROKEN, f"{url} does not answer in HTTP: {error.message}") from None
+        raise RequestFailed(ProblemKind.BROKEN, f"{url} does not answer in HTTP: {error.message}") from None
     except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
         why = str(error) or type(error).__name__
-        raise NotAnswered(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {why}") from None
+        raise RequestFailed(ProblemKind.CONNECTION_LOST, f"after {stream.events} events: {why}") from None
     return sent
 
 

@@ -23,7 +23,7 @@ class ProblemKind(Enum):
     TIMED_OUT = "timed out"
 
 
-class NotAnswered(Exception):
+class RequestFailed(Exception):
     """One request was not answered. Not raised outside this package."""
 
     def __init__(self, kind: ProblemKind, message: str) -> None:

@@ -18,7 +18,7 @@ from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
 from flagcore.engines.serving.load.machine import NEAR_LIMIT, Meter
 from flagcore.engines.serving.load.prompts import body, prompts, warmup_prompts
-from flagcore.engines.serving.load.result import Answer, LoadResult, NotAnswered, ProblemKind, Target
+from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 
@@ -160,7 +160,7 @@ class _Run:
                 output_tokens=request.output_tokens,
                 target=target,
             )
-        except NotAnswered as failure:
+        except RequestFailed as failure:
             self.problems[str(failure)] += 1
             self._failed.set()
             return

@@ -23,7 +23,7 @@ from flagcore.files import read_regular
 
 BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
-MOST_TOKENS = 10_000_000
+MAX_TOKENS = 10_000_000
 """Of a prompt, and of an answer, as in a spec."""
 CHARACTERS_PER_TOKEN = 4
 """Of English text with the usual vocabularies; stands in for a tokenizer."""
@@ -196,8 +196,8 @@ def _count(row: Mapping[str, Any], names: Sequence[str], number: int) -> int:
     value = _number(row[name], name, number)
     if value < 1 or value != int(value):
         raise _Bad(f"row {number}: {name} is {row[name]!r}, not a count of tokens")
-    if value > MOST_TOKENS:
-        raise _Bad(f"row {number}: {name} is {row[name]!r}, and no request has more than {MOST_TOKENS:,} tokens")
+    if value > MAX_TOKENS:
+        raise _Bad(f"row {number}: {name} is {row[name]!r}, and no request has more than {MAX_TOKENS:,} tokens")
     return int(value)
 
 

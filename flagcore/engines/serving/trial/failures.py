@@ -23,7 +23,7 @@ PATTERNS = tuple(FailurePattern(pattern=rf"^{words}:", state=state) for state, w
 
 HEAD_BYTES, TAIL_BYTES = 4 << 20, 1 << 20
 """Bytes read of a log: its start and its end."""
-LONGEST_LINE = 2000
+MAX_LINE = 2000
 NAMED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(Error|Exception)\b(: |$)")
 ANY = re.compile(r"\b(error|fatal|abort(ed)?|terminate called|failed|core dumped)\b", re.IGNORECASE)
 HARMLESS = re.compile(
@@ -70,7 +70,7 @@ def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialStat
     Matches of patterns go first, out of memory before all; then the first line that names an exception, then the first
     that mentions an error. An engine's last line often says only that there was one.
     """
-    lines = [line.strip()[:LONGEST_LINE] for line in log.splitlines() if line.strip()]
+    lines = [line.strip()[:MAX_LINE] for line in log.splitlines() if line.strip()]
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
         for line in lines:
             if re.search(known.pattern, line):

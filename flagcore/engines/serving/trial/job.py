@@ -15,7 +15,7 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 
 SERVE, METRICS = "serve.json", "metrics.json"
-NOT_AS_AGREED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading foreign JSON may raise."""
 
 
@@ -83,7 +83,7 @@ def read_job(folder: Path) -> Job:
         )
     except OSError as error:
         raise ValueError(f"{folder / SERVE} cannot be read: {error.strerror or error}") from None
-    except NOT_AS_AGREED as error:
+    except MALFORMED as error:
         raise ValueError(f"{folder / SERVE} is invalid ({type(error).__name__}: {error})") from None
 
 

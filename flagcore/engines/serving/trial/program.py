@@ -31,9 +31,9 @@ MEANS = {
     ProblemKind.TIMED_OUT.value: TrialState.TIMED_OUT,
 }
 """The state of a trial by the kind of its first problem; for other kinds it failed."""
-DYING_SECONDS = 2.0
+EXIT_SECONDS = 2.0
 """The most seconds from lost requests to the end of their server."""
-WARM_UP_TOKENS, MOST_WARM_UP = 4, 64
+WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers, and the most requests, of the warm-up; a load point's own warm-up comes on top."""
 
 
@@ -157,7 +157,7 @@ def _loaded(job: Job, engine: Engine, servers: Sequence[Server], folder: Path, d
 
 def _warm_up(load: Load, servers: int) -> Load:
     """Return one wave of short answers, at least two for each server, for what engines build at first use."""
-    wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MOST_WARM_UP)
+    wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MAX_WARM_UP)
     length = 32 if load.trace is not None else load.input_len
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 
@@ -193,7 +193,7 @@ def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFa
     if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", reason):
         state = TrialState.FAILED
     reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {reason}"
-    until = time.monotonic() + (DYING_SECONDS if state is TrialState.FAILED else 0.0)
+    until = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     while True:
         _must_live(servers, f"during {name}")
         if time.monotonic() >= until:

@@ -31,7 +31,7 @@ GRACE_SECONDS = 10.0
 PORT_TRIES = 4
 KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
 """Causes that a log can prove for a server that never becomes healthy."""
-MOST_TEXT = 8 << 20
+MAX_TEXT = 8 << 20
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -190,7 +190,7 @@ class Server:
         """Return status and text of GET `path`, waiting no longer than the `left` seconds. Raises OSError."""
         try:
             with DIRECT.open(self.url + path, timeout=max(0.1, min(left, ANSWER_SECONDS))) as answer:
-                return answer.status, answer.read(MOST_TEXT).decode("utf-8", errors="replace")
+                return answer.status, answer.read(MAX_TEXT).decode("utf-8", errors="replace")
         except urllib.error.HTTPError as error:
             return error.code, ""
         except (ValueError, http.client.HTTPException) as error:
