@@ -60,6 +60,8 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
         warn([f"{task.spec.work.engine} on {chip}: untested; {support.reason}"])
+    if untested := getattr(workload, "untested", ""):
+        warn([f"engine {task.spec.work.engine} is untested: {untested}"])
     warn(problem.platform.conflicts)
     warn(sizes_held_at_one(problem))
     warn(problem.pruned.broken_rules)
