@@ -6,9 +6,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PLUGINS := nvidia metax iluvatar cambricon
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
 TORCH := torch==2.13.0
+# What to test, as arguments of pytest: `make test TESTS=tests/cli`. With JOBS=0 pytest starts no further process.
 TESTS ?=
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: setup setup-vllm tune tune-serve test test-browser lint docs bench bench-estimate bench-load bench-replay sweeps accuracy untranslated clean
+.PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser coverage mutations \
+  changelog dist docs bench bench-estimate bench-load bench-replay sweeps accuracy untranslated clean
 
 setup: $(VENV)/.done
 
@@ -57,8 +61,29 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# All that guards behaviour: at most 8 minutes on 2 cores.
 test: lint
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST) -m "not long" $(TESTS)
+
+# What starts no trials and no servers: at most 2 minutes.
+test-fast: setup
+	$(PYTEST) -m "not long and not process" $(TESTS)
+
+# Also what takes minutes: every seeded fault, long searches, random kills, real servers, a browser where there is one.
+test-all: lint
+	$(PYTEST) $(TESTS)
+
+# Only the tests marked `long`, of the files in TESTS.
+test-long: setup
+	$(PYTEST) -m long $(TESTS)
+
+# The share of flagcore's lines and branches that `make test` runs; lines that only trial processes run count as missed.
+coverage: setup
+	$(PYTEST) -m "not long" --cov=flagcore --cov-branch --cov-report=term:skip-covered --cov-report=html:build/coverage $(TESTS)
+
+# Plants faults in copies of the sources and reports which of them the nearest tests notice.
+mutations: setup
+	$(BIN)/python tools/mutations.py $(MUTATIONS)
 
 # The page of a run in a real browser: wants Chromium, of Debian's package chromium, say.
 test-browser: setup
@@ -92,6 +117,14 @@ sweeps: setup
 # DATA is a folder of job records with what was measured; writes docs/accuracy.md and its plots.
 accuracy: setup
 	$(BIN)/python benchmarks/accuracy.py $(DATA)
+
+# What the fragments in changelog.d add to CHANGELOG.md; a release runs `towncrier build --version X.Y.Z`.
+changelog: setup
+	@$(BIN)/towncrier build --draft --version Unreleased
+
+# A release in dist/: an sdist and a wheel of each distribution, tried out in an empty environment.
+dist: setup
+	$(BIN)/python tools/release.py dist
 
 clean:
 	rm -rf $(VENV) $(VLLM) runs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -40,14 +40,19 @@ ENGINES = {
 }
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
+    "Babel>=2.12",
     "build>=1.2",
     "gguf>=0.10",
     "hatchling>=1.25",
     "import-linter>=2.1",
     "mypy>=1.11",
+    "pre-commit>=3.5",
     "pytest>=8",
+    "pytest-cov>=5",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.6",
+    "towncrier>=24.8",
     "types-psutil",
     "types-PyYAML",
 ]

@@ -85,7 +85,7 @@ def _vendor(package: str) -> Iterator[str]:
         for each in known.forced
     ]
     notes = [
-        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.says, source(each.source)]
+        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.message, source(each.source)]
         for each in known.notes
     ]
     yield from _section("Engines", ["engine", "where", "what is known", "source"], where)
@@ -150,7 +150,7 @@ def _knobs(package: str) -> Iterator[list[str]]:
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
                 f"`{how}`" if how else "not published: planned with only",
-                f"{each.knob.says}. Source: {each.knob.claim} ({source(each.knob.source)})",
+                f"{each.knob.message}. Source: {each.knob.claim} ({source(each.knob.source)})",
             ]
 
 

@@ -7,6 +7,9 @@ docstring says otherwise, a hook may raise anything: the failure is kept, shown 
 costs only this plugin's answer. Where one answer is wanted, the first that is not None wins; plugins are
 asked in the order of their names, the one that catalogues the chip last, so that an add-on can override it.
 Each plugin is asked on its own, so pluggy's wrappers, tryfirst and trylast change nothing.
+
+`engine` is the name of an installed engine, `kind` what that engine does: "train" or "serve". A plugin that answers by
+`kind` needs no change for an engine that it has never heard of. An implementation may leave out any argument.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class CostHooks:
     """What things cost."""
 
     @hookspec(firstresult=True)
-    def flagcore_memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
+    def flagcore_memory_model(self, group: NodeGroup, engine: str, kind: str) -> MemoryModel | None:
         """Return how a device of `group` spends memory under `engine`, or None if the chip is not yours.
 
         Bytes per device. Asked once a task, never per candidate. Without an answer the core takes what the
@@ -91,7 +94,7 @@ class CostHooks:
         """
 
     @hookspec(firstresult=True)
-    def flagcore_kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
+    def flagcore_kernel_costs(self, chip: Chip, engine: str, kind: str) -> KernelCosts | None:
         """Return measured or modelled kernel times, or None for a roofline from the chip's facts.
 
         Seconds; NaN for a shape that is not known: the roofline stands in there. Asked once a task; the object is
@@ -111,7 +114,9 @@ class EngineHooks:
     """How to run an engine."""
 
     @hookspec(firstresult=True)
-    def flagcore_engine_support(self, chip: Chip, engine: str, engine_version: str | None) -> EngineSupport | None:
+    def flagcore_engine_support(
+        self, chip: Chip, engine: str, engine_version: str | None, kind: str
+    ) -> EngineSupport | None:
         """Return whether and how `engine` runs on `chip`: torch device, backend, quirks; None if the chip is not yours.
 
         `engine_version` is what the spec says, else what is installed; None where nobody knows. Asked once a task. None
@@ -128,7 +133,7 @@ class EngineHooks:
 
     @hookspec
     def flagcore_environment(
-        self, chip: Chip, engine: str, engine_version: str | None, task: Task | None
+        self, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
     ) -> Mapping[str, str] | None:
         """Return environment variables that trials on `chip` need, or None if the chip is not yours.
 

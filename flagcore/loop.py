@@ -112,10 +112,8 @@ class _Session:
         It stays ended once a repeat has begun, also where an earlier start of the run came so far: what the repeats
         taught, or left of the time, is no reason to go on.
         """
-        if ended := next(
-            (why for each in self.search_state.repeats if (why := each.predicted.get("search_ended"))), None
-        ):
-            return str(ended)
+        if ended := next((why for each in self.search_state.repeats if (why := each.search_ended)), None):
+            return ended
         first = self.search_state.by_candidate.get(self.problem.baseline)
         settled = self.problem.baseline in self.search_state.settled and not (first and first.source)
         if not settled and self._can_be_told(self.problem.baseline):
@@ -193,12 +191,19 @@ class _Session:
         platform, fidelity = self.problem.platform, fidelity or self.fidelity
         row = self.problem.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
-        predicted = record(platform.task, self.problem.predictions.row(row)) | {"began_s": self.elapsed}
-        if choice:
-            predicted |= {"chosen_because": choice.because, "believed": dict(choice.belief)}
-        if search_ended:
-            predicted |= {"search_ended": search_ended}
-        trial = self.store.begin(candidate, role, predicted, fidelity)
+        planned = Trial(
+            number=0,
+            candidate=candidate,
+            role=role,
+            state=TrialState.RUNNING,
+            predicted=record(platform.task, self.problem.predictions.row(row)),
+            fidelity=fidelity,
+            began_s=self.elapsed,
+            chosen_because=choice.because if choice else None,
+            believed=dict(choice.belief) if choice else None,
+            search_ended=search_ended,
+        )
+        trial = self.store.begin(planned)
         self._tell("trial_started", trial)
         began = time.monotonic()
         try:
@@ -268,6 +273,5 @@ class _Session:
 
 def _spent_by(trials: Sequence[Trial]) -> float:
     """Return the seconds of the run that earlier starts took, with what lay between their trials."""
-    began = ((trial.predicted.get("began_s"), trial.duration_s) for trial in trials)
-    ends = [start + took for start, took in began if isinstance(start, float)]
+    ends = [trial.began_s + trial.duration_s for trial in trials if trial.began_s is not None]
     return max([*ends, math.fsum(trial.duration_s for trial in trials)])

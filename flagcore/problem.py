@@ -150,7 +150,7 @@ def shut_knobs(problem: Problem, workload: Workload) -> list[str]:
             continue
         greater = np.array([code for value in axis.values if (code := axis.encode(value)) > 1], dtype=np.int64)
         if greater.size and rule.broken({axis.knob: greater}).all():
-            lines.append(f"no candidate has {axis.knob} > 1: {rule.says}")
+            lines.append(f"no candidate has {axis.knob} > 1: {rule.message}")
     return lines
 
 
@@ -208,7 +208,7 @@ def _baseline(platform: Platform, workload: Workload) -> Candidate:
         raise SpecError(
             key="auto_tuner.baseline",
             value=dict(given),
-            problem=f"is not legal: {'; '.join(rule.says for rule in broken)}",
+            problem=f"is not legal: {'; '.join(rule.message for rule in broken)}",
         )
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
@@ -217,7 +217,7 @@ def _nothing_legal(space: Space, platform: Platform, workload: Workload) -> str:
     """Return one line: what each rule took, and what it says."""
     task = platform.task
     says = {
-        rule.name: rule.says
+        rule.name: rule.message
         for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support, task.spec))
     }
     took = sorted(space.illegal.items(), key=lambda pair: -pair[1])

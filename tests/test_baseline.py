@@ -26,7 +26,7 @@ class Not:
 
     pair: tuple[object, object] | None
     name: str = "test_not_this"
-    says: str = "it is slow here"
+    message: str = "it is slow here"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         if self.pair is None:

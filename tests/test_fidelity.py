@@ -338,7 +338,7 @@ def test_probes_before_the_first_run_go_to_what_is_likely_to_be_fast_whatever_th
     fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best
     assert fastest is not None
     assert [probe.candidate for probe in plan.probes] == [fastest.candidate]
-    assert plan.trials[1].predicted["chosen_because"] == "the next of the grid"
+    assert plan.trials[1].chosen_because == "the next of the grid"
 
 
 def test_ranks_of_a_candidate_are_probed_on_as_many_devices_as_there_are(bench: Bench) -> None:
@@ -388,7 +388,7 @@ def test_what_was_probed_teaches_the_runs_that_follow(bench: Bench) -> None:
     other.folder.mkdir()
     other.strategy = learned.STRATEGY
     without = other.tune("run", FOUR_DEVICES, max_trials=2, repeats=0).plan
-    assert plan.trials[1].predicted["believed"] != without.trials[1].predicted["believed"]
+    assert plan.trials[1].believed != without.trials[1].believed
 
 
 def test_probes_leave_half_of_the_time_for_runs(bench: Bench) -> None:

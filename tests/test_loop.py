@@ -193,10 +193,10 @@ def test_a_search_that_ended_is_not_taken_up_again_whatever_is_left_of_its_time(
 
 def test_what_lay_between_trials_counts_at_the_next_start(bench: Bench) -> None:
     trials = [replace(each, duration_s=1.0) for each in bench.tune(repeats=0).plan.trials]
-    assert all(isinstance(each.predicted["began_s"], float) for each in trials)
-    late = [replace(each, predicted={"began_s": 10.0 * place}) for place, each in enumerate(trials)]
+    assert all(isinstance(each.began_s, float) for each in trials)
+    late = [replace(each, began_s=10.0 * place) for place, each in enumerate(trials)]
     assert _spent_by(late) == 10.0 * (len(trials) - 1) + 1.0
-    assert _spent_by([replace(each, predicted={}) for each in trials]) == len(trials)  # of an earlier version
+    assert _spent_by([replace(each, began_s=None) for each in trials]) == len(trials)  # of an earlier version
     assert _spent_by([]) == 0.0
 
 

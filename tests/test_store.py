@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -48,8 +49,12 @@ def store(path: Path, **options: str) -> OptunaStore:
     return OptunaStore(path, CHOICES, **{"run": "run", **options})
 
 
+def planned(candidate: Candidate, role: Role = Role.SEARCH, **fields: Any) -> Trial:
+    return Trial(number=0, candidate=candidate, role=role, state=TrialState.RUNNING, **fields)
+
+
 def run(into: OptunaStore, micro_batch_size: int = 1, state: TrialState = TrialState.MEASURED) -> Trial:
-    trial = into.begin(candidate(micro_batch_size), Role.SEARCH, {"step_time_s": {"value": 1.0}})
+    trial = into.begin(planned(candidate(micro_batch_size), predicted={"step_time_s": {"value": 1.0}}))
     measured = MEASURED if state is TrialState.MEASURED else None
     done = replace(trial, state=state, measurement=measured, reason=None if measured else "why", duration_s=3.5)
     into.finish(done)
@@ -66,10 +71,19 @@ def test_what_was_finished_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert Path(first.folder(kept[1])).is_dir()
 
 
+def test_notes_of_the_search_are_read_back_also_from_older_journals(tmp_path: Path) -> None:
+    notes: Any = {"began_s": 1.5, "chosen_because": "fast", "believed": {"chance_to_fit": 1.0}, "search_ended": "done"}
+    first = store(tmp_path)
+    first.finish(first.begin(planned(candidate(1), predicted={"limit": "x"}, **notes)))
+    first.finish(first.begin(planned(candidate(2), predicted={"limit": "x", **notes})))  # as older releases wrote them
+    for trial in store(tmp_path).trials():
+        assert (trial.notes, trial.predicted) == (notes, {"limit": "x"})
+
+
 def test_a_running_trial_is_no_result_and_closed_as_interrupted_at_the_next_start(tmp_path: Path) -> None:
     first = store(tmp_path)
     run(first)
-    first.begin(candidate(2), Role.BASELINE, {})
+    first.begin(planned(candidate(2), Role.BASELINE))
     assert len(first.trials()) == 1
     second = store(tmp_path)
     assert [trial.state for trial in second.trials()] == [TrialState.MEASURED, TrialState.INTERRUPTED]
@@ -161,6 +175,7 @@ def test_optunas_own_tools_see_the_objective(tmp_path: Path, objective: str, bes
 WRITER = """
 import sys
 from pathlib import Path
+from typing import Any
 from tests.test_store import run, store
 from flagcore.store import RunDirectory
 path = Path(sys.argv[1])
@@ -293,7 +308,7 @@ def _write_to_full_disk(path: Path) -> None:
     kept = store(path)
     (path / "journal.log").unlink()
     (path / "journal.log").symlink_to("/dev/full")
-    kept.begin(small.candidate(), Role.SEARCH, {})
+    kept.begin(planned(small.candidate()))
 
 
 def test_a_trial_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from flagcore.cli.main import flag
 from tests.pages import BLOCKS, ROOT, TEXT, Block
 
-TREE = ROOT / "tests" / "flagscale" / "trees" / "train_dense"
+TREE = ROOT / "tests" / "importers" / "flagscale" / "trees" / "train_dense"
 TREES = ("conf", "examples/my-model/conf")
 """Where pages say that a tree of FlagScale's lies."""
 SMALLER = {

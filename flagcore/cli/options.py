@@ -17,7 +17,7 @@ from flagcore.i18n import foreign, keep, said
 from flagcore.i18n.width import columns, wrapped
 
 if TYPE_CHECKING:
-    from flagcore.importers.flagscale.source import Note
+    from flagcore.contracts import ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -135,7 +135,7 @@ def _with_tree(command: F, path: str, name: str, overrides: list[str], others: d
         raise found.in_its_words(error) from None
 
 
-def tell_notes(notes: Iterable[Note]) -> None:
+def tell_notes(notes: Iterable[ImportNote]) -> None:
     """Tell what became of a tree's keys; a key is never put into another language."""
     for note in notes:
         key = said("FlagScale's {0}").replace("{0}", note.key)

@@ -51,7 +51,7 @@ def line(event: Event) -> str:
 
 def _more(event: Event) -> list[str]:
     """Return, of a trial that starts, why it was chosen and where its log is."""
-    why = event.trial.predicted.get("chosen_because")
+    why = event.trial.chosen_because
     told = [*([f"  chosen for {why}"] if why else []), f"  log: {event.trial.log}"]
     return told if event.kind == "trial_started" else []
 

@@ -104,10 +104,10 @@ class Telemetry(Protocol):
 
 
 class PruningRule(Protocol):
-    """A vendor's or user's knowledge of what is not worth trying. `name` is counted, `says` is shown."""
+    """A vendor's or user's knowledge of what is not worth trying. `name` is counted, `message` is shown."""
 
     name: str
-    says: str
+    message: str
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         """Return True for each candidate that should not be tried. Asked in pieces: a row must not depend on others."""

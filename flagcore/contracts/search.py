@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.experience import Features, Past
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Task
-from flagcore.domain.trial import RUN, Role, Trial
+from flagcore.domain.trial import Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +60,11 @@ class TrialStore(Protocol):
     def trials(self) -> tuple[Trial, ...]:
         """Return every finished trial in order."""
 
-    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object], fidelity: str = RUN) -> Trial:
-        """Note that a trial starts, and return it with its number."""
+    def begin(self, planned: Trial) -> Trial:
+        """Store that a trial starts, and return it running, with its number and log."""
 
     def finish(self, trial: Trial) -> None:
-        """Keep the trial for good."""
+        """Store the outcome of a trial."""
 
     def folder(self, trial: Trial) -> str:
         """Return the absolute path of the trial's folder."""

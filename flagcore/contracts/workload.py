@@ -1,4 +1,4 @@
-"""An engine, as the core calls it."""
+"""An engine, as the core calls it: three required parts, and capabilities that it may have."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
+from flagcore.errors import SpecError
 
 
-class Workload(Protocol):
-    """One engine: its knobs, their rules, its flags, its metrics. Knows no vendor."""
-
-    name: str
-    modules: Mapping[str, str]
-    """What trials import, and the pip requirement that brings it."""
+class SearchSpace(Protocol):
+    """The knobs of an engine, their legal values, and what is known about them without measuring."""
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the knobs of the space in the order in which they are crossed."""
@@ -33,23 +30,8 @@ class Workload(Protocol):
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return what makes two candidates the same."""
 
-    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        """Return memory and time for whole columns. Extra knobs of job records may be among them."""
-
-    def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-        """Return parameters and bytes by component for one pipeline stage of each row."""
-
-    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the figures of one global rank of the candidate in `columns`, which have one row."""
-
-    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
-        """Return what the speed of kernels depends on in each row, whatever the model: logarithms to base 2.
-
-        Errors of predictions are learned over them, so they should be few and mean the same in every task.
-        """
-
-    def parts(self, task: Task) -> tuple[ModelPart, ...]:
-        """Return the weights of the model by its parts, before anything is split."""
+    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+        """Return columns of one row from knob values, the same columns for all. Raises SpecError for a wrong value."""
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return what is legal but never worth a trial, on any chip."""
@@ -60,26 +42,34 @@ class Workload(Protocol):
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return which rows take at least as long as `candidate` whatever the model: one order a knob."""
 
-    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        """Return columns of one row from knob values, the same columns for all. Raises SpecError for a wrong value."""
-
-    def published(
-        self, task: Task, values: Mapping[str, KnobValue], notes: str
-    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-        """Return the task and the knobs of a job record, a run that somebody published, with what it leaves out.
-
-        `notes` are its source's own words. The names are of the settings that these tell of: the rules of these names
-        do not make the record illegal, for it ran. Raises SpecError, and NotModelled for what no formula covers.
-        """
-
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return the few values among which an expert would choose without measuring."""
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         """Return the row of the usual space that an expert would write down."""
 
-    def ready(self, spec: Spec, *, probe: bool = False) -> None:
-        """Return if trials of `spec`, or probes, can run here. Raises SpecError or NoDevice with what is in the way."""
+
+class Predictor(Protocol):
+    """Formulas for memory and time."""
+
+    def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
+        """Return memory and time for whole columns. Extra knobs of job records may be among them."""
+
+    def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
+        """Return what the speed of kernels depends on in each row, whatever the model: logarithms to base 2.
+
+        Errors of predictions are learned over them, so they should be few and mean the same in every task.
+        """
+
+
+class Runner(Protocol):
+    """How trials are started and read."""
+
+    modules: Mapping[str, str]
+    """What trials import, and the pip requirement that brings it."""
+
+    def ready(self, spec: Spec) -> None:
+        """Return if trials of `spec` can run here. Raises SpecError or NoDevice with what is missing."""
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Write what a run needs into `folder` and return how to start it.
@@ -88,9 +78,9 @@ class Workload(Protocol):
         """
 
     def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        """Return a function that tells the seconds of the steps a running trial has finished, warm-up included.
+        """Return a function that returns the seconds of each step that a running trial has finished, warm-up included.
 
-        It is called about twice a second while the trial runs, and reads on where it was.
+        It is called about twice a second while the trial runs, and continues where it stopped reading.
         """
 
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
@@ -99,25 +89,105 @@ class Workload(Protocol):
         Raises flagcore.errors.FlagError with one line that says what is missing.
         """
 
+    def failure_patterns(self) -> tuple[FailurePattern, ...]:
+        """Return what this engine's own log lines mean."""
+
+
+class Workload(SearchSpace, Predictor, Runner, Protocol):
+    """One engine: what every engine must implement. Knows no vendor."""
+
+    name: str
+    kind: str
+    """train or serve."""
+
+
+@runtime_checkable
+class Prober(Protocol):
+    """Optional: one device plays single ranks of a world of any size."""
+
+    def ready_to_probe(self, spec: Spec) -> None:
+        """Return if probes of `spec` can run here. Raises SpecError or NoDevice with what is missing."""
+
+    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        """Return the figures of one global rank of the candidate in `columns`, which have one row."""
+
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-        """Return the global ranks of a candidate that tell most of it when one device plays them, in order."""
+        """Return the global ranks to probe, in order: those that predict the candidate best."""
 
     def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
         """Write what a probe of one rank needs into `folder` and return how to start it.
 
-        `device` is the place of the device that it is to use among those of its chip on this machine.
+        `device` is the index of the device to use, among those of its chip on this machine.
         """
 
     def read_probe(self, task: Task, folder: str) -> RankMeasurement:
         """Return what a finished probe measured. Raises flagcore.errors.FlagError with what is missing."""
 
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return what this engine's own log lines mean."""
+
+@runtime_checkable
+class Breakdown(Protocol):
+    """Optional: weights and memory by component of the model."""
+
+    def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
+        """Return parameters and bytes by component for one pipeline stage of each row."""
+
+    def parts(self, task: Task) -> tuple[ModelPart, ...]:
+        """Return the weights of the model by its parts, before anything is split."""
 
 
 @runtime_checkable
 class Pipelined(Protocol):
-    """What a workload may have beside `Workload`, for the timeline of a pipeline."""
+    """Optional: the timeline of a pipeline."""
 
     def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
-        """Return the passes of the candidate in the first row of `columns`; None where they are not known."""
+        """Return the passes of the candidate in the first row of `columns`; None if unknown."""
+
+
+@runtime_checkable
+class JobRecords(Protocol):
+    """Optional: job records, runs that somebody published, can be predicted."""
+
+    def published(
+        self, task: Task, values: Mapping[str, KnobValue], notes: str
+    ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
+        """Return task and knobs of a job record, completed with what it leaves out, and names of settings.
+
+        `notes` is free text of its source. The names are settings found in it: rules of these names do not make the
+        record illegal, because it ran. Raises SpecError, and NotModelled for what no formula covers.
+        """
+
+
+@runtime_checkable
+class InstalledVersion(Protocol):
+    """Optional: the release that trials would run can be asked, to check flags against it."""
+
+    def installed_version(self, spec: Spec) -> str:
+        """Return the release that is installed here, empty if none is. Raises FlagError if it cannot be asked."""
+
+
+def require_prober(workload: Workload) -> Prober:
+    """Return `workload` as a Prober. Raises SpecError if it is none."""
+    if isinstance(workload, Prober):
+        return workload
+    raise _unsupported(workload, "probing", "use auto_tuner.control.fidelity: run or estimate, without probes")
+
+
+def require_job_records(workload: Workload) -> JobRecords:
+    """Return `workload` as JobRecords. Raises SpecError if it is none."""
+    if isinstance(workload, JobRecords):
+        return workload
+    raise _unsupported(workload, "job records", "write a spec for `flag estimate`")
+
+
+def memory_components(workload: Workload, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
+    """Return `Breakdown.components`, nothing for an engine without."""
+    return workload.components(task, columns, stages, costs) if isinstance(workload, Breakdown) else {}
+
+
+def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
+    """Return `Breakdown.parts`, nothing for an engine without."""
+    return workload.parts(task) if isinstance(workload, Breakdown) else ()
+
+
+def _unsupported(workload: Workload, what: str, fix: str) -> SpecError:
+    return SpecError(key=f"{workload.kind}.engine", value=workload.name, problem=f"does not support {what}", fix=fix)

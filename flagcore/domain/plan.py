@@ -105,7 +105,7 @@ class Off:
 
 def off(trial: Trial, told: str) -> float | None:
     """Return the measured over the `predicted` or `believed` step time of a trial; None if one of them is unknown."""
-    record: Any = trial.predicted.get("believed") if told == "believed" else trial.predicted
+    record: Any = trial.believed if told == "believed" else trial.predicted
     step = record.get("step_time_s") if isinstance(record, Mapping) else None
     value = step.get("value") if isinstance(step, Mapping) else None
     measured = trial.measurement.step_time_s if trial.measurement else None

@@ -71,7 +71,7 @@ class PluginKnob:
     name: str
     off: KnobValue
     choices: tuple[PluginChoice, ...]
-    says: str
+    message: str
     source: Source
     claim: str = ""
     effect: Source | None = None

@@ -58,13 +58,13 @@ class Axis:
 class Rule:
     """A legality rule: `broken(columns)` is True where it is violated.
 
-    It is applied as soon as all of `knobs` have values. `says` tells the rule in one line, with the names
+    It is applied as soon as all of `knobs` have values. `message` states the rule in one line, with the names
     of the knobs, for messages and `flag explain`.
     """
 
     name: str
     knobs: tuple[str, ...]
-    says: str
+    message: str
     broken: Callable[[Columns], BoolArray]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from flagcore.domain.candidate import Candidate
 
@@ -84,10 +85,13 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run of one candidate, as the store keeps it. `predicted` was made before the run.
+    """One run of one candidate, as the store keeps it.
 
-    `fidelity` says how real it was, see FIDELITIES. `log` is what it printed, relative to the run's folder. `source` is
-    the file that another tool told it in; None for one that flagcore ran.
+    `predicted` was made before any run. `fidelity` says how real the trial was, see FIDELITIES. `log` is what it
+    printed, relative to the run's folder. `source` is the file of another tool that it was imported from; None for one
+    that flagcore ran. `began_s` are the seconds of the run before it. If a strategy chose it, `chosen_because` says why
+    and `believed` is what it expected by then, in the format of predictions. A repeat has `search_ended`: why no
+    further candidate was tried.
     """
 
     number: int
@@ -101,3 +105,21 @@ class Trial:
     log: str = ""
     fidelity: str = RUN
     source: str | None = None
+    began_s: float | None = None
+    chosen_because: str | None = None
+    believed: Mapping[str, object] | None = None
+    search_ended: str | None = None
+
+    @property
+    def notes(self) -> dict[str, object]:
+        """The fields of NOTES that are set, by name."""
+        return {name: value for name in NOTES if (value := getattr(self, name)) is not None}
+
+
+NOTES: Mapping[str, Callable[[Any], Any]] = {
+    "began_s": float,
+    "chosen_because": str,
+    "believed": dict,
+    "search_ended": str,
+}
+"""Fields that the search sets when a trial begins, and their types. `result.json` has them beside the prediction."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from flagcore.contracts import Costs, Pipelined, Platform, Workload
+from flagcore.contracts import Breakdown, Costs, Pipelined, Platform, Prober, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
 from flagcore.domain.passes import Passes
@@ -30,7 +30,7 @@ _Setting: TypeAlias = tuple[str, Axis, PluginChoice]
 
 def with_knobs(workload: Workload) -> Workload:
     """Return `workload` with the knobs of `Task.knobs`."""
-    return cast(Workload, _WithKnobs(workload))
+    return cast(Workload, (_ProberWithKnobs if isinstance(workload, Prober) else _WithKnobs)(workload))
 
 
 def own_command(spec: Spec) -> bool:
@@ -62,13 +62,13 @@ def rules_of(task: Task, knob: PluginKnob, known: Sequence[Axis]) -> tuple[Rule,
     if knob.of_experts and task.spec.model.num_moe_experts is None:
         says = f"{knob.name} is of mixtures of experts, and the model is none"
         name = f"{knob.name}_without_experts"
-        rules.append(Rule(name=name, knobs=(knob.name,), says=says, broken=lambda c: c[knob.name] != off))
+        rules.append(Rule(name=name, knobs=(knob.name,), message=says, broken=lambda c: c[knob.name] != off))
     for need in knob.needs:
         wanted = by_name.get(need.knob)
         broken = partial(_lacks, knob.name, off, need, wanted)
-        says = f"{knob.name} needs {need}: {knob.says}"
+        says = f"{knob.name} needs {need}: {knob.message}"
         knobs = (knob.name, need.knob) if wanted else (knob.name,)
-        rules.append(Rule(name=f"{knob.name}_needs_{need.knob}", knobs=knobs, says=says, broken=broken))
+        rules.append(Rule(name=f"{knob.name}_needs_{need.knob}", knobs=knobs, message=says, broken=broken))
     return tuple(rules)
 
 
@@ -105,11 +105,15 @@ def _lacks(knob: str, off: int, need: Need, wanted: Axis | None, columns: Column
     return on & ~holds
 
 
+class _Engine(Workload, Prober, Breakdown, Pipelined, Protocol):
+    """An engine with all capabilities that are wrapped."""
+
+
 class _WithKnobs:
     """`flagcore.contracts.Workload` of an engine and of the knobs that a task names beside its own."""
 
     def __init__(self, workload: Workload) -> None:
-        self._engine = workload
+        self._engine = cast(_Engine, workload)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -129,7 +133,7 @@ class _WithKnobs:
             (knob.name, axis_of(task, knob), each) for knob in task.knobs for each in knob.choices if each.settings
         ]
         mine = [_but_where_set(rule, setting) for rule in own]
-        return (*mine, *needed, *self._rules_of_settings(task, setting, {(rule.name, rule.says) for rule in own}))
+        return (*mine, *needed, *self._rules_of_settings(task, setting, {(rule.name, rule.message) for rule in own}))
 
     def _rules_of_settings(
         self, task: Task, setting: Sequence[_Setting], own: Container[tuple[str, str]]
@@ -140,10 +144,10 @@ class _WithKnobs:
         """
         for knob, axis, choice in setting:
             for rule in self._engine.rules(_set(task, [choice])):
-                if rule.name in choice.settings or (rule.name, rule.says) not in own:
+                if rule.name in choice.settings or (rule.name, rule.message) not in own:
                     broken = partial(_broken_where, knob, axis.encode(choice.value), rule)
-                    knobs, says = (knob, *rule.knobs), f"{knob} = {choice.value}: {rule.says}"
-                    yield Rule(name=f"{knob}_{rule.name}", knobs=knobs, says=says, broken=broken)
+                    knobs, says = (knob, *rule.knobs), f"{knob} = {choice.value}: {rule.message}"
+                    yield Rule(name=f"{knob}_{rule.name}", knobs=knobs, message=says, broken=broken)
 
     def merges(self, task: Task) -> tuple[Merge, ...]:
         """Return what is the same to the engine."""
@@ -183,13 +187,6 @@ class _WithKnobs:
         back: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
         return joined.take(back)
 
-    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
-        """Return the passes of the candidate in the first row with its knobs' settings; plugins' factors are of the
-        whole. None of an engine without a pipeline."""
-        if not isinstance(self._engine, Pipelined):
-            return None
-        return self._engine.passes(_set(task, _of_row(task, columns)), columns, costs)
-
     def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
         """Return the engine's figures by component with the settings of each row's knobs; factors are not split."""
         if not task.knobs:
@@ -201,10 +198,6 @@ class _WithKnobs:
                     found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
         return found
 
-    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Return the engine's figures of one rank with its knobs' settings; plugins' factors are of the whole."""
-        return self._engine.rank(_set(task, _of_row(task, columns)), columns, rank, costs)
-
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Return how to start a candidate, with the flags and variables of its knobs."""
         task, values = platform.task, candidate.as_dict()
@@ -212,6 +205,19 @@ class _WithKnobs:
         bare = replace(platform, task=_with_flags(_bare(task), [flag for each in chosen for flag in each.flags]))
         planned = self._engine.launch(bare, _without(task, candidate), folder, for_real=for_real)
         return replace(planned, environment={**planned.environment, **_variables(chosen)})
+
+
+class _ProberWithKnobs(_WithKnobs):
+    """Adds the capabilities of an engine that trains."""
+
+    def passes(self, task: Task, columns: Columns, costs: Costs) -> Passes | None:
+        """Return the passes of the candidate in the first row with its knobs' settings; plugins' factors are of the
+        whole."""
+        return self._engine.passes(_set(task, _of_row(task, columns)), columns, costs)
+
+    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
+        """Return the engine's figures of one rank with its knobs' settings; plugins' factors are of the whole."""
+        return self._engine.rank(_set(task, _of_row(task, columns)), columns, rank, costs)
 
     def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
         """Return the ranks that tell most of a candidate."""

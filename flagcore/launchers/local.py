@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import BinaryIO
 
+from flagcore.contracts import Launcher
 from flagcore.domain.launch import Exit, Launch
 from flagcore.domain.secrets import plain_without_secrets, words_without_secrets
 from flagcore.errors import LaunchError
@@ -167,7 +168,7 @@ class LocalLauncher:
         return running
 
 
-LAUNCHER = LocalLauncher()
+LAUNCHER: Launcher = LocalLauncher()
 
 NOWHERE = "/dev/null/none"
 """A folder that cannot be: nothing is written there, and no disk is watched."""

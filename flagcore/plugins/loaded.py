@@ -21,6 +21,7 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
 from flagcore.plugins.capture_warnings import heard
+from flagcore.plugins.entry_points import kind_of
 from flagcore.plugins.fallback_costs import FilledCollectiveCosts, FilledKernelCosts
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
@@ -119,11 +120,13 @@ class LoadedPlugins:
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
         """Return the first plugin's answer."""
-        return self._first([group.chip], "flagcore_memory_model", validation.memory_model, group=group, engine=engine)
+        about = {"group": group, "engine": engine, "kind": kind_of(engine)}
+        return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **about)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
         """Return the first plugin's answer, with the roofline where that is NaN; None for the roofline alone."""
-        table = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, chip=chip, engine=engine)
+        about = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
+        table = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **about)
         return None if table is None else FilledKernelCosts(table, Roofline(chip=chip))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
@@ -141,8 +144,14 @@ class LoadedPlugins:
     ) -> Mapping[str, str]:
         """Return all plugins' variables; where several set one, the plugin asked first wins."""
         joined: dict[str, str] = {}
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "task": task}
-        for found in self._all([chip], "flagcore_environment", validation.environment, **about):
+        about = {
+            "chip": chip,
+            "engine": engine,
+            "engine_version": engine_version,
+            "task": task,
+            "kind": kind_of(engine),
+        }
+        for found in self._all([chip], "flagcore_environment", validation.environment, **about, task=task):
             joined = {**found, **joined}
         return joined
 
@@ -158,7 +167,7 @@ class LoadedPlugins:
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the first plugin's answer; UNKNOWN if there is none."""
-        about = {"chip": chip, "engine": engine, "engine_version": engine_version}
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         found = self._first([chip], "flagcore_engine_support", validation.support, **about)
         return found or EngineSupport(
             support=Support.UNKNOWN, reason=f"no plugin says how {engine} runs on {chip.name}"

@@ -74,7 +74,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "state": each.state.value,
         "reason": each.reason,
         "fidelity": each.fidelity,
-        "predicted": dict(each.predicted),
+        "predicted": {**each.predicted, **each.notes},
         "measured": _measured(each.measurement) if each.measurement else None,
         "measured_over": {told: off(each, told) for told in ("predicted", "believed")},
         "duration_s": each.duration_s,

@@ -80,7 +80,7 @@ def _of_knob(axis: Axis, refused: Refused) -> Rule:
     return Rule(
         name=refused.name,
         knobs=(axis.knob,),
-        says=f"{axis.knob} = {values}: {refused.reason}",
+        message=f"{axis.knob} = {values}: {refused.reason}",
         broken=lambda c: np.isin(c[axis.knob], codes) | (c[axis.knob] > most),
     )
 
@@ -90,7 +90,7 @@ def _of_job(first: Axis, name: str, key: str, value: object, wrong: bool, reason
     return Rule(
         name=name,
         knobs=(first.knob,),
-        says=f"{key} = {value}: {reason}" if wrong else f"{key}: {reason}",
+        message=f"{key} = {value}: {reason}" if wrong else f"{key}: {reason}",
         broken=lambda c: np.full(c[first.knob].shape, wrong),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flagcore.contracts import Launcher, Platform, Running, Workload
+from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.failure import classify, log_tail
 from flagcore.domain.launch import Exit
@@ -54,9 +54,9 @@ def probe(
     cannot be started, and lets exceptions pass; either ends the processes.
     """
     task = platform.task
-    columns = workload.columns(task, candidate.as_dict())
-    chosen = tuple(ranks) or workload.probe_ranks(task, candidate, platform.costs)
-    predicted = {rank: workload.rank(task, columns, rank, platform.costs) for rank in chosen}
+    prober, columns = require_prober(workload), workload.columns(task, candidate.as_dict())
+    chosen = tuple(ranks) or prober.probe_ranks(task, candidate, platform.costs)
+    predicted = {rank: prober.rank(task, columns, rank, platform.costs) for rank in chosen}
     done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
     waiting, playing = [rank for rank in chosen if rank not in done], list[_Playing]()
     ends = time.monotonic() + seconds
@@ -91,7 +91,7 @@ def _known(
         with suppress(OSError, ValueError, KeyError, TypeError, FlagError):
             ended = json.loads(read_regular(os.path.join(where, "exit.json")))
             if ended["code"] == 0 and ended["ended_by"] is None:
-                measured = workload.read_probe(platform.task, where)
+                measured = require_prober(workload).read_probe(platform.task, where)
                 return RankProbe(rank=rank, state=TrialState.MEASURED, predicted=predicted, measured=measured)
     return None
 
@@ -110,7 +110,9 @@ def _start(
         os.makedirs(where, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"{where} cannot be made: {error.strerror or error}") from None
-    planned = platform.prepared(workload.probe_launch(platform, candidate, blank.rank, where, blank.device))
+    planned = platform.prepared(
+        require_prober(workload).probe_launch(platform, candidate, blank.rank, where, blank.device)
+    )
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
     return _Playing(blank, launcher.start(limits), where)
 
@@ -127,7 +129,7 @@ def _first(playing: Sequence[_Playing]) -> tuple[_Playing, Exit]:
 def _outcome(blank: RankProbe, ended: Exit, platform: Platform, workload: Workload, folder: str) -> RankProbe:
     if ended.code == 0 and ended.ended_by is None:
         try:
-            measured = workload.read_probe(platform.task, folder)
+            measured = require_prober(workload).read_probe(platform.task, folder)
         except FlagError as error:
             return replace(blank, reason=str(error))
         return replace(blank, state=TrialState.MEASURED, measured=measured)

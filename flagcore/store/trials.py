@@ -19,7 +19,7 @@ from optuna.trial import TrialState as OptunaState
 
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.objective import is_rate, told
-from flagcore.domain.trial import RUN, Measurement, Role, Trial, TrialState
+from flagcore.domain.trial import NOTES, RUN, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import open_regular, read_regular
 from flagcore.store.directory import writable
@@ -78,10 +78,15 @@ class OptunaStore:
         frozen = self._study.get_trials(deepcopy=False)
         return tuple(_thaw(each) for each in frozen if "result" in each.user_attrs)
 
-    def begin(self, candidate: Candidate, role: Role, predicted: Mapping[str, object], fidelity: str = RUN) -> Trial:
-        """Note that a trial starts, make its folder, and return it with its number."""
-        values = candidate.as_dict()
-        attributes = {"candidate": values, "role": role.value, "fidelity": fidelity, "predicted": dict(predicted)}
+    def begin(self, planned: Trial) -> Trial:
+        values = planned.candidate.as_dict()
+        attributes = {
+            "candidate": values,
+            "role": planned.role.value,
+            "fidelity": planned.fidelity,
+            "predicted": dict(planned.predicted),
+            **planned.notes,
+        }
         params = {knob: values[knob] for knob in self._distributions if knob in values}
         template = create_trial(
             state=OptunaState.RUNNING,
@@ -91,21 +96,14 @@ class OptunaStore:
         )
         with self._usable():
             number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
-            trial = Trial(
-                number=number,
-                candidate=candidate,
-                role=role,
-                state=TrialState.RUNNING,
-                predicted=predicted,
-                log=f"trials/{number}/stdout.log",
-                fidelity=fidelity,
-            )
+            log = f"trials/{number}/stdout.log"
+            trial = dataclasses.replace(planned, number=number, state=TrialState.RUNNING, log=log)
             Path(self.folder(trial)).mkdir(parents=True, exist_ok=True)
         return trial
 
     def add(self, trial: Trial) -> Trial:
         """Keep a trial that ended elsewhere, and return it with the number and the folder that it has here."""
-        begun = self.begin(trial.candidate, trial.role, trial.predicted, trial.fidelity)
+        begun = self.begin(trial)
         kept = dataclasses.replace(trial, number=begun.number, log=begun.log)
         self.finish(kept)
         return kept
@@ -220,18 +218,21 @@ def _thaw(frozen: FrozenTrial) -> Trial:
             figure = getattr(measured, name)
             if not (name in MAY_LACK and figure is None) and not _finite(figure):
                 raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is no finite figure")
+    predicted = dict(attributes["predicted"])
+    notes = {name: attributes.get(name, predicted.pop(name, None)) for name in NOTES}  # older journals
     return Trial(
         number=frozen.number,
         candidate=Candidate.of(attributes["candidate"]),
         role=Role(attributes["role"]),
         state=state,
-        predicted=dict(attributes["predicted"]),
+        predicted=predicted,
         measurement=measured,
         reason=result.get("reason"),
         duration_s=float(result.get("duration_s", 0.0)),
         log=str(result.get("log", f"trials/{frozen.number}/stdout.log")),
         fidelity=str(attributes.get("fidelity", RUN)),
         source=result.get("source"),
+        **{name: None if value is None else NOTES[name](value) for name, value in notes.items()},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.contracts import Choice, SearchContext
+from flagcore.contracts import Choice, SearchContext, Strategy
 
 
 class Random:
@@ -18,4 +18,4 @@ class Random:
         return Choice(row=int(row), because="drawn by chance")
 
 
-STRATEGY = Random()
+STRATEGY: Strategy = Random()

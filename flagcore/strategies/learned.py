@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import ndtr
 
-from flagcore.contracts import Choice, SearchContext
+from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
@@ -146,4 +146,4 @@ def _counts(trial: Trial) -> bool:
     return trial.state is TrialState.MEASURED
 
 
-STRATEGY = Learned()
+STRATEGY: Strategy = Learned()

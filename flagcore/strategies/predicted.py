@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.contracts import Choice, SearchContext
+from flagcore.contracts import Choice, SearchContext, Strategy
 
 
 class Predicted:
@@ -20,4 +20,4 @@ class Predicted:
         return Choice(row=int(rows[first]), because="the fastest predicted of those left")
 
 
-STRATEGY = Predicted()
+STRATEGY: Strategy = Predicted()

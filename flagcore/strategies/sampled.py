@@ -14,7 +14,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from flagcore.contracts import Choice, SearchContext
+from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.space import Axis, Columns, IntArray, Space, decode
 from flagcore.domain.trial import Trial
 from flagcore.domain.trial import TrialState as Ended
@@ -24,7 +24,7 @@ WORSE = 2.0
 """A trial that ran out of memory counts as one that took so many times as long as the slowest one that ran."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """Tries what a sampler of Optuna suggests. It sees step times, and knobs by their place among their values."""
 
@@ -126,4 +126,5 @@ def _gp(seed: int) -> BaseSampler:
     return GPSampler(seed=seed)
 
 
-TPE, GP = Sampled("tpe", _tpe), Sampled("gp", _gp)
+TPE: Strategy = Sampled("tpe", _tpe)
+GP: Strategy = Sampled("gp", _gp)

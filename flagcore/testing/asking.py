@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.launch import Launch
-from flagcore.plugins import WORKLOADS, LoadedPlugins, names
+from flagcore.plugins import WORKLOADS, LoadedPlugins, kind_of, names
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import group_of, task_on
 from flagcore.testing.state import changed, process_state
@@ -88,12 +88,13 @@ def _of_chip(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
     yield "flagcore_prepare_launch", {"launch": launch, "task": task}
     for engine in names(WORKLOADS):
         about = {"chip": chip, "engine": engine, "engine_version": None}
-        yield "flagcore_memory_model", {"group": group, "engine": engine}
-        yield "flagcore_kernel_costs", {"chip": chip, "engine": engine}
+        kind = kind_of(engine)
+        yield "flagcore_memory_model", {"group": group, "engine": engine, "kind": kind}
+        yield "flagcore_kernel_costs", {"chip": chip, "engine": engine, "kind": kind}
         yield "flagcore_collective_costs", {"group": group, "engine": engine}
-        yield "flagcore_engine_support", about
+        yield "flagcore_engine_support", {**about, "kind": kind}
         yield "flagcore_knobs", about
-        yield "flagcore_environment", {**about, "task": task}
+        yield "flagcore_environment", {**about, "task": task, "kind": kind}
         yield "flagcore_failure_patterns", about
 
 

@@ -215,7 +215,8 @@ class Subject:
         def own(chip: Chip) -> KernelCosts | None:
             if self.loaded.kernel_costs(chip, "megatron") is None:
                 return None  # nothing, or nothing that can be used, which another check tells
-            return validation.kernel_costs(self.ask("flagcore_kernel_costs", {"chip": chip, "engine": "megatron"}))
+            about = {"chip": chip, "engine": "megatron", "kind": "train"}
+            return validation.kernel_costs(self.ask("flagcore_kernel_costs", about))
 
         return self.each("flagcore_kernel_costs", own)
 

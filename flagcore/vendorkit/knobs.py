@@ -69,7 +69,7 @@ def _listed(part: Part) -> Listed:
             name=part.required("name", str),
             off=off,
             choices=tuple(_choice(each) for each in _each(part, "choices")),
-            says=part.required("says", str),
+            message=part.required("says", str),
             claim=part.optional("claim", str, ""),
             effect=part.source("effect") if "effect" in part.content else None,
             needs=tuple(_need(each) for each in _each(part, "needs")),

@@ -62,7 +62,7 @@ def test_run_that_goes_on_is_read_without_a_trace_in_its_folder(project: Project
     run = flagcore.load_run(project.run_dir)
     (project.run_dir / "result.json").unlink()
     store = OptunaStore(project.run_dir, {}, run=known)
-    store.begin(run.trials[0].candidate, run.trials[0].role, {})
+    store.begin(run.trials[0])
     before = {file: file.stat().st_mtime_ns for file in project.run_dir.rglob("*")}
     again = flagcore.load_run(project.run_dir)
     assert again.trials == run.trials  # the one that runs is no trial yet

@@ -39,8 +39,8 @@ def told(predicted: float | None, believed: float | None, measured: float = 1.0)
     record: dict[str, object] = {"step_time_s": {"value": predicted}} if predicted else {}
     ran = trial(0, "x", 1.0 / measured, Role.SEARCH)
     assert ran.measurement is not None
-    belief = {"believed": {"step_time_s": {"value": believed}}} if believed else {}
-    return replace(ran, predicted=record | belief, measurement=replace(ran.measurement, step_time_s=measured))
+    belief = {"step_time_s": {"value": believed}} if believed else None
+    return replace(ran, predicted=record, believed=belief, measurement=replace(ran.measurement, step_time_s=measured))
 
 
 def test_a_measured_time_is_told_over_what_was_predicted_and_believed() -> None:

@@ -264,8 +264,8 @@ def test_launch_that_cannot_be_prepared_is_refused_each_time(answer: object) -> 
 
 
 def test_pruning_rules_of_all_plugins_are_joined() -> None:
-    rule = SimpleNamespace(name="r", says="why", prunes=lambda columns, predictions: np.zeros(1, dtype=bool))
-    nameless = SimpleNamespace(says="why", prunes=lambda columns, predictions: None)
+    rule = SimpleNamespace(name="r", message="why", prunes=lambda columns, predictions: np.zeros(1, dtype=bool))
+    nameless = SimpleNamespace(message="why", prunes=lambda columns, predictions: None)
     loaded = LoadedPlugins.of(
         {"a": plugin(pruning_rules=lambda: [rule]), "b": plugin(pruning_rules=lambda: [nameless])}
     )

@@ -37,7 +37,7 @@ KNOB = PluginKnob(
     name="acme_fused",
     off=False,
     choices=(FUSED,),
-    says="fuses",
+    message="fuses",
     source=small.SOURCE,
     needs=(Need(knob="tensor_model_parallel_size", at_least=2),),
 )
@@ -48,7 +48,7 @@ SCHEDULE = PluginKnob(
         PluginChoice(value="zb-h1", settings={"pipeline_schedule": "zb-h1"}),
         PluginChoice(value="wait", environment={"ACME_WAIT": "1"}, memory=Factor(value=0.9, low=0.8, high=1.0)),
     ),
-    says="orders",
+    message="orders",
     source=small.SOURCE,
 )
 PLUGIN = """
@@ -66,9 +66,9 @@ PLUGIN = """
         wait = PluginChoice(value=2, environment={"ACME_WAIT": "2"})
         secret = PluginChoice(value=True)
         return [
-            PluginKnob(name="acme_fused", off=False, choices=(on,), says="fuses", source=SOURCE),
-            PluginKnob(name="acme_wait", off=None, choices=(wait,), says="waits", source=SOURCE),
-            PluginKnob(name="acme_secret", off=False, choices=(secret,), says="hides", source=SOURCE),
+            PluginKnob(name="acme_fused", off=False, choices=(on,), message="fuses", source=SOURCE),
+            PluginKnob(name="acme_wait", off=None, choices=(wait,), message="waits", source=SOURCE),
+            PluginKnob(name="acme_secret", off=False, choices=(secret,), message="hides", source=SOURCE),
         ]
 """
 SPEC: dict[str, Any] = {
@@ -154,7 +154,7 @@ def test_what_the_setting_of_a_choice_forbids_is_illegal_where_it_is_chosen_and_
     for (value, size), broken in cases.items():
         columns = engine.columns(task, {**own, "micro_batch_size": size, "acme_schedule": value})
         assert rule.broken(columns).tolist() == [broken]
-    assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.says
+    assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.message
 
 
 def test_a_setting_that_a_choice_sets_anew_forbids_what_it_is_then_and_not_what_it_was() -> None:
@@ -323,7 +323,7 @@ SERVES = """
     def flagcore_knobs(chip, engine):
         slow = PluginChoice(value=True, environment={"ACME_SLOW": "1"}, time=Factor(value=2.0, low=1.5, high=3.0))
         source = Source(kind="published", detail="made up")
-        return [PluginKnob(name="acme_slow", off=False, choices=(slow,), says="waits", source=source)]
+        return [PluginKnob(name="acme_slow", off=False, choices=(slow,), message="waits", source=source)]
 """
 
 

@@ -107,7 +107,7 @@ def test_books_balance_under_any_rules_and_merges(seed: int, monkeypatch: pytest
         used = tuple(draw.sample(knobs, draw.randint(1, 3)))
         divisor, rest = draw.randint(2, 6), draw.randint(0, 1)
         return Rule(
-            name=f"rule_{number}", knobs=used, says="", broken=lambda c: sum(c[k] for k in used) % divisor == rest
+            name=f"rule_{number}", knobs=used, message="", broken=lambda c: sum(c[k] for k in used) % divisor == rest
         )
 
     def merge(number: int) -> Merge:
@@ -127,8 +127,8 @@ def test_books_balance_under_any_rules_and_merges(seed: int, monkeypatch: pytest
 
 def test_what_each_rule_takes_is_counted_with_all_it_stands_for() -> None:
     axes = [Axis(knob="a", values=(1, 2, 3), neutral=1), Axis(knob="b", values=(1, 2), neutral=1)]
-    odd = Rule(name="odd", knobs=("a",), says="", broken=lambda c: c["a"] % 2 == 1)
-    equal = Rule(name="equal", knobs=("a", "b"), says="", broken=lambda c: c["a"] == c["b"])
+    odd = Rule(name="odd", knobs=("a",), message="", broken=lambda c: c["a"] % 2 == 1)
+    equal = Rule(name="equal", knobs=("a", "b"), message="", broken=lambda c: c["a"] == c["b"])
     space = build(axes, [odd, equal], [])
     assert space.illegal == {"odd": 4, "equal": 1}
     assert [candidate.as_dict() for candidate in map(space.candidate, range(len(space)))] == [{"a": 2, "b": 1}]
@@ -191,7 +191,7 @@ def test_what_a_plugin_refuses_is_a_rule_of_its_name() -> None:
     space = build(axes, [*WORKLOAD.rules(task), rule], WORKLOAD.merges(task))
     assert space.illegal["no_selective"] > 0
     assert not np.any(space.columns()["recompute_granularity"] == 1)
-    assert "its kernels crash" in rule.says
+    assert "its kernels crash" in rule.message
 
 
 def test_a_plugin_that_refuses_values_of_no_knob_is_told() -> None:
@@ -223,7 +223,7 @@ def test_check_tells_the_broken_rules_of_one_candidate_as_it_stands() -> None:
 
 def test_a_space_without_a_legal_candidate_is_empty_and_balanced() -> None:
     space = build(
-        [Axis(knob="a", values=(1, 2), neutral=1)], [Rule(name="all", knobs=("a",), says="", broken=_all)], []
+        [Axis(knob="a", values=(1, 2), neutral=1)], [Rule(name="all", knobs=("a",), message="", broken=_all)], []
     )
     assert (len(space), space.illegal, space.find(Candidate.of({"a": 1}))) == (0, {"all": 2}, None)
     assert list(space.chunks(10)) == []
@@ -235,7 +235,7 @@ def _all(columns: Columns) -> np.ndarray:
 
 def test_too_many_combinations_to_count_are_refused() -> None:
     axes = [Axis(knob=f"k{n}", values=tuple(range(1, 50_001)), neutral=1) for n in range(5)]
-    rules = [Rule(name="one", knobs=(axis.knob,), says="", broken=lambda c, k=axis.knob: c[k] > 1) for axis in axes]
+    rules = [Rule(name="one", knobs=(axis.knob,), message="", broken=lambda c, k=axis.knob: c[k] > 1) for axis in axes]
     with pytest.raises(SpecError, match="too many combinations"):
         build(axes, rules, [])
 
@@ -289,14 +289,14 @@ def test_a_plugin_may_refuse_what_all_candidates_share(knob: str, train: dict[st
     space = build(axes, [rule], ())
     assert (len(space) == 0) == took
     assert space.illegal == ({"no_fp8": space.combinations} if took else {})
-    assert "it has no units" in rule.says
+    assert "it has no units" in rule.message
 
 
 def test_a_plugin_may_refuse_all_above_a_number() -> None:
     refused = Refused(name="wide", knob="tensor_model_parallel_size", values=(), above=4, reason="slow")
     (rule,) = refusals(WORKLOAD.axes(small.task()), EngineSupport(support=Support.YES, refused=(refused,)))
     assert rule.broken({"tensor_model_parallel_size": np.array([1, 4, 8])}).tolist() == [False, False, True]
-    assert "more than 4" in rule.says
+    assert "more than 4" in rule.message
 
 
 def test_a_forced_setting_refuses_another_value_that_the_user_gives() -> None:
@@ -305,4 +305,4 @@ def test_a_forced_setting_refuses_another_value_that_the_user_gives() -> None:
         task = small.task(settings={"cp_comm_type": value} if value else {})
         (rule,) = refusals(WORKLOAD.axes(task), EngineSupport(support=Support.YES, forced=(forced,)), task.spec)
         assert rule.broken({"data_parallel_size": np.array([1])}).tolist() == [broken]
-    assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.says
+    assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.message

@@ -59,7 +59,7 @@ def rows_of(found: Pruned, name: str) -> list[int]:
 
 class Rule:
     name = "no_small_batches"
-    says = "slow on this chip"
+    message = "slow on this chip"
 
     def __init__(self, answer: object = None) -> None:
         self.answer = answer

@@ -38,7 +38,7 @@ class StayInPod:
     """Four devices share fast links."""
 
     name = "acme_pod"
-    says = "tensor parallelism stays inside a pod of 4"
+    message = "tensor parallelism stays inside a pod of 4"
 
     def prunes(self, columns, predictions):
         """Return True where it does not."""

@@ -24,7 +24,7 @@ def knob_record(task: Task, knob: PluginKnob) -> dict[str, Any]:
         "knob": knob.name,
         "values": list(knob.values),
         "in_space": knob in task.knobs,
-        "says": knob.says,
+        "says": knob.message,
         "claim": knob.claim,
         "effect": f"{knob.effect.kind}: {knob.effect.detail}" if knob.effect else None,
         "needs": [str(need) for need in knob.needs] + ["a mixture of experts"] * knob.of_experts,

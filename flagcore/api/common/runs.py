@@ -207,8 +207,8 @@ def _as_predicted(data: Mapping[str, Any]) -> Trial:
 
 
 def _compared(trial: Trial) -> Mapping[str, Any]:
-    told: Any = trial.predicted
-    steps = {"predicted": told.get("step_time_s"), "believed": (told.get("believed") or {}).get("step_time_s")}
+    told, believed = trial.predicted, trial.believed or {}
+    steps = {"predicted": told.get("step_time_s"), "believed": believed.get("step_time_s")}
     return {
         "number": trial.number,
         "candidate": trial.candidate.as_dict(),

@@ -11,7 +11,7 @@ from typing import Any
 
 from flagcore.api.hardware.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import Workload
+from flagcore.contracts import InstalledVersion, Workload
 from flagcore.domain.chip import Support
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
@@ -70,11 +70,10 @@ def tell_of_problem(problem: Problem, workload: Workload) -> None:
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
     """Return that flags of an engine are not checked, if it is not installed here."""
-    engine = getattr(workload, "engine", None)
-    if not serve.engine_args or engine is None:
+    if not serve.engine_args or not isinstance(workload, InstalledVersion):
         return []
     try:
-        found = engine.version(replace(spec, work=replace(serve, engine_version=None)))
+        found = workload.installed_version(replace(spec, work=replace(serve, engine_version=None)))
     except FlagError:
         found = ""
     flags = ", ".join(serve.engine_args)

@@ -43,7 +43,7 @@ def broken_here(problem: Problem, workload: Workload, columns: Columns) -> list[
     """Return the rules that one candidate breaks as plain data, each with the values that it looked at."""
     values = as_candidate(problem.space.axes, columns).as_dict()
     return [
-        {"rule": rule.name, "says": rule.says, "values": {knob: values.get(knob) for knob in rule.knobs}}
+        {"rule": rule.name, "says": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
         for rule in legality(problem, workload)
         if bool(rule.broken(columns).any())
     ]
@@ -150,7 +150,7 @@ def _taught(found: Known, row: int) -> list[Mapping[str, Any]]:
     if not code:
         return []
     name, behind = pruned.rules[code - 1], int(pruned.trial[row])
-    says = {rule.name: rule.says for rule in found.problem.rules} | LEARNED
+    says = {rule.name: rule.message for rule in found.problem.rules} | LEARNED
     return [{"rule": name, "says": says.get(name, ""), "values": {}, "trial": behind if behind >= 0 else None}]
 
 

@@ -63,7 +63,9 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
             found.run.stopped_because,
         )
     pruning = (*workload.pruning_rules(task), *problem.platform.pruning_rules)
-    says = {rule.name: rule.says for rule in legality(problem, workload)} | {rule.name: rule.says for rule in pruning}
+    says = {rule.name: rule.message for rule in legality(problem, workload)} | {
+        rule.name: rule.message for rule in pruning
+    }
     nothing_fits = None
     try:
         require_candidate(problem)

@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.common.plugin_notes import plugin_notes
-from flagcore.contracts import Workload
+from flagcore.contracts import Workload, memory_components, model_parts
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import SearchState
@@ -94,7 +94,7 @@ def estimate(
         candidates=tuple(
             {"number": n, **each} for n, each in enumerate(_records(problem, workload, order[:top]), start=1)
         ),
-        model=tuple(model_table(workload.parts(task))),
+        model=tuple(model_table(model_parts(workload, task))),
         untimed=int(untimed.sum()),
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),
@@ -134,7 +134,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     """Return candidates with their predictions and, by component, what their worst stages hold."""
     task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
     stages = problem.predictions.worst_stage[rows]
-    components = workload.components(task, columns, stages, problem.platform.costs)
+    components = memory_components(workload, task, columns, stages, problem.platform.costs)
     records = []
     for place, row in enumerate(rows):
         figures = replace(problem.predictions.row(int(row)), components=of_row(components, place))

@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.warnings import loaded_plugins
-from flagcore.contracts import Costs, Workload
+from flagcore.contracts import Costs, Workload, memory_components, model_parts, require_job_records, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -151,7 +151,7 @@ class _Jobs:
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")
         bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
-        task, values, noted = workload.published(bare, job.candidate, job.notes)
+        task, values, noted = require_job_records(workload).published(bare, job.candidate, job.notes)
         warnings: tuple[str, ...] = ()
         if isinstance(job.work, TrainSpec):
             assumed = assumed_in_job({*job.work.settings, *noted}, task.spec.train.settings)
@@ -192,19 +192,19 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
 def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
     """Return what the rules that a row breaks say, and the values of their knobs; those that are off or 1 left out."""
     found: dict[str, KnobValue] = {}
-    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.says))]
+    named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
     for knob in named:
         given = values.get(knob)
         found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
     told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
-    return "; ".join(rule.says for rule in rules) + (f" (here {told})" if told else "")
+    return "; ".join(rule.message for rule in rules) + (f" (here {told})" if told else "")
 
 
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
     task = rows[0].task
     columns = canonical(columns, workload.merges(task))
     predictions = workload.predict(task, columns, platform.costs)
-    components = workload.components(task, columns, predictions.worst_stage, platform.costs)
+    components = memory_components(workload, task, columns, predictions.worst_stage, platform.costs)
     answers: dict[int, Answer] = {}
     untimed = no_time(task, platform.costs) if not np.isfinite(predictions.step_time_s).all() else ""
     for number, row in enumerate(rows):
@@ -214,7 +214,9 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
         answers[row.place] = {"status": "ok", **why, **told, **record(task, figures)}
         if row.rank is not None:
             only = _taken(columns, np.array([number]))
-            answers[row.place]["rank"] = rank_record(workload.rank(task, only, row.rank, platform.costs))
+            answers[row.place]["rank"] = rank_record(
+                require_prober(workload).rank(task, only, row.rank, platform.costs)
+            )
     return answers
 
 
@@ -226,7 +228,7 @@ def _described(workload: Workload, row: _Row) -> Answer:
         "devices": cluster.devices,
         "candidate": {knob: value for knob, value in row.values.items() if value is not None},
         "settings": dict(work.settings if isinstance(work, TrainSpec) else work.engine_args),
-        "model": model_table(workload.parts(row.task)),
+        "model": model_table(model_parts(workload, row.task)),
     }
 
 

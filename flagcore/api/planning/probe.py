@@ -14,9 +14,9 @@ import yaml
 
 from flagcore import plugins
 from flagcore.api.common.warnings import loaded_plugins, parsed, tell_of_problem
+from flagcore.contracts import require_prober
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.probe import Probe, RankProbe
-from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
@@ -59,15 +59,12 @@ def probe(
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
     spec, given = _spec(Path(spec_file), candidate, without)
-    if isinstance(spec.work, ServeSpec):
-        fix = "predict servers with `flag estimate`, measure them with `flag tune`"
-        raise UsageError(f"{spec_file} serves, and a probe plays ranks of training; {fix}")
     if spec.cluster.groups:
         raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
     workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
-    workload.ready(spec, probe=True)
+    require_prober(workload).ready_to_probe(spec)
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)

@@ -16,7 +16,7 @@ from flagcore.api.tuning.export import Outcome, keep
 from flagcore.api.tuning.several_engines import each_engine
 from flagcore.api.tuning.transfer import past as past_of
 from flagcore.calibration import Experience
-from flagcore.contracts import Event, OnEvent, TrialStore, Workload
+from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.experience import Past
 from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import plain_without_secrets, secrets_within, without_secrets
@@ -160,7 +160,7 @@ def _ready(workload: Workload, spec: Spec) -> None:
     if spec.control.fidelity == RUN:
         workload.ready(spec)
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
-        workload.ready(spec, probe=True)
+        require_prober(workload).ready_to_probe(spec)
 
 
 def _not_a_step_down(store: TrialStore, control: Control, run_dir: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform, PruningRule
+from flagcore.contracts import Costs, Platform, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.passes import Passes
@@ -36,7 +36,7 @@ class UselessSelectiveRecompute:
     """Selective recompute drops the attention core, which flash attention recomputes by itself."""
 
     name = "selective_recompute_with_flash_attention"
-    says = "flash attention keeps no attention core, so recomputing it costs time and saves nothing"
+    message = "flash attention keeps no attention core, so recomputing it costs time and saves nothing"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         """Return True where recompute is selective."""
@@ -48,6 +48,7 @@ class Megatron:
     """Training with megatron-core, or with a user's own Megatron-LM command."""
 
     name = "megatron"
+    kind = "train"
     modules: Mapping[str, str] = {"torch": "torch", "megatron.core": "megatron-core>=0.16,<0.17"}
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
@@ -153,9 +154,13 @@ class Megatron:
         )
         return int(np.lexsort(keys[::-1])[0])
 
-    def ready(self, spec: Spec, *, probe: bool = False) -> None:
-        """Raise SpecError or NoDevice unless trials of `spec`, or probes, can run here."""
-        (launching.ready_to_probe if probe else launching.ready)(spec, self.modules)
+    def ready(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice unless trials of `spec` can run here."""
+        launching.ready(spec, self.modules)
+
+    def ready_to_probe(self, spec: Spec) -> None:
+        """Raise SpecError or NoDevice unless probes of `spec` can run here."""
+        launching.ready_to_probe(spec, self.modules)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
         """Return how to start a candidate."""
@@ -196,4 +201,4 @@ class Megatron:
         )
 
 
-WORKLOAD = Megatron()
+WORKLOAD: Workload = Megatron()

@@ -38,13 +38,13 @@ def _batch(task: Task) -> Sequence[Rule]:
         Rule(
             name="world_size",
             knobs=(DP, TP, PP, CP),
-            says=f"{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}",
+            message=f"{DP} x {TP} x {PP} x {CP} must be the number of devices, {devices}",
             broken=lambda c: c[DP] * c[TP] * c[PP] * c[CP] != devices,
         ),
         Rule(
             name="global_batch_size",
             knobs=(DP, MBS),
-            says=f"global_batch_size = {batch} must be a multiple of {MBS} x {DP}",
+            message=f"global_batch_size = {batch} must be a multiple of {MBS} x {DP}",
             broken=lambda c: batch % (c[MBS] * c[DP]) != 0,
         ),
     )
@@ -63,49 +63,49 @@ def _width(task: Task) -> Sequence[Rule]:
         Rule(
             name="attention_heads",
             knobs=(TP,),
-            says=f"{TP} must divide num_attention_heads = {heads}",
+            message=f"{TP} must divide num_attention_heads = {heads}",
             broken=lambda c: heads % c[TP] != 0,
         ),
         Rule(
             name="query_groups",
             knobs=(TP,),
-            says=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+            message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
             broken=lambda c: (groups % c[TP] != 0) & (c[TP] % groups != 0),
         ),
         Rule(
             name="qkv_width",
             knobs=(TP,),
-            says=f"{TP} must divide the width of keys and values, {keys_values}",
+            message=f"{TP} must divide the width of keys and values, {keys_values}",
             broken=lambda c: (keys_values % c[TP] != 0) & (not model.multi_latent_attention),
         ),
         Rule(
             name="ffn_width",
             knobs=(TP,),
-            says=f"{TP} must divide the width of the feed-forward layers, {max(widths)}",
+            message=f"{TP} must divide the width of the feed-forward layers, {max(widths)}",
             broken=lambda c: np.logical_or.reduce([width % c[TP] != 0 for width in widths]),
         ),
         Rule(
             name="expert_width",
             knobs=(TP,),
-            says=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
+            message=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
             broken=lambda c: expert_width % _expert_width(c, expert_tensor) != 0,
         ),
         Rule(
             name="context_length",
             knobs=(CP,),
-            says=f"seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1",
+            message=f"seq_length = {length} must be a multiple of 2 x {CP} when {CP} > 1",
             broken=lambda c: (c[CP] > 1) & (length % (2 * c[CP]) != 0),
         ),
         Rule(
             name="sequence_length",
             knobs=(TP, CP, SP),
-            says=f"seq_length = {length} must be a multiple of {TP} x {CP} with {SP}",
+            message=f"seq_length = {length} must be a multiple of {TP} x {CP} with {SP}",
             broken=lambda c: (c[SP] == 1) & (length % (c[TP] * c[CP]) != 0),
         ),
         Rule(
             name="moe_sequence_parallel",
             knobs=(TP, SP),
-            says=f"a mixture of experts with {TP} > 1 trains only with {SP}",
+            message=f"a mixture of experts with {TP} > 1 trains only with {SP}",
             broken=lambda c: (c[TP] > 1) & (c[SP] == 0) & (model.num_moe_experts is not None),
         ),
     )
@@ -122,7 +122,7 @@ def _groups(task: Task) -> Sequence[Rule]:
         Rule(
             name="stages_in_one_group",
             knobs=(PP,),
-            says=(
+            message=(
                 f"{PP} must be a multiple of {fewest}, so that no stage has devices of two node groups, "
                 f"{cluster.chips}: what splits a stage runs on chips of one kind"
             ),
@@ -142,25 +142,25 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         Rule(
             name="pipeline_stages",
             knobs=(PP,),
-            says=_says_split(split),
+            message=_says_split(split),
             broken=split.uneven,
         ),
         Rule(
             name="virtual_needs_pipeline",
             knobs=(PP, VIRTUAL),
-            says=f"virtual pipeline stages need {PP} > 1",
+            message=f"virtual pipeline stages need {PP} > 1",
             broken=lambda c: interleaved(c) & (c[PP] == 1),
         ),
         Rule(
             name="virtual_stages",
             knobs=(PP, VIRTUAL),
-            says=f"{VIRTUAL} (or {CHUNKS}) must divide num_layers / {PP}",
+            message=f"{VIRTUAL} (or {CHUNKS}) must divide num_layers / {PP}",
             broken=split.ragged,
         ),
         Rule(
             name="interleaved_microbatches",
             knobs=(DP, MBS, PP, VIRTUAL),
-            says=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
+            message=f"with virtual stages the number of micro-batches must be a multiple of {PP}",
             broken=lambda c: interleaved(c) & ((batch // np.maximum(c[MBS] * c[DP], 1)) % c[PP] != 0),
         ),
     )
@@ -173,19 +173,19 @@ def _experts(task: Task) -> Sequence[Rule]:
         Rule(
             name="experts_exist",
             knobs=(EP,),
-            says=f"{EP} > 1 needs a model with experts",
+            message=f"{EP} > 1 needs a model with experts",
             broken=lambda c: (c[EP] > 1) & (experts is None),
         ),
         Rule(
             name="experts_divide",
             knobs=(EP,),
-            says=f"{EP} must divide num_moe_experts = {experts}",
+            message=f"{EP} must divide num_moe_experts = {experts}",
             broken=lambda c: (experts or 0) % c[EP] != 0,
         ),
         Rule(
             name="expert_world_size",
             knobs=(TP, PP, EP),
-            says=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
+            message=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
             broken=lambda c: (devices % (_expert_width(c, expert_tensor) * c[EP] * c[PP]) != 0) & (experts is not None),
         ),
     )
@@ -207,25 +207,25 @@ def _recompute(task: Task) -> Sequence[Rule]:
         Rule(
             name="recompute_granularity",
             knobs=(RECOMPUTE, GRANULARITY),
-            says=f"{RECOMPUTE} needs {GRANULARITY}",
+            message=f"{RECOMPUTE} needs {GRANULARITY}",
             broken=lambda c: (c[RECOMPUTE] == 1) & (c[GRANULARITY] == 0),
         ),
         Rule(
             name="selective_recompute",
             knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-            says=f"selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}",
+            message=f"selective recompute takes neither {METHOD} nor {RECOMPUTE_LAYERS}",
             broken=lambda c: _recomputes(c, SELECTIVE) & ((c[METHOD] != 0) | (c[RECOMPUTE_LAYERS] != 0)),
         ),
         Rule(
             name="recompute_method",
             knobs=(RECOMPUTE, GRANULARITY, METHOD),
-            says=f"full recompute needs {METHOD}",
+            message=f"full recompute needs {METHOD}",
             broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == 0),
         ),
         Rule(
             name="uniform_recompute",
             knobs=(PP, VIRTUAL, RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-            says=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
+            message=f"uniform recompute needs a {RECOMPUTE_LAYERS} that divides the layers of a (virtual) stage",
             broken=lambda c: (
                 _recomputes(c, FULL)
                 & (c[METHOD] == UNIFORM)
@@ -236,13 +236,13 @@ def _recompute(task: Task) -> Sequence[Rule]:
         Rule(
             name="multi_token_recompute",
             knobs=(RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS),
-            says=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
+            message=f"uniform recompute of multi-token prediction needs {RECOMPUTE_LAYERS} = 1",
             broken=lambda c: _recomputes(c, FULL) & (c[METHOD] == UNIFORM) & (c[RECOMPUTE_LAYERS] > 1) & (depths > 0),
         ),
         Rule(
             name="recompute_num_layers",
             knobs=(PP, RECOMPUTE, GRANULARITY, RECOMPUTE_LAYERS),
-            says=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
+            message=f"full recompute needs {RECOMPUTE_LAYERS} from 1 to num_layers / {PP}",
             broken=lambda c: (
                 _recomputes(c, FULL) & ((c[RECOMPUTE_LAYERS] < 1) | (c[RECOMPUTE_LAYERS] > split.stage_layers(c)))
             ),

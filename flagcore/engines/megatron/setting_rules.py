@@ -39,26 +39,26 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
 
     known = (
         *(
-            Rule(name=name, knobs=(DIST_OPT,), says=f"{name} needs {DIST_OPT}", broken=no_sharding)
+            Rule(name=name, knobs=(DIST_OPT,), message=f"{name} needs {DIST_OPT}", broken=no_sharding)
             for name in ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
         ),
-        Rule(name="tp_comm_overlap", knobs=(SP,), says=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
+        Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
         Rule(
             name=EXPERT_OVERLAP,
             knobs=(PP, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
-            says=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
+            message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
             broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | no_chunks(c),
         ),
         Rule(
             name=STAGES,
             knobs=(PP, RECOMPUTE, GRANULARITY),
-            says=f"{STAGES} needs full recompute and a number for each of the {PP} stages",
+            message=f"{STAGES} needs full recompute and a number for each of the {PP} stages",
             broken=lambda c: (c[PP] != len(per_stage)) | ~recomputes_fully(c),
         ),
         Rule(
             name="offload_stages",
             knobs=(PP,),
-            says=f"offload_stages must be below {PP}",
+            message=f"offload_stages must be below {PP}",
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
         _schedule_rule(given.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
@@ -93,4 +93,4 @@ def _schedule_rule(given: SettingValue, split: Split, batch: int) -> Rule:
         return result
 
     knobs = (PP, VIRTUAL, DP, MBS) if dual else (PP, VIRTUAL)
-    return Rule(name="pipeline_schedule", knobs=knobs, says=says, broken=broken)
+    return Rule(name="pipeline_schedule", knobs=knobs, message=says, broken=broken)

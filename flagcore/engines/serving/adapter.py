@@ -9,8 +9,7 @@ import numpy as np
 from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
-from flagcore.domain.probe import RankMeasurement
+from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
@@ -50,14 +49,6 @@ class Serving:
         kinds = heterogeneous.parts(task, columns)
         return predict(task, self.engine.settings(task, kinds.columns), costs, kinds=kinds)
 
-    def components(self, task: Task, columns: Columns, stages: IntArray, costs: Costs) -> Components:
-        """Return nothing: a server's memory is told by its kinds."""
-        return {}
-
-    def rank(self, task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
-        """Raise SpecError: the ranks of a server are not told apart."""
-        raise SpecError(key="rank", value=rank, problem="is of training: a server is told as a whole")
-
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
         """Return what an iteration computes, how many sequences are in it, and how they are split, as powers of 2.
 
@@ -72,10 +63,6 @@ class Serving:
             "max_batched_tokens": settings.max_batched_tokens,
         }
         return {name: np.log2(np.maximum(values[largest], 1).astype(np.float64)) for name, values in figures.items()}
-
-    def parts(self, task: Task) -> tuple[ModelPart, ...]:
-        """Return no parts: the weights are the model's, whoever serves it."""
-        return ()
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return that a candidate surely breaks the SLO."""
@@ -115,10 +102,8 @@ class Serving:
         """Return the engine's defaults: the usual space holds nothing else."""
         return 0
 
-    def ready(self, spec: Spec, *, probe: bool = False) -> None:
+    def ready(self, spec: Spec) -> None:
         """Raise SpecError or NoDevice unless servers of `spec` can be started and loaded here."""
-        if probe:
-            raise SpecError(key="auto_tuner.control", problem="asks for probes: probing is for training")
         launching.ready(spec, self.engine)
 
     def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
@@ -137,22 +122,10 @@ class Serving:
         each = np.repeat(self.engine.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, each.tolist())
 
-    def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-        """Raise SpecError."""
-        raise _no_probe()
-
-    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str) -> Launch:
-        """Raise SpecError."""
-        raise _no_probe()
-
-    def read_probe(self, task: Task, folder: str) -> RankMeasurement:
-        """Raise SpecError."""
-        raise _no_probe()
+    def installed_version(self, spec: Spec) -> str:
+        """Return the release that would start, without starting it."""
+        return self.engine.version(spec)
 
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return what the trial program says when it fails; it has read the engine's own log."""
         return PATTERNS
-
-
-def _no_probe() -> SpecError:
-    return SpecError(key="auto_tuner.control.fidelity", problem="is probe: probing is for training")

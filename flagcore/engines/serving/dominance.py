@@ -60,7 +60,7 @@ class SloImpossible:
     def __init__(self, limits: Mapping[str, float]) -> None:
         self._limits = limits
         bounds = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits.items())
-        self.says = f"it is predicted to be surely over a limit of the SLO ({bounds})"
+        self.message = f"it is predicted to be surely over a limit of the SLO ({bounds})"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         """Return True where a limit cannot be kept; a figure or an interval that is not known rules nothing out."""

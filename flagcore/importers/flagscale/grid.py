@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from flagcore.contracts import Choice, SearchContext
+from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import IntArray
 from flagcore.domain.trial import Role, Trial, TrialState
@@ -81,4 +81,4 @@ def _told(passed: dict[str, int]) -> str:
     return f"; passed over by history rule: {rules}" if rules else ""
 
 
-STRATEGY = Grid()
+STRATEGY: Strategy = Grid()

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Pipelined, Workload
+from flagcore.contracts import Pipelined, Prober, Workload, memory_components
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import Task
-from flagcore.errors import FlagError
 from flagcore.problem import Problem
 from flagcore.report.page.what_if import what_if
 from flagcore.stages.build import refusals
@@ -47,7 +46,7 @@ def _says(problem: Problem, workload: Workload) -> dict[str, str]:
     """Return what each rule says that removed something."""
     task, platform = problem.platform.task, problem.platform
     rules = (*workload.rules(task), *refusals(workload.axes(task), platform.support))
-    says = {rule.name: rule.says for rule in rules} | {rule.name: rule.says for rule in problem.rules} | LEARNED
+    says = {rule.name: rule.message for rule in rules} | {rule.name: rule.message for rule in problem.rules} | LEARNED
     took = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
     return {name: text for name, text in says.items() if name in took}
 
@@ -58,12 +57,11 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
     columns = problem.space.columns(np.array([row]))
     count = int(columns.get("pipeline_model_parallel_size", np.ones(1))[0])
     found = []
+    if not isinstance(workload, Prober):
+        return []
     for stage in range(count):
-        parts = workload.components(task, columns, np.array([stage]), platform.costs)
-        try:
-            held = workload.rank(task, columns, stage * (task.cluster.devices // count), platform.costs)
-        except FlagError:
-            return []
+        parts = memory_components(workload, task, columns, np.array([stage]), platform.costs)
+        held = workload.rank(task, columns, stage * (task.cluster.devices // count), platform.costs)
         found.append(
             {
                 "stage": stage,

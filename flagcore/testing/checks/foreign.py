@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.launch import Launch
+from flagcore.plugins import kind_of
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import FOREIGN_CHIP, group_of, task_on
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 FIX = "answer None unless chip.vendor is yours"
+TRAINS = {"engine": "megatron", "kind": "train"}
 
 
 def it_plans_no_topology_of_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
@@ -19,11 +21,11 @@ def it_plans_no_topology_of_a_foreign_chip(plugin: Subject) -> Iterator[Problem]
 
 
 def it_has_no_memory_model_of_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
-    yield from _silent(plugin, "flagcore_memory_model", {"group": group_of(FOREIGN_CHIP), "engine": "megatron"})
+    yield from _silent(plugin, "flagcore_memory_model", {"group": group_of(FOREIGN_CHIP), **TRAINS})
 
 
 def it_prices_no_kernel_of_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
-    yield from _silent(plugin, "flagcore_kernel_costs", {"chip": FOREIGN_CHIP, "engine": "megatron"})
+    yield from _silent(plugin, "flagcore_kernel_costs", {"chip": FOREIGN_CHIP, **TRAINS})
 
 
 def it_prices_no_collective_of_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
@@ -32,7 +34,7 @@ def it_prices_no_collective_of_a_foreign_chip(plugin: Subject) -> Iterator[Probl
 
 def it_supports_no_engine_on_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
     for engine in plugin.engines:
-        yield from _silent(plugin, "flagcore_engine_support", _about(FOREIGN_CHIP, engine))
+        yield from _silent(plugin, "flagcore_engine_support", {**_about(FOREIGN_CHIP, engine), "kind": kind_of(engine)})
 
 
 def it_brings_no_knob_to_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
@@ -42,7 +44,9 @@ def it_brings_no_knob_to_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
 
 def it_sets_no_variable_on_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
     for engine in plugin.engines:
-        yield from _silent(plugin, "flagcore_environment", {**_about(FOREIGN_CHIP, engine), "task": None})
+        yield from _silent(
+            plugin, "flagcore_environment", {**_about(FOREIGN_CHIP, engine), "task": None, "kind": kind_of(engine)}
+        )
 
 
 def it_reads_no_log_of_a_foreign_chip(plugin: Subject) -> Iterator[Problem]:
@@ -68,7 +72,7 @@ def it_reads_no_foreign_device(plugin: Subject) -> Iterator[Problem]:
 
 def it_says_nothing_of_an_unknown_engine(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
-        if plugin.ask("flagcore_engine_support", _about(chip, "no such engine")) is not None:
+        if plugin.ask("flagcore_engine_support", {**_about(chip, "no such engine"), "kind": ""}) is not None:
             yield Problem(
                 message=f"flagcore_engine_support says how 'no such engine' runs on {chip.name}",
                 fix="answer None for an engine that you have not looked at",

@@ -23,7 +23,7 @@ def knobs_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Probl
 
 def a_knob_says_what_it_is(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
-        if not knob.says.strip():
+        if not knob.message.strip():
             yield Problem(
                 message=f"flagcore_knobs: {knob.name} of {engine} says nothing",
                 fix="give says: a sentence that `flag explain` prints",

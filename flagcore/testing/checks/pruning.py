@@ -29,9 +29,9 @@ def rules_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Probl
 def a_rule_has_a_name_and_says_what_it_knows(plugin: Subject) -> Iterator[Problem]:
     for _, rules in _ruled(plugin):
         for rule in rules:
-            if not rule.name.isidentifier() or not rule.says.strip():
+            if not rule.name.isidentifier() or not rule.message.strip():
                 yield Problem(
-                    message=f"flagcore_pruning_rules: the rule {rule.name!r} says {rule.says!r}",
+                    message=f"flagcore_pruning_rules: the rule {rule.name!r} says {rule.message!r}",
                     fix="give it a name of letters and underscores, and a sentence that `flag explain` shows",
                 )
 

@@ -76,7 +76,7 @@ class StayInsideIsland:
 
     def __init__(self, island: int = ISLAND) -> None:
         self._island = island
-        self.says = f"tensor and expert parallelism of a C500 stay inside an island of {island} (vendor's advice)"
+        self.message = f"tensor and expert parallelism of a C500 stay inside an island of {island} (vendor's advice)"
 
     def prunes(self, columns: Mapping[str, IntArray], predictions: Predictions) -> BoolArray:
         """Return True where either is wider than the island."""

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.megatron.trial import failures, ranks
+from flagcore import forked_ranks as ranks
+from flagcore.engines.megatron.trial import failures
 from flagcore.engines.megatron.trial.job import JobError, parse_job
 from tests.engines.megatron import trial_jobs
 from tests.engines.megatron.trial_jobs import DENSE, EXPERTS

@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 
 import pytest
 
+from flagcore.contracts import require_prober
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.adapter import Serving
@@ -54,16 +55,10 @@ def test_a_value_that_a_knob_does_not_know_is_told(workload: Serving) -> None:
 
 
 @ALL
-def test_a_probe_is_told_to_be_of_training(workload: Serving) -> None:
-    task = task_of(workload)
-    candidate = usual(workload, task).candidate(0)
-    for call in (
-        lambda: workload.ready(task.spec, probe=True),
-        lambda: workload.probe_ranks(task, candidate, costs(task)),
-        lambda: workload.read_probe(task, "."),
-    ):
-        with pytest.raises(SpecError, match="probing is for training"):
-            call()
+def test_a_server_cannot_be_probed(workload: Serving) -> None:
+    with pytest.raises(SpecError) as caught:
+        require_prober(workload)
+    assert (caught.value.key, caught.value.value) == ("serve.engine", workload.name)
 
 
 @ALL

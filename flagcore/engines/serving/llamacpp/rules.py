@@ -50,19 +50,19 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="cores_are_not_split",
             knobs=(TP, PP),
-            says=f"{TP} and {PP} are 1 where devices are cores: threads share the work there",
+            message=f"{TP} and {PP} are 1 where devices are cores: threads share the work there",
             broken=lambda c: ((c[TP] > 1) | (c[PP] > 1)) & place.on_cores,
         ),
         Rule(
             name="one_split",
             knobs=(TP, PP),
-            says=f"llama.cpp splits by rows ({TP}) or by layers ({PP}), not both",
+            message=f"llama.cpp splits by rows ({TP}) or by layers ({PP}), not both",
             broken=lambda c: (c[TP] > 1) & (c[PP] > 1),
         ),
         Rule(
             name="split_mode",
             knobs=(TP, PP, SPLIT),
-            says=f"split_mode row or tensor needs {TP} > 1, layer {PP} > 1, none neither",
+            message=f"split_mode row or tensor needs {TP} > 1, layer {PP} > 1, none neither",
             broken=lambda c: (
                 (np.isin(c[SPLIT], [modes["row"], modes["tensor"]]) & (c[TP] == 1))
                 | ((c[SPLIT] == modes["layer"]) & (c[PP] == 1))
@@ -74,44 +74,44 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="sizes_by_rows",
             knobs=(SPLIT, SIZES),
-            says=f"split_mode is not given beside {SIZES}: instances of several devices are split by rows",
+            message=f"split_mode is not given beside {SIZES}: instances of several devices are split by rows",
             broken=lambda c: (c[SPLIT] > 0) & (c[SIZES] > 0),
         ),
         Rule(
             name="most_slots",
             knobs=(PARALLEL,),
-            says=f"{PARALLEL} must not exceed {MOST_SLOTS}",
+            message=f"{PARALLEL} must not exceed {MOST_SLOTS}",
             broken=lambda c: c[PARALLEL] > MOST_SLOTS,
         ),
         Rule(
             name="batch_holds_slots",
             knobs=(PARALLEL, N_BATCH),
-            says=f"{N_BATCH} must not be below {PARALLEL}, or llama.cpp aborts",
+            message=f"{N_BATCH} must not be below {PARALLEL}, or llama.cpp aborts",
             broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < np.where(c[PARALLEL] > 0, c[PARALLEL], AUTO_SLOTS)),
         ),
         Rule(
             name="ubatch_in_batch",
             knobs=(N_BATCH, N_UBATCH),
-            says=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH}), to which llama.cpp lowers it",
+            message=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH}), to which llama.cpp lowers it",
             broken=lambda c: c[N_UBATCH] > np.where(c[N_BATCH] > 0, c[N_BATCH], BATCH),
         ),
         Rule(
             name="quantized_cache",
             knobs=(FLASH, KV),
-            says=f"a quantized {KV} needs flash_attention",
+            message=f"a quantized {KV} needs flash_attention",
             broken=lambda c: (c[FLASH] == off) & ~np.isin(c[kv.name], plain),
         ),
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, THREADS, BATCH_THREADS),
-            says=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {place.cards} cores",
+            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {place.cards} cores",
             broken=lambda c: (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > place.cards) & place.on_cores,
         ),
         context_rule(task, CONTEXT),
         Rule(
             name="context_grain",
             knobs=(CONTEXT,),
-            says=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
+            message=f"{CONTEXT} must be a multiple of {SLOT_GRAIN}, to which llama.cpp rounds it up",
             broken=lambda c: c[CONTEXT] % SLOT_GRAIN != 0,
         ),
         *((_slot_context(task, total),) if total else ()),
@@ -123,7 +123,7 @@ def _slot_context(task: Task, total: int) -> Rule:
     return Rule(
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),
-        says=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
+        message=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
         broken=lambda c: slot_share(c, total) < need,
     )
 

@@ -23,7 +23,7 @@ def at_least_one(*knobs: str) -> tuple[Rule, ...]:
         Rule(
             name=f"{knob}_positive",
             knobs=(knob,),
-            says=f"{knob} must be at least 1",
+            message=f"{knob} must be at least 1",
             broken=lambda c, knob=knob: c[knob] < (1 if knob in (INSTANCES, TP, PP, DP, EP) else 0),  # type: ignore[misc]
         )
         for knob in knobs
@@ -43,13 +43,13 @@ def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
         Rule(
             name="cards",
             knobs=knobs,
-            says=f"{product} must not exceed the {place.cards} devices",
+            message=f"{product} must not exceed the {place.cards} devices",
             broken=lambda c: c[INSTANCES] * devices(c) > place.cards,
         ),
         Rule(
             name="pipeline_layers",
             knobs=(PP,),
-            says=f"{PP} must not exceed num_layers = {model.num_layers}",
+            message=f"{PP} must not exceed num_layers = {model.num_layers}",
             broken=lambda c: c[PP] > model.num_layers,
         ),
     )
@@ -64,13 +64,13 @@ def _heads(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="attention_heads",
             knobs=(TP,),
-            says=f"{TP} must divide num_attention_heads = {heads}",
+            message=f"{TP} must divide num_attention_heads = {heads}",
             broken=lambda c: (c[TP] > 0) & (heads % _positive(c[TP]) != 0),
         ),
         Rule(
             name="query_groups",
             knobs=(TP,),
-            says=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
+            message=f"num_query_groups = {groups} must be a multiple or a divisor of {TP}",
             broken=lambda c: (groups % _positive(c[TP]) != 0) & (c[TP] % groups != 0) & (not latent),
         ),
     )
@@ -83,7 +83,7 @@ def _experts(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="experts_exist",
             knobs=(EP,),
-            says=f"{EP} > 1 needs a model with experts",
+            message=f"{EP} > 1 needs a model with experts",
             broken=lambda c: (c[EP] > 1) & (experts is None),
         ),
     )
@@ -95,7 +95,7 @@ def context_rule(task: Task, knob: str) -> Rule:
     return Rule(
         name="context_length",
         knobs=(knob,),
-        says=f"{knob} must hold the longest request, prompt and answer: {need} tokens",
+        message=f"{knob} must hold the longest request, prompt and answer: {need} tokens",
         broken=lambda c: (c[knob] > 0) & (c[knob] < need),
     )
 

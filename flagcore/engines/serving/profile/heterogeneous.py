@@ -97,20 +97,20 @@ def rules(task: Task, *, heads: bool) -> tuple[Rule, ...]:
         Rule(
             name="cards_of_sizes",
             knobs=(SIZES,),
-            says=f"the instances of {SIZES} must not have more than the {place.cards} devices together",
+            message=f"the instances of {SIZES} must not have more than the {place.cards} devices together",
             broken=_told(known, lambda parts: sum(parts) > place.cards),
         ),
         Rule(
             name="heads_of_sizes",
             knobs=(SIZES,),
-            says=f"each of {SIZES} must divide num_attention_heads = {model.num_attention_heads}, and be a multiple or "
-            f"a divisor of num_query_groups = {groups}",
+            message=f"each of {SIZES} must divide num_attention_heads = {model.num_attention_heads}, and be a multiple "
+            f"or a divisor of num_query_groups = {groups}",
             broken=_told(known, lambda parts: any(uneven(size) for size in parts)),
         ),
         Rule(
             name="sizes_are_tensor_ranks",
             knobs=(SIZES, *others),
-            says=f"{' and '.join(others)} must be 1 beside {SIZES}, whose devices split matrices",
+            message=f"{' and '.join(others)} must be 1 beside {SIZES}, whose devices split matrices",
             broken=lambda c: (c[SIZES] > 0) & np.logical_or.reduce([c[knob] > 1 for knob in others]),
         ),
     )

@@ -49,26 +49,26 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
-            says=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts",
+            message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts",
             broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
         ),
         Rule(
             name="chunk_positive",
             knobs=(CHUNK,),
-            says=f"{CHUNK} must be at least 1, or -1 for whole prompts",
+            message=f"{CHUNK} must be at least 1, or -1 for whole prompts",
             broken=lambda c: c[CHUNK] < -1,
         ),
         Rule(
             name="chunk_of_pages",
             knobs=(TP, DP, PAGE, CHUNK),
-            says=f"{CHUNK} must be a multiple of {PAGE}",
+            message=f"{CHUNK} must be a multiple of {PAGE}",
             broken=lambda c: (c[CHUNK] != -1) & (chunk_sizes(task, c) % np.maximum(c[PAGE], 1) != 0),
         ),
         Rule(
             name="whole_prompts",
             knobs=(CHUNK, PREFILL),
-            says=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must hold the longest prompt, of {need} tokens "
-            "with its answer",
+            message=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must hold the longest prompt, of {need} "
+            "tokens with its answer",
             broken=lambda c: (c[CHUNK] == -1) & (np.where(c[PREFILL] > 0, c[PREFILL], PREFILL_TOKENS) < need),
         ),
         context_rule(task, CONTEXT),
@@ -85,7 +85,7 @@ def _pages(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="page_size",
             knobs=(PAGE,),
-            says=f"{backend} takes a {PAGE} of {' or '.join(map(str, sizes))}; SGLang changes others",
+            message=f"{backend} takes a {PAGE} of {' or '.join(map(str, sizes))}; SGLang changes others",
             broken=lambda c: (c[PAGE] > 0) & ~np.isin(c[PAGE], sizes),
         ),
     )

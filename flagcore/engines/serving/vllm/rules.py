@@ -55,25 +55,25 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
-            says=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
+            message=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
             broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
         ),
         Rule(
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            says=f"{TOKENS} must not be below {SEQS}",
+            message=f"{TOKENS} must not be below {SEQS}",
             broken=lambda c: limits(task, c)[0] < limits(task, c)[1],
         ),
         Rule(
             name="whole_prompts",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
-            says=f"without {CHUNKED}, {TOKENS} must not be below {CONTEXT}",
+            message=f"without {CHUNKED}, {TOKENS} must not be below {CONTEXT}",
             broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
         ),
         Rule(
             name="eager_has_no_graphs",
             knobs=(EAGER, GRAPHS),
-            says=f"{EAGER} runs no graphs, so {GRAPHS} can only be NONE",
+            message=f"{EAGER} runs no graphs, so {GRAPHS} can only be NONE",
             broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
         ),
         context_rule(task, CONTEXT),
@@ -97,7 +97,7 @@ def _blocks(task: Task) -> Rule:
     return Rule(
         name="block_size",
         knobs=(BLOCK,),
-        says=f"{BLOCK}: {what}",
+        message=f"{BLOCK}: {what}",
         broken=lambda c: (c[BLOCK] > 0) & (~np.isin(c[BLOCK], exact) if exact else c[BLOCK] % grain != 0),
     )
 
@@ -107,19 +107,19 @@ def _on_cores(task: Task, place: Place) -> tuple[Rule, ...]:
         Rule(
             name="pipeline_on_cores",
             knobs=(PP,),
-            says=f"{PP} must be 1 on cores: vLLM gets healthy there, and dies at the first request",
+            message=f"{PP} must be 1 on cores: vLLM gets healthy there, and dies at the first request",
             broken=lambda c: c[PP] > 1,
         ),
         Rule(
             name="data_on_cores",
             knobs=(DP,),
-            says=f"{DP} must be 1 on cores: {INSTANCES} do the same",
+            message=f"{DP} must be 1 on cores: {INSTANCES} do the same",
             broken=lambda c: c[DP] > 1,
         ),
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, TP, THREADS),
-            says=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {place.cards} cores",
+            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {place.cards} cores",
             broken=lambda c: c[THREADS] * c[TP] * c[INSTANCES] > place.cards,
         ),
     )

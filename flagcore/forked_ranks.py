@@ -1,4 +1,4 @@
-"""Start the ranks of a trial as forks of this process, watch them, and leave none behind.
+"""Run ranks as forks of this process, watch them, and leave none behind. Imports nothing but the standard library.
 
 Linux only. The caller must not have run an operation, started a thread or touched a device: a fork keeps
 only the forking thread.
@@ -22,7 +22,8 @@ from typing import BinaryIO, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_OUT_OF_MEMORY = 3
+OUT_OF_MEMORY = 3
+"""The exit code of a program that ran out of memory."""
 
 
 @dataclass
@@ -69,6 +70,14 @@ def run_ranks(world_size: int, work: Callable[[int, socket.socket], int]) -> int
         return 0
     _pass_on([failed])
     return _exit_code(failed, _out_of_memory_kills() > kills_before)
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that host or device memory ran out."""
+    text, names = str(error).lower(), {kind.__name__ for kind in type(error).__mro__}
+    if "OutOfMemoryError" in names or isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
 
 
 def _start(number: int, work: Callable[[int, socket.socket], int], listener: socket.socket) -> _Rank:
@@ -148,7 +157,7 @@ def _exit_code(rank: _Rank, kernel_ran_out_of_memory: bool) -> int:
         return rank.status
     if rank.status == -signal.SIGKILL and kernel_ran_out_of_memory:
         print(f"out of memory: the kernel killed rank {rank.number}", file=sys.stderr)
-        return _OUT_OF_MEMORY
+        return OUT_OF_MEMORY
     print(f"rank {rank.number} was ended by {signal.Signals(-rank.status).name}", file=sys.stderr)
     return 128 - rank.status
 

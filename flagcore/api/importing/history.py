@@ -1,4 +1,4 @@
-"""What another tool measured, taken into a run: FlagScale's history.csv."""
+"""Take the trials of another tuner into a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from flagcore import plugins
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import SpecLike, given
 from flagcore.api.common.run_folder import RUNS, anywhere, task_of
 from flagcore.api.explaining.candidate_parser import as_candidate
 from flagcore.api.explaining.elimination import broken_here
 from flagcore.calibration import Experience
-from flagcore.contracts import Workload
+from flagcore.contracts import HistoryReader, HistoryRow, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, seconds
 from flagcore.domain.secrets import secrets_within
@@ -23,7 +24,6 @@ from flagcore.domain.space import Axis
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError, SpecError, UsageError
-from flagcore.importers.flagscale.history import HistoryRow, read_history
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
 from flagcore.spec.serving import engines_of
@@ -37,8 +37,8 @@ FARTHEST = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Imported:
-    """The trials that came into a run's folder, and what is to be said of the rows: left out, doubtful."""
+class ImportedTrials:
+    """The trials that were added to a run's folder, and notes on rows that were left out or are doubtful."""
 
     run_dir: Path
     trials: tuple[Trial, ...]
@@ -52,30 +52,34 @@ def import_history(
     run_dir: Path | str | None = None,
     same_machine: bool = False,
     without: Collection[str] = (),
-) -> Imported:
-    """Take the rows of a history.csv of FlagScale's as finished trials into `run_dir` (default: as `tune`).
+    importer: str | None = None,
+) -> ImportedTrials:
+    """Add the rows of another tuner's history as finished trials to `run_dir` (default: as `tune`).
 
-    `spec` is the job that FlagScale tuned. With `same_machine` the rows ran on the very machine on which `tune` goes
-    on: they settle their candidates. Otherwise they count as experience of another run. Raises the errors of
-    `flagcore.errors`, UsageError if no row can be taken.
+    `spec` is the job that was tuned. With `same_machine` the rows ran on this machine, and their candidates are not run
+    again. Otherwise they count as experience of another run. `importer` is needed only if several are installed. Raises
+    the errors of `flagcore.errors`, UsageError if no row can be used.
     """
     path, (name, data) = Path(file), given(spec)
     if len(engines_of(data)) > 1:
         raise UsageError(f"{name} names several engines; give a spec with the one whose rows are wanted")
-    history = read_history(path)
+    tool = plugins.importer(importer)
+    if not isinstance(tool, HistoryReader):
+        raise UsageError(f"{tool.title} has no history that can be imported")
+    history = tool.read_history(path)
     problem, workload = build_problem_of_spec(name, None, without, data)
     task = problem.platform.task
     if history.serves != isinstance(task.spec.work, ServeSpec):
         kinds = ("servers", "training") if history.serves else ("training", "servers")
         raise UsageError(f"{path} is of {kinds[0]}, but {name} is of {kinds[1]}")
     role = Role.SEARCH if same_machine else Role.IMPORTED
-    reader = _Rows(problem, workload, str(path.resolve()), role)
+    reader = _Rows(problem, workload, str(path.resolve()), role, tool.title)
     trials = list(reader.trials(history.rows))
     if not trials:
         raise UsageError(f"no row of {path} can be taken: {'; '.join(reader.notes[:5]) or 'it has none'}")
     folder = Path(run_dir) if run_dir else RUNS / name.stem
     kept = _keep(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
-    return Imported(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)))
+    return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)))
 
 
 def _keep(
@@ -110,8 +114,9 @@ def _keep(
 class _Rows:
     """Turns rows into trials; what is wrong with a row goes to `notes`."""
 
-    def __init__(self, problem: Problem, workload: Workload, source: str, role: Role) -> None:
+    def __init__(self, problem: Problem, workload: Workload, source: str, role: Role, title: str) -> None:
         self.problem, self.workload, self.source, self.role = problem, workload, source, role
+        self.title = title
         self.notes: list[str] = []
         self._seen: dict[Candidate, int] = {}
         self._figures: dict[tuple[float, ...], int] = {}
@@ -181,20 +186,20 @@ class _Rows:
             reason=row.error,
         )
         if row.out_of_memory:
-            return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or "FlagScale noted OOM")
+            return replace(trial, state=TrialState.OUT_OF_MEMORY, reason=row.error or f"{self.title} noted OOM")
         measured = _served(task, row) if isinstance(task.spec.work, ServeSpec) else _trained(task, row)
         if measured is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
         told = tuple(row.figures.values())
         earlier = self._figures.setdefault(told, row.line) if told else row.line
         if earlier != row.line:  # its recorder keeps the figures of the task before where one fails
-            told_of = f"its figures are those of line {earlier}, as FlagScale repeats them where a task fails"
+            told_of = f"its figures are those of line {earlier}, as {self.title} repeats them where a task fails"
             return replace(trial, reason=told_of)
         return replace(trial, state=TrialState.MEASURED, measurement=measured)
 
 
 def _trained(task: Task, row: HistoryRow) -> Measurement | None:
-    """Return what FlagScale measured of training: the mean of the steps but the first, told as one."""
+    """Return the measurement of a training row: one step, the mean."""
     if row.step_s is None:
         return None
     train = task.spec.train
@@ -210,7 +215,7 @@ def _trained(task: Task, row: HistoryRow) -> Measurement | None:
 
 
 def _served(task: Task, row: HistoryRow) -> Measurement | None:
-    """Return what FlagScale measured of a server, None without a figure of the objective.
+    """Return the measurement of a server row, None without a figure of the objective.
 
     Tokens of answers are those of all without the prompts, where all prompts of the load have one length.
     """
