@@ -151,7 +151,7 @@ class LoadedPlugins:
             "task": task,
             "kind": kind_of(engine),
         }
-        for found in self._all([chip], "flagcore_environment", validation.environment, **about, task=task):
+        for found in self._all([chip], "flagcore_environment", validation.environment, **about):
             joined = {**found, **joined}
         return joined
 
