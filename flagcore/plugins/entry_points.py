@@ -9,7 +9,6 @@ from typing import Any
 from flagcore.contracts import Importer, Launcher, Strategy, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
-from flagcore.engines.with_knobs import with_knobs
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
 from flagcore.plugins.validation import behaviour
@@ -35,7 +34,7 @@ def workload(name: str, key: str = "engine") -> Workload:
 
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
-    """Return the engine that does `work`, with the knobs that plugins bring to a task.
+    """Return the engine that does `work`.
 
     Raises like `workload`, and SpecError for an engine of the other kind.
     """
@@ -45,7 +44,7 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
         does = {"serve": "trains", "train": "serves"}[kind]
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
-    return with_knobs(found)
+    return found
 
 
 def kind_of(engine: str) -> str:

@@ -24,7 +24,7 @@ from flagcore.domain.space import Axis
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError, SpecError, UsageError
-from flagcore.problem import Problem
+from flagcore.problem import Problem, candidate_columns
 from flagcore.report.formats import as_yaml
 from flagcore.spec.serving import engines_of
 from flagcore.stages.build import canonical
@@ -159,12 +159,12 @@ class _Rows:
             if isinstance(value, int) and value < (knobs[knob].neutral is not None) and value not in listed:
                 raise UsageError(f"{knob} = {value} is no size")
         try:
-            columns = self.workload.columns(task, values)
+            columns = candidate_columns(task, self.workload, values)
         except SpecError as error:
             raise UsageError(str(error)) from None
-        if broken := broken_here(self.problem, self.workload, columns):
+        if broken := broken_here(self.problem, columns):
             raise UsageError(f"it breaks {broken[0]['rule']}: {broken[0]['says']}")
-        candidate = as_candidate(space.axes, canonical(columns, self.workload.merges(task)))
+        candidate = as_candidate(space.axes, canonical(columns, self.problem.legality.merges))
         if space.find(candidate) is None:
             raise UsageError("the space of the spec does not have it")
         if candidate in self._seen:

@@ -22,6 +22,8 @@ from flagcore.report.page.html import as_html
 from tests.report.page.conftest import KINDS, Runs
 from tests.report.page.test_timeline import named, section_of
 
+pytestmark = pytest.mark.long
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 DRAWN = "html[data-drawn=yes]"
 CHINESE = [(kind, "zh") for kind in ("dense", "pipeline", "serving", "failed")]
