@@ -208,7 +208,7 @@ def test_a_vllm_tree_loses_what_vllm_refuses_and_says_so() -> None:
     assert "0.18" in told[f"{at}.vllm.swap_space"]
     assert "ignored by FlagScale" in told[f"{at}.max_num_seqs"]
     assert "with vllm" in told[f"{at}.enforce_eager"]
-    assert "no knob" in told[f"{at}.no_such_knob"]
+    assert "not a knob" in told[f"{at}.no_such_knob"]
     spec = parse_spec(found.data, file="x", base=Path())
     assert spec.objective == "total_tokens_per_s"
     assert spec.serve.engine_args["max_model_len"] == 4096
