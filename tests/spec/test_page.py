@@ -19,6 +19,8 @@ PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec
 SCHEMA = document_of("megatron", ENGINES["megatron"].knobs).model_json_schema()
 SERVE_SCHEMA = ServeDocument.model_json_schema()
 SECTIONS = {"The file": (), "model: an inline shape": ("model",)}
+LATENCIES = [("ttft_s",), ("tpot_s",), ("itl_s",), ("e2e_s",)]
+"""Keys whose tables are the same: the page has one for all."""
 SHARED = ("model", "cluster")
 """Sections that the page of training describes for both."""
 MOE = {"num_moe_experts": 64, "moe_router_topk": 8, "num_layers": 32}
@@ -64,7 +66,8 @@ def rows(page: str) -> dict[tuple[str | int, ...], list[str]]:
             section = SECTIONS.get(name, tuple(name.split(".")))
         elif line.startswith("| `"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
-            found[(*section, cells[0].strip("`"))] = cells[1:]
+            for each in LATENCIES if section[-1:] == ("LATENCY",) else [section[-1:]]:
+                found[(*section[:-1], *each, cells[0].strip("`"))] = cells[1:]
     return found
 
 
