@@ -425,8 +425,6 @@ def posed(install: Install, space: dict[str, Any]) -> Problem:
     data["auto_tuner"]["space"] |= space
     more = loaded.knobs_on_any_chip("megatron")
     spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=more)
-        data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=loaded.knobs_on_any_chip("megatron")
-    )
     return build_problem(spec, loaded, workload_of(spec.work))
 
 
