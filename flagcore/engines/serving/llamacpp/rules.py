@@ -1,4 +1,4 @@
-"""What llama.cpp refuses, changes without a word or aborts at, and what is the same to it.
+"""What llama.cpp rejects, silently changes or aborts at, and what is the same to it.
 
 Sources: the server's README, and what the server of xllamacpp 2026.10.11549 did.
 """
@@ -130,7 +130,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return knobs without effect, and values that llama.cpp has by itself."""
+    """Return knobs without effect, and values that are llama.cpp's defaults."""
     hardware = Hardware.of(task)
     whole = [SPLIT_MODES.index(name) + 1 for name in ("none", "layer", "row")]
     f16, auto = KV_TYPES.index("f16") + 1, BY_NAME[FLASH].words.index("auto") + 1
