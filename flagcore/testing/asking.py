@@ -1,7 +1,7 @@
 """Asks every hook of a plugin in a process of its own, and tells what each one did beside answering.
 
-`python -m flagcore.testing.asking MODULE PATHS` runs in an empty folder, and prints a line of JSON for each hook before
-it is asked, `{"begins": HOOK}`, the last one `{"ends": MODULE}`, and after each hook: `hook`, `seconds`, `printed`,
+`python -m flagcore.testing.asking ENTRY PATHS` runs in an empty folder, and prints a line of JSON for each hook before
+it is asked, `{"begins": HOOK}`, the last one `{"ends": ENTRY}`, and after each hook: `hook`, `seconds`, `printed`,
 `changed` (of the process), `arguments` (those that are not as they were given), `raised`.
 """
 
@@ -20,26 +20,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
-from flagcore.domain.chip import Chip, Device
-from flagcore.domain.launch import Launch
-from flagcore.plugins import WORKLOADS, LoadedPlugins, kind_of, names
+from flagcore.plugins import LoadedPlugins
 from flagcore.plugins.installed import one_line
-from flagcore.testing.examples import group_of, task_on
+from flagcore.testing.examples import questions
 from flagcore.testing.state import changed, process_state
 
 
-def main(module: str) -> int:
+def main(entry: str) -> int:
     """Ask, and return 0."""
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
-    hooks = importlib.import_module(module)
+    module, _, attribute = entry.partition(":")
+    hooks: object = importlib.import_module(module)
+    hooks = getattr(hooks, attribute) if attribute else hooks
     loaded = LoadedPlugins.of({"plugin_under_test": hooks})
     for plugin in loaded.plugins:
         for hook, arguments in _questions(loaded):
             if hook in plugin.hooks:
                 ours.write(json.dumps({"begins": hook}) + "\n")
                 ours.write(json.dumps(_asked(plugin.ask, hook, arguments)) + "\n")
-    ours.write(json.dumps({"ends": module}) + "\n")
+    ours.write(json.dumps({"ends": entry}) + "\n")
     return 0
 
 
@@ -76,26 +76,7 @@ def _questions(loaded: LoadedPlugins) -> Iterator[tuple[str, Mapping[str, object
     yield "flagcore_devices", {}
     yield "flagcore_maturity", {}
     for chip in loaded.chips():
-        yield from _of_chip(chip)
-
-
-def _of_chip(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
-    group, task = group_of(chip), task_on(chip)
-    yield "flagcore_topology", {"group": group}
-    yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}
-    yield "flagcore_pruning_rules", {"task": task}
-    launch = Launch(argv=("echo", "the command"), folder="trial", environment={"KEEP": "me"})
-    yield "flagcore_prepare_launch", {"launch": launch, "task": task}
-    for engine in names(WORKLOADS):
-        about = {"chip": chip, "engine": engine, "engine_version": None}
-        kind = kind_of(engine)
-        yield "flagcore_memory_model", {"group": group, "engine": engine, "kind": kind}
-        yield "flagcore_kernel_costs", {"chip": chip, "engine": engine, "kind": kind}
-        yield "flagcore_collective_costs", {"group": group, "engine": engine}
-        yield "flagcore_engine_support", {**about, "kind": kind}
-        yield "flagcore_knobs", about
-        yield "flagcore_environment", {**about, "task": task, "kind": kind}
-        yield "flagcore_failure_patterns", about
+        yield from questions(chip)
 
 
 def _frozen(arguments: Mapping[str, object]) -> dict[str, bytes]:

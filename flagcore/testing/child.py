@@ -22,7 +22,7 @@ from flagcore.testing.kit import Result, run_all
 from flagcore.testing.package import read_source
 from flagcore.testing.subject import Subject
 
-LOADS = "the_plugin_loads_and_implements_known_hooks"
+LOADS = "plugin_loads"
 
 
 def main(arguments: list[str]) -> int:

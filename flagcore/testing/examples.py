@@ -1,11 +1,15 @@
-"""A small task, and a chip that no plugin knows, for tests of plugins."""
+"""A small task, a chip of no plugin, and the arguments of every hook, for checks of plugins."""
 
 from __future__ import annotations
 
-from flagcore.domain.chip import Chip
+from collections.abc import Iterator, Mapping
+
+from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.launch import Launch
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
+from flagcore.plugins import WORKLOADS, kind_of, names
 
 FOREIGN_CHIP = Chip(name="chip of nobody", vendor="nobody")
 
@@ -31,3 +35,23 @@ def task_on(chip: Chip, devices: int = 8) -> Task:
     train = TrainSpec(engine="megatron", seq_length=128, global_batch_size=16, precision="bf16")
     spec = Spec(model=MODEL, cluster=ClusterSpec(chip=chip.name), work=train)
     return Task(spec=spec, cluster=Cluster(groups=(group_of(chip, devices),)))
+
+
+def questions(chip: Chip) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Yield each hook that is about a chip, with its arguments; those about an engine once an engine."""
+    group, task = group_of(chip), task_on(chip)
+    yield "flagcore_topology", {"group": group}
+    yield "flagcore_telemetry", {"device": Device(index=0, chip=chip.name)}
+    yield "flagcore_pruning_rules", {"task": task}
+    launch = Launch(argv=("echo", "the command"), folder="trial", environment={"KEEP": "me"})
+    yield "flagcore_prepare_launch", {"launch": launch, "task": task}
+    for engine in names(WORKLOADS):
+        about = {"chip": chip, "engine": engine, "engine_version": None}
+        kind = kind_of(engine)
+        yield "flagcore_memory_model", {"group": group, "engine": engine, "kind": kind}
+        yield "flagcore_kernel_costs", {"chip": chip, "engine": engine, "kind": kind}
+        yield "flagcore_collective_costs", {"group": group, "engine": engine}
+        yield "flagcore_engine_support", {**about, "kind": kind}
+        yield "flagcore_knobs", about
+        yield "flagcore_environment", {**about, "task": task, "kind": kind}
+        yield "flagcore_failure_patterns", about

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,9 +26,10 @@ from flagcore.testing.examples import group_of, task_on
 from flagcore.testing.package import Package, read_installed, source_of
 from flagcore.testing.problem import Problem, Skip, fix_of
 from flagcore.testing.transcripts import Transcript, read_transcripts
-from flagcore.vendorkit.maturity import maturity
-from flagcore.vendorkit.quirks import Quirks, quirks
-from flagcore.vendorkit.variables import Variable, variables
+from flagcore.vendorkit.maturity import read_maturity
+from flagcore.vendorkit.quirks import Quirks, read_quirks
+from flagcore.vendorkit.scope import Scope
+from flagcore.vendorkit.variables import Variable, read_variables
 
 T = TypeVar("T")
 
@@ -52,14 +54,14 @@ class Subject:
     @classmethod
     def of(cls, hooks: object, examples: Sequence[tuple[str, TrialState]] = ()) -> Subject:
         """Return `hooks` under the name that its entry point has, if it is installed or in its source folder."""
-        module = getattr(hooks, "__name__", "")
+        subject = cls(name="plugin_under_test", hooks=hooks, examples=examples)
         for name, points in installed(GROUP).points.items():
-            if points[0].value == module:
+            if points[0].value == subject.entry:
                 return cls(name=name, hooks=hooks, distribution=points[0].dist, examples=examples)
-        made = cls(name="plugin_under_test", hooks=hooks, examples=examples)
         with suppress(Skip):
-            made.name = next(name for name, value in made.packaged.points.items() if value == module)
-        return made
+            values = subject.packaged.points
+            subject.name = next(name for name, value in values.items() if value == subject.entry)
+        return subject
 
     @cached_property
     def loaded(self) -> LoadedPlugins:
@@ -86,30 +88,39 @@ class Subject:
         """The other plugins that are installed."""
         return load_plugins({self.name} & {*names(GROUP)})
 
-    @property
-    def package(self) -> str:
-        """The name of the plugin's package. Raises Skip for an object."""
-        if not isinstance(self.hooks, ModuleType):
-            raise Skip("the plugin is an object, not a module that can be imported by name")
-        return self.hooks.__name__.partition(".")[0]
+    @cached_property
+    def entry(self) -> str:
+        """What an entry point that names it has: MODULE or MODULE:OBJECT. Empty for an object of no package."""
+        if isinstance(self.hooks, ModuleType):
+            return self.hooks.__name__
+        package = str(getattr(self.hooks, "package", ""))
+        for module in [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]:
+            for name, value in vars(module).items():
+                if value is self.hooks:
+                    return f"{module.__name__}:{name}"
+        return ""
 
     @property
     def hooks_module(self) -> str:
-        """The name of the module of hooks. Raises Skip for an object."""
-        self.package  # noqa: B018 (raises for an object)
-        return str(getattr(self.hooks, "__name__", ""))
+        """The name of the module of hooks. Raises Skip for an object of no package."""
+        if not self.entry:
+            raise Skip("the plugin is an object without a package")
+        return self.entry.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        """The name of the plugin's package. Raises Skip for an object of no package."""
+        return self.hooks_module.partition(".")[0]
 
     @property
     def package_folder(self) -> Path:
-        """The folder of its package. Raises Skip for an object."""
-        self.package  # noqa: B018 (raises for an object)
-        return Path(str(getattr(self.hooks, "__file__", ""))).parent
+        """The folder of its package. Raises Skip for an object of no package."""
+        return Path(str(sys.modules[self.hooks_module].__file__)).parent
 
     @cached_property
     def packaged(self) -> Package:
         """What its distribution says. Raises Skip where there is none."""
-        module: Any = self.hooks
-        if source := source_of(self.package_folder.resolve(), module.__name__):
+        if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
         if self.distribution is None:
             raise Skip("the plugin's distribution is not here, only its module")
@@ -149,19 +160,29 @@ class Subject:
     def quirks(self) -> Quirks:
         """What `quirks.yaml` holds. Raises Skip, and SpecError for a bad file."""
         self.shipped("quirks.yaml")
-        return quirks(self.package)
+        return read_quirks(self.package)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """What `environment.yaml` holds. Raises Skip, and SpecError for a bad file."""
         self.shipped("environment.yaml")
-        return variables(self.package)
+        return read_variables(self.package)
 
     @property
     def maturity(self) -> Maturity:
         """What `maturity.yaml` holds. Raises Skip, and SpecError for a bad file."""
         self.shipped("maturity.yaml")
-        return maturity(self.package)
+        return read_maturity(self.package) or Maturity()
+
+    def unknown(self, scope: Scope) -> Iterator[str]:
+        """Yield the engines and chips of an entry that do not exist."""
+        yield from sorted({*scope.engines} - {*self.engines})
+        yield from sorted({*scope.chips} - {chip.name for chip in self.chips})
+
+    @property
+    def known_names(self) -> str:
+        """The fix for a name that does not exist."""
+        return f"engines are {', '.join(self.engines)}; chips are those of chips/*.yaml"
 
     def yaml_files(self, pattern: str) -> Iterator[tuple[str, Any]]:
         """Yield the name and the content of each file of its package that `pattern` fits and that is YAML."""

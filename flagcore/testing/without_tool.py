@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from flagcore.domain.chip import Device
 from flagcore.testing import fakes
 from flagcore.vendorkit import machine
-from flagcore.vendorkit.machine import TorchSays
+from flagcore.vendorkit.detection import DeviceDetector
+from flagcore.vendorkit.machine import TorchReport
 
 TORCH = """
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def get_device_properties(index):
 {attributes}
 print("a banner of the image {{with braces}}")
 """
-FOREIGN = TorchSays(
+FOREIGN = TorchReport(
     version="2.10.0+nobody1.0",
     attributes=frozenset({"nobody"}),
     devices=(Device(index=0, chip="Nobody N-100", memory_bytes=2**36),),
@@ -28,13 +28,13 @@ FOREIGN = TorchSays(
 
 
 class WithoutTool:
-    """Set `discover`, the module whose `devices(root)` finds them and whose `torch_devices` says whom to believe.
+    """Set `detector`, and what the vendor's machine has.
 
     `kind` is torch's name of the devices, `version` and `attributes` what the vendor's torch has, `chip` and
     `memory_bytes` what it tells of a device, `device_file` one that the driver makes, `pci_vendor` the PCI vendor id.
     """
 
-    discover: ModuleType
+    detector: DeviceDetector
     device_file: str
     chip: str
     memory_bytes: int
@@ -52,7 +52,7 @@ class WithoutTool:
             (root / self.device_file).parent.mkdir(parents=True)
             (root / self.device_file).touch()
         with fakes.machine(PYTHONPATH=str(modules)):
-            found: tuple[Device, ...] = self.discover.devices(root)
+            found: tuple[Device, ...] = self.detector.devices(root)
             return found
 
     @property
@@ -79,12 +79,12 @@ class WithoutTool:
 
     def test_what_torch_says_of_its_own_devices_is_believed(self) -> None:
         device = Device(index=0, chip=self.chip, memory_bytes=self.memory_bytes)
-        own = TorchSays(version=self.version, attributes=frozenset(self.attributes), devices=(device,))
-        assert self.discover.torch_devices(own) == (device,)
+        own = TorchReport(version=self.version, attributes=frozenset(self.attributes), devices=(device,))
+        assert self.detector.torch_devices(own) == (device,)
 
     def test_what_torch_says_of_another_vendors_devices_is_not(self) -> None:
-        assert self.discover.torch_devices(FOREIGN) == ()
-        assert self.discover.torch_devices(None) == ()
+        assert self.detector.torch_devices(FOREIGN) == ()
+        assert self.detector.torch_devices(None) == ()
 
     def test_devices_on_the_pci_bus_alone_are_none(self, tmp_path: Path) -> None:
         folder = tmp_path / "sys/bus/pci/devices/0000:0e:00.0"

@@ -1,12 +1,13 @@
-"""Reads the chips of a plugin: one YAML file a chip, each figure with its source. For plugins; the core never calls it.
+"""Reads the chips of a plugin: one YAML file a chip, each figure with its source.
 
 A figure is `{value: NUMBER, source: {kind: KIND, ...}}` in bytes, bytes per second or flops per second. Each kind of
-source must say one thing: measured `how`, datasheet `document`, published `where`, estimated `method`. What else it
-says (page, software, date, repeats, confidence) is kept in its text.
+source needs one key: measured `how`, datasheet `document`, published `where`, estimated `method`. Other keys (page,
+software, date, repeats, confidence) are added to its text.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.resources import files
 
 from flagcore.domain.chip import Chip, Link
@@ -16,6 +17,7 @@ TOPOLOGIES = ("switch", "mesh", "pcie", "ring", "shared-memory")
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")
 
 
+@cache
 def load_chips(package: str) -> tuple[Chip, ...]:
     """Return the chips of every `chips/*.yaml` in `package`, by file name. Raises SpecError for a bad file."""
     folder = files(package).joinpath("chips")
@@ -26,7 +28,7 @@ def load_chips(package: str) -> tuple[Chip, ...]:
 def read_chip(text: str, file: str) -> Chip:
     """Return the chip that `text` describes. Raises SpecError naming `file`, key, value, rule and fix."""
     chip = read_parts(text, file, "a chip file")
-    made = Chip(
+    found = Chip(
         name=chip.required("chip", str),
         vendor=chip.required("vendor", str),
         aliases=tuple(chip.listed("aliases", str)),
@@ -41,23 +43,21 @@ def read_chip(text: str, file: str) -> Chip:
         notes=chip.optional("notes", str, ""),
     )
     for key in ("devices_per_node", "devices_per_card"):
-        if getattr(made, key) < 1:
+        if getattr(found, key) < 1:
             raise chip.wrong(key, "must be at least 1")
     chip.finish()
-    return made
+    return found
 
 
 def _link(part: Part | None) -> Link | None:
     if part is None:
         return None
-    rate, topology = part.fact("bytes_per_second"), part.required("topology", str)
+    rate = part.fact("bytes_per_second")
     if rate is None:
-        raise part.wrong("bytes_per_second", "is missing", "leave the whole link out if nobody knows its rate")
-    if topology not in TOPOLOGIES:
-        raise part.wrong("topology", "is no topology", f"use one of {', '.join(TOPOLOGIES)}")
+        raise part.wrong("bytes_per_second", "is missing", "leave out the link if its rate is unknown")
     link = Link(
         name=part.required("name", str),
-        topology=topology,
+        topology=part.choice("topology", TOPOLOGIES),
         bytes_per_second=rate,
         latency_seconds=float(part.optional("latency_seconds", (int, float), 10e-6)),
         domain_size=part.optional("domain_size", int, None),

@@ -1,8 +1,8 @@
-"""Reads the measured collectives that a plugin ships of a chip. For plugins; the core never calls it.
+"""Reads the measured collectives of a chip.
 
 `costs/<chip>/collectives.yaml`, where `<chip>` is the chip's name in small letters, holds `source` as in a chip file
 and `curves`: a list of `kind`, `ranks`, `payload_bytes` and `seconds`. They hold on the innermost level of the
-topology, or on the one that `level` names. A chip with the links of another says `same_as` (its name) and `source`.
+topology, or on the one that `level` names. A chip with the links of another has `same_as` (that chip) and `source`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def collective_table(package: str, chip: Chip) -> CollectiveTable | None:
 
 
 def read_collectives(text: str, file: str) -> CollectiveTable | str:
-    """Return the table that `text` describes, or the name of the chip whose table it wants.
+    """Return the table that `text` describes, or the name of the chip whose table it uses.
 
     Raises SpecError naming `file`, key, value, rule and fix.
     """
@@ -34,10 +34,7 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
         parts.finish("a file with same_as has no curves of its own")
         return same.casefold()
     level: str = parts.optional("level", str, "")
-    curves = tuple(
-        _curve(Part(file, parts.kind, f"curves[{place}].", curve))
-        for place, curve in enumerate(parts.listed("curves", dict))
-    )
+    curves = tuple(_curve(part) for part in parts.each("curves"))
     parts.finish()
     table = CollectiveTable(level=level, curves=curves, source=f"{source.kind}: {source.detail}")
     if wrong := problem(table):
@@ -62,11 +59,11 @@ def _table(package: str, name: str, seen: tuple[str, ...]) -> CollectiveTable | 
     path, where = files(package).joinpath("costs").joinpath(name).joinpath(FILE), f"{package}/costs/{name}/{FILE}"
     if not path.is_file():
         if seen:
-            raise SpecError(file=where, key="the file", problem=f"is missing; {seen[-1]} is the same_as of it")
+            raise SpecError(file=where, key="the file", problem=f"is missing; {seen[-1]} has it as same_as")
         return None
     found = read_collectives(path.read_text("utf-8"), where)
     if isinstance(found, CollectiveTable):
         return found
     if found in seen or found == name:
-        raise SpecError(file=where, key="same_as", value=found, problem="leads back to itself")
+        raise SpecError(file=where, key="same_as", value=found, problem="is a cycle")
     return _table(package, found, (*seen, name))

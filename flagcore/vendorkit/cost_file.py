@@ -1,12 +1,12 @@
-"""Reads what a plugin ships of its chips' kernel times. For plugins; the core calls it only for its own calibrations.
+"""Reads the kernel times of a plugin's chips, and those of `flag calibrate`.
 
 In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in small letters:
 
 - `curve.yaml`: `curve`, parameters of `flagcore.physics.kernels.curve.Curve`, and `source` as in a chip file. `of` says
-  what it was fitted to: `runs` (times of whole runs; where it is missing), or `kernels` that were measured alone.
+  what it was fitted to: `runs` (times of whole runs; the default), or `kernels` that were measured alone.
 - `kernels.jsonl`: measured kernels, one a line (`flagcore.physics.kernels.sheet`), with their time in `us`.
 - `provenance.yaml` beside it: `how`, `software`, `date`, and what the measurement added to the times (`Reading`).
-- `serving.yaml`: as `curve.yaml`, for the kernels of engines that serve, where they reach other shares.
+- `serving.yaml`: as `curve.yaml`, for engines that serve, if their kernels reach other shares.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ DIVISORS = (
 )
 """Parameters of a curve that times are divided by."""
 
+NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What is to be taken out of measured times: seconds, by kind of kernel where it says so.
+    """Corrections of measured times, in seconds and by kind of kernel.
 
     `event` is part of every time. At or below `host` the host was slower than the device, and the time is only a
     bound. `slowed` gives (after, by): a kernel much longer than `after` was measured at a clock that was lower by
@@ -110,20 +112,16 @@ def read_curve(text: str, file: str) -> Curve:
     if curve is None:
         raise parts.wrong("curve", "is missing", "give the parameters of the curve, e.g. curve: {gemm_share: 0.8}")
     parts.source("source")
-    of = parts.optional("of", str, "runs")
-    if of not in OF:
-        raise parts.wrong("of", "is nothing that a curve is fitted to", f"use {' or '.join(OF)}", of)
+    of = parts.choice("of", tuple(OF)) if "of" in parts.content else "runs"
     parts.finish()
     shares = curve.part("gemm_shares")
     values: dict[str, Any] = {}
     if shares is not None:
         values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
-    for known in fields(Curve):
-        if known.name not in ("gemm_shares", "run_slowdown") and known.name in curve.content:
-            values[known.name] = _positive(curve, known.name, zero=known.name not in DIVISORS)
-    curve.finish(
-        f"the parameters are {', '.join(known.name for known in fields(Curve) if known.name != 'run_slowdown')}"
-    )
+    for name in NAMES:
+        if name != "gemm_shares" and name in curve.content:
+            values[name] = _positive(curve, name, zero=name not in DIVISORS)
+    curve.finish(f"the parameters are {', '.join(NAMES)}")
     return Curve(**values, run_slowdown=OF[of])
 
 
@@ -154,7 +152,7 @@ def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
             try:
                 kernels.append(read_kernel(json.loads(line), reading))
             except (ValueError, TypeError, KeyError) as error:
-                problem = f"is no measured kernel: {error!r}"
+                problem = f"is not a measured kernel: {error!r}"
                 raise SpecError(file=file, key=f"line {number}", value=line[:80], problem=problem) from error
     return KernelSheet(tuple(kernels))
 
@@ -163,7 +161,7 @@ def read_kernel(record: Mapping[str, Any], reading: Reading) -> Kernel:
     """Return the kernel of one record. Raises ValueError, TypeError or KeyError."""
     name = record["kernel"]
     if name not in SIZES:
-        raise ValueError(f"kernel {name!r} is none of {', '.join(SIZES)}")
+        raise ValueError(f"unknown kernel {name!r}; use one of {', '.join(SIZES)}")
     sizes = tuple(float(record[size]) for size in SIZES[name])
     seconds = float(record["us"]) * 1e-6
     if not all(0 < number < float("inf") for number in (seconds, *sizes)):

@@ -1,4 +1,4 @@
-"""What this machine says of its accelerators without their management tool. No driver is loaded in this process."""
+"""What this machine reports of its accelerators without their management tool. No driver is loaded here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACCELERATORS = ("0x03", "0x12")
 
 TORCH_SECONDS = 10.0
 
-_ASK_TORCH = """
+_QUERY_TORCH = """
 import importlib.util, json, sys
 import torch
 kind = sys.argv[1]
@@ -37,19 +37,19 @@ print(json.dumps({
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchSays:
-    """What torch says of its devices: its version, those of the attributes asked for that it has, names and bytes."""
+class TorchReport:
+    """torch's version, which of the requested attributes it has, and its devices with their memory in bytes."""
 
     version: str
     attributes: frozenset[str]
     devices: tuple[Device, ...]
 
 
-def named_otherwise(vendor: str, variables: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether the user's environment names another vendor: the first of `variables` that is set does."""
-    given = os.environ if environment is None else environment
-    named = next((given[name] for name in variables if given.get(name)), vendor)
-    return named.casefold() != vendor
+def other_vendor_selected(vendor: str, variables: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
+    """Return whether the first of `variables` that is set names another vendor."""
+    values = os.environ if environment is None else environment
+    selected = next((values[name] for name in variables if values.get(name)), vendor)
+    return selected.casefold() != vendor
 
 
 def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACCELERATORS) -> tuple[str, ...]:
@@ -62,35 +62,36 @@ def pci_ids(vendor_id: int, root: Path = Path("/"), kinds: tuple[str, ...] = ACC
     return tuple(found)
 
 
-def has_nodes(pattern: str, root: Path = Path("/")) -> bool:
-    """Return whether a device file such as `dev/acme*` is there: without one, no process here can use a device."""
+def has_device_files(pattern: str, root: Path = Path("/")) -> bool:
+    """Return whether a device file such as `dev/acme*` exists. Without one, no process here can use a device."""
     return any(root.glob(pattern))
 
 
-def ask_torch(kind: str, attributes: Sequence[str] = ()) -> TorchSays | None:
-    """Return what the installed torch says of its devices of `kind`, and which of `attributes` it has.
+def query_torch(kind: str, attributes: Sequence[str] = ()) -> TorchReport | None:
+    """Return what the installed torch reports of its devices of `kind`, and which of `attributes` it has.
 
-    `kind` is torch's own name of the devices. It is asked in a process of its own: what crashes or hangs there harms
-    nobody here. None without torch, without such a backend, or if it fails.
+    `kind` is torch's name of the devices. torch runs in a process of its own and may crash or hang there. None without
+    torch, without such a backend, or if it fails.
     """
     if importlib.util.find_spec("torch") is None:
         return None
-    printed = tool_output(sys.executable, "-c", _ASK_TORCH, kind, *attributes, timeout_seconds=TORCH_SECONDS)
+    printed = tool_output(sys.executable, "-c", _QUERY_TORCH, kind, *attributes, timeout_seconds=TORCH_SECONDS)
     if printed is None:
-        LOG.warning("there are device files, but no tool to read them, and torch did not tell of devices of %s", kind)
+        LOG.warning("device files exist, but the management tool is missing and torch lists no %s devices", kind)
     return read_torch(printed or "")
 
 
-def read_torch(printed: str) -> TorchSays | None:
-    """Return what the process printed, after any banner that a vendor's library prints first."""
+def read_torch(printed: str) -> TorchReport | None:
+    """Return the report in what the process printed; a vendor's library may print a banner first."""
     for line in reversed(printed.splitlines()):
         try:
-            said = json.loads(line[line.index("{") :])
+            report = json.loads(line[line.index("{") :])
             devices = tuple(
                 Device(index=index, chip=str(name), memory_bytes=int(total))
-                for index, (name, total) in enumerate(said["devices"])
+                for index, (name, total) in enumerate(report["devices"])
             )
-            return TorchSays(version=str(said["version"]), attributes=frozenset(said["attributes"]), devices=devices)
+            attributes = frozenset(report["attributes"])
+            return TorchReport(version=str(report["version"]), attributes=attributes, devices=devices)
         except (ValueError, KeyError, TypeError):
             continue
     return None

@@ -9,23 +9,23 @@ from pathlib import Path
 
 from flagcore.domain.chip import Fact, Source
 from flagcore.domain.cluster import NodeGroup
-from flagcore.vendorkit.rows import cleaned
+from flagcore.vendorkit.rows import strip_controls
 
 NEAR = ("PIX", "PXB")
-"""Cells of an adapter that a device reaches without its CPU."""
+"""Links to an adapter that do not cross the CPU."""
 
 _DEVICE = re.compile(r"(?!NIC)[A-Z]{3}(\d+)")
 """Devices are called by three letters and a number, adapters NIC0 or by their own name."""
 
-_TOLD = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
+_AFFINITY = re.compile(r"(?:CPU|NUMA|Node) Affinity|GPU NUMA ID")
 """Columns after those of devices and adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """`links` says by which kind of way two devices are joined, `adapters` by which a device reaches an adapter.
+    """`links` is the kind of link between two devices, `adapters` that between a device and an adapter.
 
-    `numa` is the NUMA node of a device, where it is told.
+    `numa` is the NUMA node of a device, if the matrix has it.
     """
 
     devices: tuple[int, ...]
@@ -36,12 +36,12 @@ class Matrix:
 
 def read_matrix(text: str) -> Matrix | None:
     """Return the matrix in `text`, or None unless each device's row is whole and both ways of a pair agree."""
-    lines = cleaned(text).splitlines()
+    lines = strip_controls(text).splitlines()
     start = next((at for at, line in enumerate(lines) if _is_header(line)), None)
     if start is None:
         return None
-    columns = [*_TOLD.split(lines[start])[0].split(), *_TOLD.findall(lines[start])]
-    width = sum(not _TOLD.fullmatch(column) for column in columns)
+    columns = [*_AFFINITY.split(lines[start])[0].split(), *_AFFINITY.findall(lines[start])]
+    width = sum(not _AFFINITY.fullmatch(column) for column in columns)
     devices = tuple(int(match[1]) for column in columns if (match := _DEVICE.fullmatch(column)))
     prefixes = {column.rstrip("0123456789") for column in columns if _DEVICE.fullmatch(column)}
     if len(prefixes) != 1 or len(set(devices)) != len(devices):
@@ -60,12 +60,12 @@ def read_matrix(text: str) -> Matrix | None:
         return None
     names = [column for column in columns[:width] if not _DEVICE.fullmatch(column)]
     adapters = {(device, name): rows[device][name] for device in devices for name in names}
-    told = {device: row.get("NUMA Affinity", row.get("Node Affinity", "")) for device, row in rows.items()}
+    nodes = {device: row.get("NUMA Affinity", row.get("Node Affinity", "")) for device, row in rows.items()}
     return Matrix(
         devices=devices,
         links=links,
         adapters=adapters,
-        numa={device: int(node) for device, node in told.items() if node.isdigit()},
+        numa={device: int(node) for device, node in nodes.items() if node.isdigit()},
     )
 
 
@@ -101,9 +101,9 @@ def sharers(matrix: Matrix) -> dict[str, int]:
 
 
 def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | None:
-    """Return the bytes per second that each device has of the adapters near it, in one direction; None if not known.
+    """Return the bytes per second that each device has of the adapters near it, in one direction; None if unknown.
 
-    `text` is what the matrix was read from: its legend names the adapters, and the kernel tells their rates below
+    `text` is what the matrix was read from: its legend names the adapters, and the kernel has their rates below
     `root`. An adapter that several devices have near is shared by them; the device that has least counts.
     """
     names = dict(re.findall(r"^\s*(NIC\d+): (\w+)\s*$", text, re.MULTILINE))
@@ -115,14 +115,14 @@ def adapter_share(matrix: Matrix, text: str, root: Path = Path("/")) -> float | 
 
 
 def with_own_adapters(group: NodeGroup, text: str | None, root: Path = Path("/")) -> NodeGroup | None:
-    """Return `group` with what a device has of this machine's adapters, as `text` (`topo -m`) and the kernel tell it.
+    """Return `group` with each device's share of this machine's adapters, from `text` (`topo -m`) and the kernel.
 
-    None where the chip's own figure stays: for one node, where the user said it, and where this machine is no such
-    node or does not tell.
+    None if the chip's own figure stays: for one node, if the user gave the figure, and if this machine is another kind
+    of node or the share is unknown.
     """
-    known = group.chip.nic_bytes_per_second
+    rate = group.chip.nic_bytes_per_second
     matrix = read_matrix(text or "")
-    if group.nodes == 1 or (known is not None and known.source.kind == "user") or matrix is None:
+    if group.nodes == 1 or (rate is not None and rate.source.kind == "user") or matrix is None:
         return None
     share = adapter_share(matrix, text or "", root) if len(matrix.devices) == group.devices_per_node else None
     if share is None:

@@ -1,4 +1,4 @@
-"""Reads what management tools answer to queries in the form that most took over: CSV, `-q` and `-L`."""
+"""Reads the output of queries in the format that most management tools share: CSV, `-q` and `-L`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from flagcore.domain.chip import Device
-from flagcore.vendorkit.rows import BUS, UNITS, Row, found, reading
+from flagcore.vendorkit.rows import BUS, UNITS, Row, reading, search
 
 OTHER_NAMES = {"gpu_name": "name", "gpu_uuid": "uuid", "gpu_bus_id": "pci.bus_id", "gpu_serial": "serial"}
 
@@ -28,13 +28,13 @@ _BLOCK = {
     "GPU Power Readings.Current Power Limit": "power.limit",
     "Clocks.SM": "clocks.sm",
 }
-"""Lines of `-q`, with the section above them, by the field of a CSV query that says the same."""
+"""The CSV field of each line of `-q`, with its section."""
 
 
 def csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """Return the lines of a CSV query by field: `fields`, or those that a line of names and units above them says.
+    """Return the lines of a CSV query by field: `fields`, or those of a header line with names and units.
 
-    A line with another number of fields (a warning, a cut one) is skipped. A unit of the header is put to the numbers.
+    A line with another number of fields is skipped. The header's units are added to the numbers.
     """
     lines = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
     units: Sequence[str | None] = [None] * len(fields)
@@ -53,56 +53,56 @@ def csv_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
 
 def detailed(text: str) -> list[dict[str, str]]:
     """Return the devices of `-q`, one block each below its PCI address, by the fields of a CSV query."""
-    (driver,) = found(r"(?m)^Driver Version\s*:\s*([\w.]+)", text)
-    made: list[dict[str, str]] = []
+    (driver,) = search(r"(?m)^Driver Version\s*:\s*([\w.]+)", text)
+    blocks: list[dict[str, str]] = []
     section = ""
     for line in text.splitlines():
         key, colon, value = (part.strip() for part in line.partition(" :"))
         start = re.fullmatch(rf"GPU ({BUS.pattern})", line.strip())
         if start:
-            made.append({"index": str(len(made)), "pci.bus_id": start[1], "driver_version": driver or ""})
-        elif made and key and not colon:
+            blocks.append({"index": str(len(blocks)), "pci.bus_id": start[1], "driver_version": driver or ""})
+        elif blocks and key and not colon:
             section = key
-        elif made and colon:
+        elif blocks and colon:
             if len(line) - len(line.lstrip()) <= 4:
                 section = ""
             field = _BLOCK.get(f"{section}.{key}" if section else key)
             if field:
-                made[-1].setdefault(field, value)
-    return made
+                blocks[-1].setdefault(field, value)
+    return blocks
 
 
-def csv_row(given: Mapping[str, str], place: int) -> Row | str:
-    """Return the device of one line of a CSV query in the usual names of fields, or why it cannot be used.
+def csv_row(fields: Mapping[str, str], place: int) -> Row | str:
+    """Return the device of one line of a CSV query, or why it cannot be used.
 
-    Numbers have their unit, or the usual one. `place` stands for an index that was not asked for.
+    Numbers without a unit have the usual one. `place` is the index of a line without one.
     """
-    index, name = given.get("index", str(place)), given.get("name", "")
+    index, name = fields.get("index", str(place)), fields.get("name", "")
     if not index.isdigit() or not name or name.startswith("[") or "ERR!" in name:
-        return f"device {index} tells no name: {', '.join(given.values())}"
-    used, total = (_bytes(given.get(field, "")) for field in ("memory.used", "memory.total"))
+        return f"device {index} has no name: {', '.join(fields.values())}"
+    used, total = (_bytes(fields.get(field, "")) for field in ("memory.used", "memory.total"))
     return Row(
         device=Device(
             index=int(index),
             chip=name,
             memory_bytes=None if total is None else int(total),  # [N/A] where the chip shares the host's memory
-            driver=given.get("driver_version", ""),
-            uuid=given.get("uuid", ""),
+            driver=fields.get("driver_version", ""),
+            uuid=fields.get("uuid", ""),
         ),
-        bus=given.get("pci.bus_id", ""),
+        bus=fields.get("pci.bus_id", ""),
         reading=reading(
             used_bytes=used,
-            watts=_number(given, "W", "power.draw", "gpu.power.draw"),
-            limit_watts=_number(given, "W", "power.limit", "gpu.current.power.limit"),
-            celsius=_number(given, "C", "temperature.gpu"),
-            percent=_number(given, "%", "utilization.gpu"),
-            megahertz=_number(given, "MHz", "clocks.sm", "clocks.current.sm"),
+            watts=_number(fields, "W", "power.draw", "gpu.power.draw"),
+            limit_watts=_number(fields, "W", "power.limit", "gpu.current.power.limit"),
+            celsius=_number(fields, "C", "temperature.gpu"),
+            percent=_number(fields, "%", "utilization.gpu"),
+            megahertz=_number(fields, "MHz", "clocks.sm", "clocks.current.sm"),
         ),
     )
 
 
 def listed(text: str) -> tuple[Row, ...]:
-    """Return the devices of `-L` in its usual form, which tells no memory: `GPU 0: NAME (UUID: GPU-...)`."""
+    """Return the devices of `-L` in its usual form, without memory: `GPU 0: NAME (UUID: GPU-...)`."""
     lines = re.finditer(r"^GPU +(\d+): (\S.*?) \(UUID: ([\w-]+)\)\s*$", text, re.MULTILINE)
     return tuple(Row(device=Device(index=int(line[1]), chip=line[2], uuid=line[3])) for line in lines)
 
@@ -116,6 +116,6 @@ def _bytes(word: str) -> float | None:
     return float(match[1]) * UNITS[match[2] or "MiB"] if match else None
 
 
-def _number(given: Mapping[str, str], unit: str, *fields: str) -> str | None:
-    word = next((given[field] for field in fields if field in given), "")
-    return found(rf"^(\d+(?:\.\d+)?)(?: ?{unit})?$", word)[0]
+def _number(fields: Mapping[str, str], unit: str, *names: str) -> str | None:
+    word = next((fields[name] for name in names if name in fields), "")
+    return search(rf"^(\d+(?:\.\d+)?)(?: ?{unit})?$", word)[0]

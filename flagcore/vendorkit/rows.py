@@ -1,4 +1,4 @@
-"""Reads the tables that management tools print of their devices: who each one is, and how it is."""
+"""Reads the tables of devices that management tools print."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\r\x00\ufeff]")
 _AMOUNT = r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB)?"
 _PAIR = re.compile(rf"{_AMOUNT}\s*/\s*{_AMOUNT}")
-_WATTS, _UNTOLD = r"(\d+(?:\.\d+)?)", r"(?:N/?A|ERR!)"
-_POWER = re.compile(rf"(?:(?<![\w.-]){_WATTS} ?W?|{_UNTOLD}) */ *(?:{_WATTS} ?W|{_UNTOLD})")
+_WATTS, _MISSING = r"(\d+(?:\.\d+)?)", r"(?:N/?A|ERR!)"
+_POWER = re.compile(rf"(?:(?<![\w.-]){_WATTS} ?W?|{_MISSING}) */ *(?:{_WATTS} ?W|{_MISSING})")
 
 Head = TypeVar("Head")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One device of a table, its PCI address, and its reading: figures by a name that ends in the unit."""
+    """One device of a table, its PCI address, and its figures by names that end in the unit."""
 
     device: Device
     bus: str = ""
@@ -33,23 +33,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a tool's output says: the devices that can be used, and sentences about what was left out of it."""
+    """The devices of a tool's output that can be used, and sentences about those that were left out."""
 
     rows: tuple[Row, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def or_else(self, other: Callable[[], Listing]) -> Listing:
-        """Return this listing, or `other` where this one says nothing at all."""
+        """Return this listing, or `other` if this one is empty."""
         return self if self.rows or self.left_out else other()
 
 
-def cleaned(text: str) -> str:
+def strip_controls(text: str) -> str:
     """Return `text` without colours, carriage returns and byte-order marks, and with plain spaces."""
     return _CONTROL.sub("", text).replace("\xa0", " ")
 
 
 def cells(line: str) -> list[str]:
-    """Return what stands between the bars of a line of a table; empty for any other line, or one that was cut."""
+    """Return the cells between the bars of a line of a table; empty for other lines and for one that was cut."""
     line = line.strip()
     return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == line[-1:] == "|" and len(line) > 1 else []
 
@@ -57,11 +57,11 @@ def cells(line: str) -> list[str]:
 def read_table(
     text: str, head: Callable[[list[str]], Head | None], body: Callable[[Head, list[str], list[str]], Row | str | None]
 ) -> Listing:
-    """Return the devices of a table in which each has one line of who it is, and then one of how it is.
+    """Return the devices of a table with two lines a device.
 
-    `head` makes something of the cells of the first line, None if it is not one; `body` makes a row of that, of the
-    cells of the line below and of those of the next: a reason instead if the device cannot be used, None if the line
-    is not understood. The last two, and lines of devices that `head` does not take, are left out and told.
+    `head` parses the cells of a first line, None for any other line. `body` makes a row of that, of the cells of the
+    second line and of those of the line after it; a reason if the device cannot be used, None if the line has an
+    unknown format. Devices without a row are reported in `left_out`.
     """
     rows, left_out = [], []
     lines = [line.strip() for line in text.splitlines()]
@@ -70,22 +70,22 @@ def read_table(
         start = head(parts) if len(parts) > 1 else None
         if start is not None:
             below, after = (split[at + n] if at + n < len(split) else [] for n in (1, 2))
-            made = body(start, below, after)
-            if isinstance(made, Row):
-                rows.append(made)
-            elif made is not None:
-                left_out.append(made)
+            row = body(start, below, after)
+            if isinstance(row, Row):
+                rows.append(row)
+            elif row is not None:
+                left_out.append(row)
             else:
-                left_out.append(f"what it says of a device is not understood (please report it): {_lines(lines, at)}")
+                left_out.append(f"unknown format (please report it): {' '.join(lines[at : at + 2])}")
         elif len(parts) > 2 and re.match(r"\d+\s+\S", parts[0]) and any(BUS.search(part) for part in parts):
-            left_out.append(f"a line of a device is not understood (please report it): {lines[at]}")
-    return sure(Listing(tuple(rows), tuple(left_out)))
+            left_out.append(f"unknown format (please report it): {lines[at]}")
+    return _unique(Listing(tuple(rows), tuple(left_out)))
 
 
 def listing_of(rows: Iterable[Row | str]) -> Listing:
-    """Return rows and sentences, as they come, as one listing."""
+    """Return a listing of rows and sentences."""
     mixed = tuple(rows)
-    return sure(
+    return _unique(
         Listing(
             tuple(each for each in mixed if isinstance(each, Row)),
             tuple(each for each in mixed if isinstance(each, str)),
@@ -93,19 +93,19 @@ def listing_of(rows: Iterable[Row | str]) -> Listing:
     )
 
 
-def sure(listing: Listing) -> Listing:
-    """Return the rows by index, without those that share one: a garbled table does not say which is which."""
+def _unique(listing: Listing) -> Listing:
+    """Return the rows by index, without those that share one."""
     count = Counter(row.device.index for row in listing.rows)
     rows = sorted((row for row in listing.rows if count[row.device.index] == 1), key=lambda row: row.device.index)
     several = (f"several devices have the index {index}" for index, many in sorted(count.items()) if many > 1)
     return Listing(tuple(rows), (*listing.left_out, *several))
 
 
-def announced(listing: Listing, many: str | None) -> Listing:
-    """Return `listing`, and tell if it shows fewer devices than the tool says that there are."""
-    short = not listing.left_out and many is not None and len(listing.rows) < int(many)
-    told = f"it says that there are {many} devices, but shows {len(listing.rows)}"
-    return replace(listing, left_out=(told,)) if short else listing
+def with_count(listing: Listing, count: str | None) -> Listing:
+    """Return `listing`, with a sentence in `left_out` if it has fewer devices than the tool's own `count`."""
+    short = not listing.left_out and count is not None and len(listing.rows) < int(count)
+    message = f"it counts {count} devices, but lists {len(listing.rows)}"
+    return replace(listing, left_out=(message,)) if short else listing
 
 
 def with_driver(listing: Listing, driver: str | None) -> Listing:
@@ -114,7 +114,7 @@ def with_driver(listing: Listing, driver: str | None) -> Listing:
     return replace(listing, rows=tuple(rows))
 
 
-def memory_of(cell: str) -> tuple[float, float] | None:
+def parse_memory(cell: str) -> tuple[float, float] | None:
     """Return used and total bytes of a cell such as `826/65536 MiB` or `0MiB / 81559MiB`; None for any other."""
     match = _PAIR.fullmatch(cell)
     if match is None or match[4] is None:
@@ -122,10 +122,10 @@ def memory_of(cell: str) -> tuple[float, float] | None:
     return float(match[1]) * UNITS[match[2] or match[4]], float(match[3]) * UNITS[match[4]]
 
 
-def watts_of(cell: str) -> tuple[str | None, str | None]:
-    """Return use and limit of power of a cell such as `P0   70W / 700W` or `61 / 450 W`, None if not told."""
+def parse_power(cell: str) -> tuple[str | None, str | None]:
+    """Return use and limit of power of a cell such as `P0   70W / 700W` or `61 / 450 W`; None for what is missing."""
     pair = _POWER.search(cell)
-    return (pair[1], pair[2]) if pair else (found(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
+    return (pair[1], pair[2]) if pair else (search(r"(\d+(?:\.\d+)?) ?W\b", cell)[0], None)
 
 
 def reading(
@@ -137,27 +137,23 @@ def reading(
     percent: str | None = None,
     megahertz: str | None = None,
 ) -> dict[str, float]:
-    """Return the figures that are numbers in bytes, watts, degrees, shares and hertz; N/A and the like are left out."""
-    given = {
+    """Return the figures in bytes, watts, degrees, shares and hertz, without those that are not numbers."""
+    words = {
         "power_watts": (watts, 1),
         "power_limit_watts": (limit_watts, 1),
         "temperature_celsius": (celsius, 1),
         "utilization_share": (percent, 0.01),
         "clock_hertz": (megahertz, 1e6),
     }
-    figures = {name: float(word) * unit for name, (word, unit) in given.items() if word and _number(word)}
+    figures = {name: float(word) * unit for name, (word, unit) in words.items() if word and _number(word)}
     return figures if used_bytes is None else {"memory_used_bytes": used_bytes, **figures}
 
 
-def found(pattern: str, text: str) -> tuple[str | None, ...]:
-    """Return the groups of the first match of `pattern`, all None where there is none."""
+def search(pattern: str, text: str) -> tuple[str | None, ...]:
+    """Return the groups of the first match of `pattern`, all None without a match."""
     compiled = re.compile(pattern)
     match = compiled.search(text)
     return match.groups() if match else (None,) * compiled.groups
-
-
-def _lines(lines: list[str], at: int) -> str:
-    return " ".join(lines[at : at + 2])
 
 
 def _number(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""Reads devices during a trial from one run of the management tool a second, however many devices there are."""
+"""Reads devices during a trial from one run of the management tool a second for all devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FRESH_SECONDS = 0.9
 
 
 class SharedTable:
-    """The tool's last answer. `read` runs the tool; it is asked again when the answer is older than `fresh_seconds`."""
+    """The tool's last output. `read` runs the tool again if that is older than `fresh_seconds`."""
 
     def __init__(self, read: Callable[[], Sequence[Row]], fresh_seconds: float = FRESH_SECONDS) -> None:
         self._read, self._fresh = read, fresh_seconds
@@ -22,7 +22,7 @@ class SharedTable:
         self._lock = threading.Lock()
 
     def row(self, index: int) -> Row | None:
-        """Return the row of a device, or None if the tool no longer lists it."""
+        """Return the row of a device, or None if the tool does not list it."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._rows = {row.device.index: row for row in self._read()}
@@ -38,7 +38,7 @@ class DeviceReading:
     index: int
 
     def sample(self) -> Mapping[str, float]:
-        """Return what the tool says of the device now. Raises LookupError if it does not list it."""
+        """Return the device's figures now. Raises LookupError if it does not list it."""
         row = self.table.row(self.index)
         if row is None:
             raise LookupError(f"device {self.index} is not in the management tool's table")

@@ -1,11 +1,10 @@
-"""Reads `environment.yaml`: the variables that a vendor's stack knows, each with its meaning, condition and source.
+"""Reads `environment.yaml`: the environment variables of a vendor's software.
 
-`variables` is a list of `name`, `meaning`, `source` as in a chip file, and either `value`, what trials are given, or
-`used`, what its source gives it where flagcore leaves it alone. `engines`, `chips` and `versions` (releases of the
-engine) say for which it is given (all where they are missing), `condition` when it makes sense. Two conditions are
-checked: `several_nodes: true`, and `unless`, a setting of training that must not be on. In a value, `{interface}` is
-the network interface of the default route and `{adapters}` the InfiniBand adapters that are up; without them the
-variable is not given.
+`variables` is a list of `name`, `meaning`, `source`, and either `value`, which trials get, or `used`, the value that
+the source uses and flagcore does not set. `engines`, `kinds`, `chips` and `versions` (releases of the engine) restrict
+it, `condition` says in words when it makes sense. Two conditions are checked: `several_nodes: true`, and `unless`, a
+training setting that must not be on. In a value, `{interface}` is the network interface of the default route and
+`{adapters}` the InfiniBand adapters that are up; if this machine has none, the variable is not set.
 """
 
 from __future__ import annotations
@@ -13,84 +12,73 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 from flagcore.domain.chip import Chip, Source
 from flagcore.domain.spec import Task, TrainSpec
-from flagcore.vendorkit.fields import Part, read_parts
-from flagcore.vendorkit.versions import concerns, versions_of
+from flagcore.vendorkit.fields import Part, read_file
+from flagcore.vendorkit.scope import EVERYTHING, Scope, read_scope
 
 FILE = "environment.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """One environment variable. `value` None: known, but not given to trials."""
+    """One environment variable. `value` None: documented, but not set for trials."""
 
     name: str
-    value: str | None
-    used: str
     meaning: str
-    condition: str
-    engines: tuple[str, ...]
-    chips: tuple[str, ...]
     source: Source
-    versions: str = ""
+    value: str | None = None
+    used: str = ""
+    condition: str = ""
+    scope: Scope = EVERYTHING
     several_nodes: bool = False
     unless: str = ""
 
-    def concerns(self, chip: Chip, engine: str) -> bool:
-        """Return whether it is for this chip and engine."""
-        return (not self.engines or engine in self.engines) and (not self.chips or chip.name in self.chips)
-
-    def holds(self, engine_version: str | None, task: Task | None) -> bool:
-        """Return whether its conditions hold for a release of the engine and a task."""
+    def suits(self, task: Task | None) -> bool:
+        """Return whether its conditions hold for a task; None means one node and no settings."""
         nodes = sum(group.nodes for group in task.cluster.groups) if task else 1
         settings = task.spec.work.settings if task and isinstance(task.spec.work, TrainSpec) else {}
-        off = not (self.unless and settings.get(self.unless))
-        return concerns(self.versions, engine_version) and (nodes > 1 or not self.several_nodes) and off
+        return (nodes > 1 or not self.several_nodes) and not (self.unless and settings.get(self.unless))
 
 
 @cache
-def variables(package: str) -> tuple[Variable, ...]:
-    """Return the variables of a plugin. Raises SpecError for a bad file."""
-    file = f"{package}/{FILE}"
-    parts = read_parts(files(package).joinpath(FILE).read_text("utf-8"), file, "an environment file")
-    found = tuple(
-        _variable(Part(file, parts.kind, f"variables[{place}].", entry))
-        for place, entry in enumerate(parts.listed("variables", dict))
-    )
+def read_variables(package: str) -> tuple[Variable, ...]:
+    """Return the variables of a plugin; none without a file. Raises SpecError for a bad file."""
+    parts = read_file(package, FILE, "an environment file")
+    if parts is None:
+        return ()
+    found = tuple(_variable(part) for part in parts.each("variables"))
     parts.finish()
     return found
 
 
 def environment(
-    package: str, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
+    package: str, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
 ) -> dict[str, str]:
-    """Return what trials of `task` are given; without one, what those of a single node are. The core lets a user's own
-    values win, and tells of them."""
-    given = {}
-    for each in variables(package):
-        if each.value and each.concerns(chip, engine) and each.holds(engine_version, task):
-            value = filled(each.value)
-            if value:
-                given[each.name] = value
-    return given
+    """Return the variables that trials of `task` get; None: trials on one node."""
+    values = (
+        (each.name, fill(each.value))
+        for each in read_variables(package)
+        if each.value and each.scope.includes(chip, engine, engine_version, kind) and each.suits(task)
+    )
+    return {name: value for name, value in values if value}
 
 
-def filled(value: str, root: Path = Path("/")) -> str:
-    """Return a value with what it says of this machine's network filled in; nothing where there is none of it."""
-    for name, found in (("{interface}", interface(root)), ("{adapters}", adapters(root))):
-        if name in value:
+def fill(value: str, root: Path = Path("/")) -> str:
+    """Return `value` with its placeholders replaced; empty if this machine lacks what one stands for."""
+    for placeholder, find in (("{interface}", interface), ("{adapters}", adapters)):
+        if placeholder in value:
+            found = find(root)
             if not found:
                 return ""
-            value = value.replace(name, found)
+            value = value.replace(placeholder, found)
     return value
 
 
 def interface(root: Path = Path("/")) -> str:
-    """Return the network interface of the default route; nothing without one."""
+    """Return the network interface of the default route; empty without one."""
     with suppress(OSError):
         for line in (root / "proc/net/route").read_text("utf-8").splitlines()[1:]:
             name, destination, *_ = line.split()
@@ -100,30 +88,28 @@ def interface(root: Path = Path("/")) -> str:
 
 
 def adapters(root: Path = Path("/")) -> str:
-    """Return the InfiniBand adapters with a port that is up, by commas, in the order of their numbers."""
-    up = []
+    """Return the InfiniBand adapters with a port that is up, separated by commas, by their numbers."""
+    up = set()
     for state in (root / "sys/class/infiniband").glob("*/ports/*/state"):
         with suppress(OSError):
             if "ACTIVE" in state.read_text("utf-8"):
-                up.append(state.parts[-4])
-    return ",".join(sorted(set(up), key=lambda name: (len(name), name)))
+                up.add(state.parts[-4])
+    return ",".join(sorted(up, key=lambda name: (len(name), name)))
 
 
 def _variable(part: Part) -> Variable:
-    made = Variable(
+    variable = Variable(
         name=part.required("name", str),
+        meaning=part.required("meaning", str),
+        source=part.source("source"),
         value=part.optional("value", str, None),
         used=part.optional("used", str, ""),
-        meaning=part.required("meaning", str),
         condition=part.optional("condition", str, ""),
-        engines=tuple(part.listed("engines", str)),
-        chips=tuple(part.listed("chips", str)),
-        source=part.source("source"),
-        versions=versions_of(part),
+        scope=read_scope(part),
         several_nodes=part.optional("several_nodes", bool, False),
         unless=part.optional("unless", str, ""),
     )
-    if (made.value is None) == (made.used == ""):
-        raise part.wrong("value", "and used exclude each other, and one of them is needed")
+    if (variable.value is None) == (variable.used == ""):
+        raise part.wrong("value", "exclude `used`; exactly one of the two is needed")
     part.finish()
-    return made
+    return variable

@@ -12,12 +12,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from flagcore import api
 from flagcore.testing.subject import Subject
-from flagcore.vendorkit import knobs, maturity, quirks, variables
+from flagcore.vendorkit import chip_file, engines, knobs, maturity, quirks, variables
+
+CACHES: Any = (
+    chip_file.load_chips,
+    engines.read_engines,
+    knobs.all_knobs,
+    maturity.read_maturity,
+    quirks.read_quirks,
+    variables.read_variables,
+)
 
 HOOKS = "flagcore_acme/hooks.py"
 SMI = "flagcore_acme/smi.py"
@@ -34,6 +44,13 @@ PYPROJECT = "pyproject.toml"
 
 MORE_HOOKS = '''
 
+from dataclasses import replace
+
+from flagcore.domain.chip import Device
+from flagcore.hooks import hookimpl
+from flagcore.physics.collectives.topology import topology_of
+
+
 class StayInPod:
     """Four devices share fast links."""
 
@@ -45,35 +62,24 @@ class StayInPod:
         return columns["tensor_model_parallel_size"] > 4
 
 
-@hookimpl
-def flagcore_topology(group):
-    """Return the levels of the link."""
-    from flagcore.physics.collectives.topology import topology_of
+class AcmePlugin(VendorPlugin):
+    """Answers the hooks that no file answers, too."""
 
-    return topology_of(group) if _mine(group.chip) and group.chip.link else None
+    @hookimpl
+    def flagcore_topology(self, group):
+        return topology_of(group) if self.owns(group.chip) and group.chip.link else None
 
+    @hookimpl
+    def flagcore_pruning_rules(self, task):
+        return [StayInPod()] if any(self.owns(group.chip) for group in task.cluster.groups) else None
 
-@hookimpl
-def flagcore_pruning_rules(task):
-    """Return the rule for tasks on our chips."""
-    return [StayInPod()] if any(_mine(group.chip) for group in task.cluster.groups) else None
-
-
-@hookimpl
-def flagcore_prepare_launch(launch, task):
-    """Put a wrapper before the command."""
-    from dataclasses import replace
-
-    mine = any(_mine(group.chip) for group in task.cluster.groups)
-    return replace(launch, argv=("env", *launch.argv)) if mine else None
+    @hookimpl
+    def flagcore_prepare_launch(self, launch, task):
+        mine = any(self.owns(group.chip) for group in task.cluster.groups)
+        return replace(launch, argv=("env", *launch.argv)) if mine else None
 
 
-@hookimpl
-def flagcore_knobs(chip, engine, engine_version):
-    """Return the knobs of the vendor's Megatron."""
-    from flagcore.vendorkit.knobs import knobs
-
-    return knobs(PACKAGE, chip, engine, engine_version) if _mine(chip) else None
+plugin = AcmePlugin(**vars(plugin))
 '''
 MORE_QUIRKS = """\
 refused:
@@ -84,7 +90,7 @@ refused:
     reason: the vendor's Megatron has uniform recompute only
     source: *made_up
 notes:
-  - {says: the first step compiles for a minute, source: *made_up}
+  - {note: the first step compiles for a minute, source: *made_up}
 """
 MORE_KNOBS = """\
 knobs:
@@ -108,18 +114,16 @@ curves:
 
 @dataclass(frozen=True)
 class Fault:
-    """One edit: `new` in the place of `old` in `file`; `old` empty: put to its end; both empty: the file is deleted.
+    """One edit: `new` replaces `old` in `file`. Empty `old`: append `new`; both empty: delete the file.
 
-    `check` is what fails, `says` what its message names, and `fix` what its advice names. `also` are checks that cannot
-    but fail with it.
+    `check` must fail and its message contain `names`. `also` are checks that fail with it, "*" any.
     """
 
     check: str
     file: str
     old: str
     new: str
-    says: str
-    fix: str = ""
+    names: str
     also: tuple[str, ...] = ()
 
 
@@ -173,7 +177,7 @@ def imported(folder: Path) -> Iterator[Subject]:
     handled, rounding, shown = list(logging.root.handlers), np.geterr(), warnings.filters[:]
     try:
         importlib.invalidate_caches()
-        yield Subject(name="acme", hooks=importlib.import_module("flagcore_acme.hooks"))
+        yield Subject(name="acme", hooks=importlib.import_module("flagcore_acme.hooks").plugin)
     finally:
         sys.dont_write_bytecode = before
         sys.path[:] = path
@@ -184,5 +188,5 @@ def imported(folder: Path) -> Iterator[Subject]:
         np.seterr(**rounding)
         for name in [name for name in sys.modules if name.partition(".")[0] == "flagcore_acme"]:
             del sys.modules[name]
-        for known in (knobs.all_knobs, maturity.maturity, quirks.quirks, variables.variables):
-            known.cache_clear()
+        for read in CACHES:
+            read.cache_clear()

@@ -23,7 +23,7 @@ from flagcore.testing.package import read_source
 
 SECONDS = 600.0
 """How long the checks of one plugin may take."""
-ENTRY = "its_entry_point_names_the_module_of_hooks"
+ENTRY = "entry_point_names_the_plugin"
 """The check that fails where a folder's pyproject.toml cannot be read."""
 CHECK_SECONDS = 90.0
 """How long one of them may: far more than any takes that waits for a tool."""

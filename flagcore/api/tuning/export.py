@@ -24,8 +24,9 @@ from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import as_yaml
 from flagcore.report.notebook import as_html
+from flagcore.report.plan_text import plan_text
 from flagcore.report.result import result
-from flagcore.report.text import candidate_text, plan_text
+from flagcore.report.text import candidate_text
 from flagcore.stages.launch import planned_launch
 from flagcore.store.directory import writable, write
 

@@ -27,8 +27,8 @@ from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
+from flagcore.report.plan_text import drift_text
 from flagcore.report.serving_text import impossible
-from flagcore.report.text import drift_text
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write

@@ -21,7 +21,7 @@ HANGS = 120.0
 """How long all hooks together may take here."""
 
 
-def hooks_answer_within_seconds(plugin: Subject) -> Iterator[Problem]:
+def hooks_return_quickly(plugin: Subject) -> Iterator[Problem]:
     records, begun = _asked(plugin)
     fix = f"it must take less than {SECONDS:.0f} s: read files, and give every wait a limit of time"
     if begun:
@@ -31,7 +31,7 @@ def hooks_answer_within_seconds(plugin: Subject) -> Iterator[Problem]:
             yield Problem(message=f"{record['hook']} took {record['seconds']:.0f} s", fix=fix)
 
 
-def asking_it_leaves_the_process_as_it_was(plugin: Subject) -> Iterator[Problem]:
+def hooks_have_no_side_effects(plugin: Subject) -> Iterator[Problem]:
     for record in _asked(plugin)[0]:
         if record["printed"]:
             yield Problem(
@@ -46,7 +46,7 @@ def asking_it_leaves_the_process_as_it_was(plugin: Subject) -> Iterator[Problem]
             )
 
 
-def what_its_hooks_are_given_stays_as_it_was(plugin: Subject) -> Iterator[Problem]:
+def hooks_do_not_modify_arguments(plugin: Subject) -> Iterator[Problem]:
     for record in _asked(plugin)[0]:
         for name in record["arguments"]:
             yield Problem(
@@ -55,7 +55,7 @@ def what_its_hooks_are_given_stays_as_it_was(plugin: Subject) -> Iterator[Proble
             )
 
 
-def asking_it_writes_no_files(plugin: Subject) -> Iterator[Problem]:
+def hooks_write_no_files(plugin: Subject) -> Iterator[Problem]:
     _asked(plugin)
     for name in plugin.memory["files"]:
         yield Problem(
@@ -87,7 +87,7 @@ def _asked(plugin: Subject) -> tuple[list[dict[str, Any]], str]:
 def _run(plugin: Subject, folder: Path, more: dict[str, str]) -> str:
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     paths = json.dumps([os.path.abspath(path) for path in sys.path if path])
-    argv = [sys.executable, "-B", "-m", "flagcore.testing.asking", plugin.hooks_module, paths]
+    argv = [sys.executable, "-B", "-m", "flagcore.testing.asking", plugin.entry, paths]
     try:
         done = subprocess.run(argv, env={**kept, **more}, cwd=folder, capture_output=True, timeout=HANGS, check=False)
         return done.stdout.decode("utf-8", "replace")

@@ -11,13 +11,13 @@ from typing import Any
 from flagcore.testing.facts import facts_of
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
-from flagcore.vendorkit.fields import SOURCE_SAYS
+from flagcore.vendorkit.fields import SOURCE_KEYS
 
-KINDS = {*SOURCE_SAYS, "user"}
+KINDS = {*SOURCE_KEYS, "user"}
 DATE = re.compile(r"\d{4}(-\d{2}){0,2}")
 
 
-def chips_and_devices_are_answered_as_their_hooks_promise(plugin: Subject) -> Iterator[Problem]:
+def chips_and_devices_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.loaded.chips()
     plugin.loaded.devices()
     yield from (
@@ -25,17 +25,17 @@ def chips_and_devices_are_answered_as_their_hooks_promise(plugin: Subject) -> It
     )
 
 
-def every_figure_has_a_source_of_a_known_kind(plugin: Subject) -> Iterator[Problem]:
+def figures_have_sources(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for key, fact in facts_of(chip):
             if fact.source.kind not in KINDS or not fact.source.detail.strip():
                 yield Problem(
                     message=f"{chip.name}: {key} has the source {fact.source.kind!r} {fact.source.detail!r}",
-                    fix=f"give it a kind of {', '.join(SOURCE_SAYS)}, and what that kind must say",
+                    fix=f"give it a kind of {', '.join(SOURCE_KEYS)}, and what that kind must say",
                 )
 
 
-def dates_of_sources_are_written_as_iso_dates(plugin: Subject) -> Iterator[Problem]:
+def source_dates_are_iso(plugin: Subject) -> Iterator[Problem]:
     plugin.package_folder  # noqa: B018 (raises Skip)
     for name, content in plugin.yaml_files("**/*.yaml"):
         for key, value in _dates(content):
@@ -43,7 +43,7 @@ def dates_of_sources_are_written_as_iso_dates(plugin: Subject) -> Iterator[Probl
                 yield Problem(message=f"{name}: {key} = {value!r} is no date", fix="write it as 2026-11-02 or 2026-11")
 
 
-def what_was_measured_says_when(plugin: Subject) -> Iterator[Problem]:
+def measured_figures_have_dates(plugin: Subject) -> Iterator[Problem]:
     plugin.package_folder  # noqa: B018 (raises Skip)
     for name, content in plugin.yaml_files("**/*.yaml"):
         for key, source in _measured(content):
@@ -54,13 +54,13 @@ def what_was_measured_says_when(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def names_and_aliases_are_each_of_one_chip(plugin: Subject) -> Iterator[Problem]:
+def chip_names_are_unique(plugin: Subject) -> Iterator[Problem]:
     for problem in plugin.told("flagcore_chips"):
         if "answers to" in problem.message:
             yield Problem(message=problem.message, fix="keep a name or alias with the one chip that is reported so")
 
 
-def no_name_is_that_of_another_plugins_chip(plugin: Subject) -> Iterator[Problem]:
+def chip_names_differ_from_other_plugins(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name in (chip.name, *chip.aliases):
             if owner := plugin.others.owner(name):
@@ -70,7 +70,7 @@ def no_name_is_that_of_another_plugins_chip(plugin: Subject) -> Iterator[Problem
                 )
 
 
-def a_chip_is_found_by_each_of_its_names(plugin: Subject) -> Iterator[Problem]:
+def chips_are_found_by_name(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name in (chip.name, *chip.aliases):
             found = plugin.loaded.find_chip(name.upper())
@@ -80,7 +80,7 @@ def a_chip_is_found_by_each_of_its_names(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def names_are_words_without_spaces_around(plugin: Subject) -> Iterator[Problem]:
+def chip_names_have_no_extra_spaces(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name in (chip.name, chip.vendor, *chip.aliases):
             if not name or name != " ".join(name.split()) or not name.isprintable():
@@ -89,7 +89,7 @@ def names_are_words_without_spaces_around(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def an_alias_is_listed_once(plugin: Subject) -> Iterator[Problem]:
+def aliases_are_listed_once(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name, times in Counter(name.casefold() for name in chip.aliases).items():
             if times > 1:
@@ -99,7 +99,7 @@ def an_alias_is_listed_once(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def all_chips_are_of_one_vendor_in_small_letters(plugin: Subject) -> Iterator[Problem]:
+def chips_have_one_lowercase_vendor(plugin: Subject) -> Iterator[Problem]:
     vendors = sorted({chip.vendor for chip in plugin.own_chips()})
     if len(vendors) > 1 or vendors[0] != vendors[0].casefold():
         yield Problem(
@@ -107,7 +107,7 @@ def all_chips_are_of_one_vendor_in_small_letters(plugin: Subject) -> Iterator[Pr
         )
 
 
-def a_chip_file_is_named_like_its_chip(plugin: Subject) -> Iterator[Problem]:
+def chip_files_match_chip_names(plugin: Subject) -> Iterator[Problem]:
     files = {name: content for name, content in plugin.yaml_files("chips/*.yaml") if isinstance(content, dict)}
     if not files:
         raise Skip("the plugin ships no chips/*.yaml")

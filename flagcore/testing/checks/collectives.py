@@ -22,14 +22,14 @@ OVER_LINK = 1.25
 """How much faster than its link a measured collective may look."""
 
 
-def collectives_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
+def collective_costs_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_collective_costs")
     for group in plugin.groups():
         plugin.loaded.collective_costs(group, "megatron")
     yield from plugin.told("flagcore_collective_costs")
 
 
-def collective_times_grow_with_the_payload(plugin: Subject) -> Iterator[Problem]:
+def collective_times_grow_with_payload(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in _costs(plugin):
         for kind in KINDS:
             if not (np.diff(costs.seconds(kind, PAYLOADS, 2 * ONES, ONES)) >= 0).all():
@@ -39,7 +39,7 @@ def collective_times_grow_with_the_payload(plugin: Subject) -> Iterator[Problem]
                 )
 
 
-def measured_curves_keep_their_bandwidth(plugin: Subject) -> Iterator[Problem]:
+def measured_bandwidth_does_not_fall(plugin: Subject) -> Iterator[Problem]:
     for chip, table in _tables(plugin):
         for curve in table.curves:
             rates = [size / time for size, time in zip(curve.payload_bytes, curve.seconds, strict=True)]
@@ -51,7 +51,7 @@ def measured_curves_keep_their_bandwidth(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def no_measured_curve_is_faster_than_the_link(plugin: Subject) -> Iterator[Problem]:
+def measured_curves_do_not_exceed_the_link(plugin: Subject) -> Iterator[Problem]:
     for chip, table in _tables(plugin):
         if chip.link is None or table.level:
             continue
@@ -67,7 +67,7 @@ def no_measured_curve_is_faster_than_the_link(plugin: Subject) -> Iterator[Probl
                 )
 
 
-def a_collective_of_one_device_is_free(plugin: Subject) -> Iterator[Problem]:
+def single_device_collectives_are_free(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in _costs(plugin):
         if (costs.seconds("all_reduce", PAYLOADS, ONES, ONES) != 0).any() or (
             costs.compute_share(ONES, ONES) != 0
@@ -78,7 +78,7 @@ def a_collective_of_one_device_is_free(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def collectives_leave_kernels_a_share_of_the_compute(plugin: Subject) -> Iterator[Problem]:
+def collectives_leave_compute_for_kernels(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in _costs(plugin):
         taken = costs.compute_share(2 * ONES, ONES)
         if not ((taken >= 0) & (taken < 1)).all():
@@ -87,7 +87,7 @@ def collectives_leave_kernels_a_share_of_the_compute(plugin: Subject) -> Iterato
             )
 
 
-def no_message_is_faster_than_the_memory_of_the_devices(plugin: Subject) -> Iterator[Problem]:
+def messages_do_not_exceed_memory_bandwidth(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in _costs(plugin):
         rate = chip.memory_bandwidth_bytes_per_second
         seconds = costs.seconds("send", PAYLOADS[-1:], 2 * ONES[:1], ONES[:1])

@@ -17,7 +17,7 @@ MEASURED = 1.05
 FILES = {"curve.yaml", "kernels.jsonl", "provenance.yaml", "serving.yaml", "collectives.yaml"}
 
 
-def kernel_times_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
+def kernel_costs_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_kernel_costs")
     for chip in plugin.chips:
         for engine in plugin.engines:
@@ -25,7 +25,7 @@ def kernel_times_are_answered_as_their_hook_promises(plugin: Subject) -> Iterato
     yield from plugin.told("flagcore_kernel_costs")
 
 
-def kernel_times_are_positive_and_grow_with_size(plugin: Subject) -> Iterator[Problem]:
+def kernel_times_grow_with_size(plugin: Subject) -> Iterator[Problem]:
     sizes = _powers_of_two(8, 14)
     ones = np.ones_like(sizes)
     trained = AttentionShape(
@@ -49,7 +49,7 @@ def kernel_times_are_positive_and_grow_with_size(plugin: Subject) -> Iterator[Pr
                 )
 
 
-def the_host_needs_microseconds_to_launch_a_kernel(plugin: Subject) -> Iterator[Problem]:
+def launch_time_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in plugin.own_costs():
         if not (np.isnan(costs.launch_seconds()) or 1e-7 < costs.launch_seconds() < 1e-3):
             yield Problem(
@@ -57,7 +57,7 @@ def the_host_needs_microseconds_to_launch_a_kernel(plugin: Subject) -> Iterator[
             )
 
 
-def kernels_are_little_longer_in_runs_than_alone(plugin: Subject) -> Iterator[Problem]:
+def run_factor_is_plausible(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in plugin.own_costs():
         if not (np.isnan(costs.run_slowdown()) or 1 <= costs.run_slowdown() < 3):
             yield Problem(
@@ -65,7 +65,7 @@ def kernels_are_little_longer_in_runs_than_alone(plugin: Subject) -> Iterator[Pr
             )
 
 
-def no_kernel_is_faster_than_the_chips_peaks(plugin: Subject) -> Iterator[Problem]:
+def kernels_do_not_exceed_peaks(plugin: Subject) -> Iterator[Problem]:
     side, much = np.full(4, 8192.0), _powers_of_two(30, 34)
     for chip, costs in plugin.own_costs():
         for precision, peak in chip.dense_flops_per_second.items():
@@ -83,7 +83,7 @@ def no_kernel_is_faster_than_the_chips_peaks(plugin: Subject) -> Iterator[Proble
             )
 
 
-def the_costs_that_are_shipped_are_answered(plugin: Subject) -> Iterator[Problem]:
+def shipped_costs_are_used(plugin: Subject) -> Iterator[Problem]:
     folders = _folders(plugin)
     for chip in plugin.own_chips():
         files = folders.get(chip.name.casefold(), set())
@@ -101,7 +101,7 @@ def the_costs_that_are_shipped_are_answered(plugin: Subject) -> Iterator[Problem
             )
 
 
-def shipped_costs_are_those_of_its_chips(plugin: Subject) -> Iterator[Problem]:
+def shipped_costs_belong_to_chips(plugin: Subject) -> Iterator[Problem]:
     known = {chip.name.casefold() for chip in plugin.own_chips()}
     for name, files in _folders(plugin).items():
         if name not in known:
@@ -112,7 +112,7 @@ def shipped_costs_are_those_of_its_chips(plugin: Subject) -> Iterator[Problem]:
             yield Problem(message=f"costs/{name}/{file} is read by nobody", fix=f"it holds {', '.join(sorted(FILES))}")
 
 
-def measured_kernels_have_a_provenance(plugin: Subject) -> Iterator[Problem]:
+def measured_kernels_have_provenance(plugin: Subject) -> Iterator[Problem]:
     for name, files in _folders(plugin).items():
         if "kernels.jsonl" in files and "provenance.yaml" not in files:
             yield Problem(

@@ -31,7 +31,7 @@ SAID = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
 """Words of a source, or of the notes, that settle it."""
 
 
-def peaks_are_those_without_sparsity(plugin: Subject) -> Iterator[Problem]:
+def peaks_are_dense(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         peaks = chip.dense_flops_per_second
         for wide, narrow in DOUBLES:
@@ -50,7 +50,7 @@ def peaks_are_those_without_sparsity(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def no_peak_is_from_a_table_of_sparse_ones(plugin: Subject) -> Iterator[Problem]:
+def peak_sources_are_dense(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name, peak in chip.dense_flops_per_second.items():
             told = peak.source.detail
@@ -61,7 +61,7 @@ def no_peak_is_from_a_table_of_sparse_ones(plugin: Subject) -> Iterator[Problem]
                 )
 
 
-def large_products_reach_a_fair_share_of_the_peak(plugin: Subject) -> Iterator[Problem]:
+def large_matmuls_reach_the_peak(plugin: Subject) -> Iterator[Problem]:
     side = np.full(1, 8192.0)
     for chip, costs in plugin.own_costs():
         for name in ("bf16", "fp16"):

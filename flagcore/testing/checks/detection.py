@@ -27,7 +27,7 @@ RUBBISH = {
 }
 
 
-def devices_are_found_quickly_or_not_at_all(plugin: Subject) -> Iterator[Problem]:
+def detection_is_quick(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_devices")
     start = time.monotonic()
     found = fakes.ask(plugin)
@@ -39,7 +39,7 @@ def devices_are_found_quickly_or_not_at_all(plugin: Subject) -> Iterator[Problem
         yield Problem(message="flagcore_devices tells two devices with one index", fix="leave out what is not sure")
 
 
-def without_its_tool_no_device_is_found(plugin: Subject) -> Iterator[Problem]:
+def missing_tool_lists_no_devices(plugin: Subject) -> Iterator[Problem]:
     _tools(plugin)
     found = fakes.without_tools(plugin)
     if any(plugin.loaded.find_chip(device.chip) is None for device in found):
@@ -49,15 +49,15 @@ def without_its_tool_no_device_is_found(plugin: Subject) -> Iterator[Problem]:
         )
 
 
-def a_tool_that_crashes_lists_nothing(plugin: Subject) -> Iterator[Problem]:
+def crashing_tool_lists_no_devices(plugin: Subject) -> Iterator[Problem]:
     yield from _broken(plugin, CRASHES)
 
 
-def a_tool_that_floods_or_prints_rubbish_lists_nothing(plugin: Subject) -> Iterator[Problem]:
+def garbage_lists_no_devices(plugin: Subject) -> Iterator[Problem]:
     yield from _broken(plugin, RUBBISH)
 
 
-def a_tool_that_hangs_is_given_up(plugin: Subject) -> Iterator[Problem]:
+def hanging_tool_is_stopped(plugin: Subject) -> Iterator[Problem]:
     tools = _tools(plugin)
     waited: dict[int, float] = {}
     with fakes.impatient(waited):
@@ -76,7 +76,7 @@ def a_tool_that_hangs_is_given_up(plugin: Subject) -> Iterator[Problem]:
         )
 
 
-def a_tool_of_another_vendor_is_not_believed(plugin: Subject) -> Iterator[Problem]:
+def output_of_other_vendors_is_ignored(plugin: Subject) -> Iterator[Problem]:
     tools = _tools(plugin)
     sure = fakes.without_tools(plugin)
     foreign = {"a vendor that does not exist": fakes.NOBODYS, **_transcripts_of_others(plugin)}
@@ -91,7 +91,7 @@ def a_tool_of_another_vendor_is_not_believed(plugin: Subject) -> Iterator[Proble
             )
 
 
-def only_visible_devices_count_in_their_order(plugin: Subject) -> Iterator[Problem]:
+def visible_devices_are_respected(plugin: Subject) -> Iterator[Problem]:
     said = {
         plugin.loaded.engine_support(chip, engine).visible_devices for chip in plugin.chips for engine in plugin.engines
     }
@@ -112,7 +112,7 @@ def only_visible_devices_count_in_their_order(plugin: Subject) -> Iterator[Probl
                 )
 
 
-def an_environment_that_names_another_vendor_hides_its_devices(plugin: Subject) -> Iterator[Problem]:
+def vendor_selection_is_respected(plugin: Subject) -> Iterator[Problem]:
     chip = plugin.own_chips()[0]
     given = {
         name: value for engine in plugin.engines for name, value in plugin.loaded.environment(chip, engine).items()

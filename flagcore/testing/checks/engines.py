@@ -21,7 +21,7 @@ from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 
-def engine_support_is_answered_as_its_hook_promises(plugin: Subject) -> Iterator[Problem]:
+def engine_support_is_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_engine_support")
     for chip in plugin.chips:
         for engine in plugin.engines:
@@ -29,7 +29,7 @@ def engine_support_is_answered_as_its_hook_promises(plugin: Subject) -> Iterator
     yield from plugin.told("flagcore_engine_support")
 
 
-def an_engine_that_is_known_has_a_device_and_a_backend(plugin: Subject) -> Iterator[Problem]:
+def supported_engines_have_device_and_backend(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         if said.support is not Support.IMPOSSIBLE and not (said.device_type and said.distributed_backend):
             yield Problem(
@@ -38,7 +38,7 @@ def an_engine_that_is_known_has_a_device_and_a_backend(plugin: Subject) -> Itera
             )
 
 
-def an_engine_that_is_not_sure_to_run_has_a_reason(plugin: Subject) -> Iterator[Problem]:
+def untested_engines_have_a_reason(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         if said.support is not Support.YES and not said.reason.strip():
             yield Problem(
@@ -47,7 +47,7 @@ def an_engine_that_is_not_sure_to_run_has_a_reason(plugin: Subject) -> Iterator[
             )
 
 
-def refused_values_have_a_name_and_a_reason(plugin: Subject) -> Iterator[Problem]:
+def refused_values_have_reasons(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         for refused in said.refused:
             limits = refused.values or refused.above is not None
@@ -58,7 +58,7 @@ def refused_values_have_a_name_and_a_reason(plugin: Subject) -> Iterator[Problem
                 )
 
 
-def refused_values_are_those_of_the_engines_knobs(plugin: Subject) -> Iterator[Problem]:
+def refused_values_exist(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         for refused in said.refused:
             if not _is_known(chip, engine, refused.knob, refused.values):
@@ -68,7 +68,7 @@ def refused_values_are_those_of_the_engines_knobs(plugin: Subject) -> Iterator[P
                 )
 
 
-def what_an_engine_cannot_do_leaves_it_something(plugin: Subject) -> Iterator[Problem]:
+def refused_values_leave_candidates(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         if engine != "megatron":
             continue
@@ -81,7 +81,7 @@ def what_an_engine_cannot_do_leaves_it_something(plugin: Subject) -> Iterator[Pr
                 )
 
 
-def what_is_forced_has_a_name_and_a_reason(plugin: Subject) -> Iterator[Problem]:
+def forced_settings_have_reasons(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         for forced in said.forced:
             if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
@@ -91,7 +91,7 @@ def what_is_forced_has_a_name_and_a_reason(plugin: Subject) -> Iterator[Problem]
                 )
 
 
-def what_is_forced_is_a_setting_and_a_value_that_it_can_have(plugin: Subject) -> Iterator[Problem]:
+def forced_settings_are_valid(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         for forced in said.forced:
             if forced.setting.startswith(SHARED) and not _is_setting(forced.setting, forced.value):
@@ -102,7 +102,7 @@ def what_is_forced_is_a_setting_and_a_value_that_it_can_have(plugin: Subject) ->
                 )
 
 
-def visible_devices_are_told_by_a_variable(plugin: Subject) -> Iterator[Problem]:
+def visible_devices_is_a_variable_name(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, said in _said(plugin):
         if said.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", said.visible_devices):
             yield Problem(

@@ -12,18 +12,19 @@ from unittest import mock
 
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.plugins import kind_of
 from flagcore.testing import fakes
 from flagcore.testing.examples import task_on
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
-from flagcore.vendorkit.fields import SOURCE_SAYS
+from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore.vendorkit.variables import Variable
 
 EVERYONES = {"PATH", "HOME", "USER", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR"}
 """Variables that a plugin cannot replace without breaking what the user's shell has set up."""
 
 
-def variables_have_names_and_texts(plugin: Subject) -> Iterator[Problem]:
+def environment_is_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_environment")
     for chip in plugin.chips:
         for engine in plugin.engines:
@@ -35,28 +36,28 @@ def variables_have_names_and_texts(plugin: Subject) -> Iterator[Problem]:
     yield from plugin.told("flagcore_environment")
 
 
-def every_variable_has_a_meaning_and_a_source(plugin: Subject) -> Iterator[Problem]:
+def variables_have_meanings_and_sources(plugin: Subject) -> Iterator[Problem]:
     for each in plugin.variables:
-        if not each.meaning.strip() or each.source.kind not in SOURCE_SAYS or not each.source.detail.strip():
+        if not each.meaning.strip() or each.source.kind not in SOURCE_KEYS or not each.source.detail.strip():
             yield Problem(
                 message=f"environment.yaml: {each.name} has no meaning, or its source says nothing",
                 fix="say what the variable does, and where that is from",
             )
 
 
-def a_variable_is_listed_once_for_an_engine(plugin: Subject) -> Iterator[Problem]:
-    for engine in plugin.engines:
-        given = [each for each in plugin.variables if each.value and (not each.engines or engine in each.engines)]
-        count = Counter((each.name, each.chips) for each in given)
-        for (name, _), times in count.items():
-            if times > 1:
-                yield Problem(
-                    message=f"environment.yaml: {name} has {times} values for {engine}",
-                    fix="keep one, or say by engines and chips where each holds",
-                )
+def variables_are_listed_once(plugin: Subject) -> Iterator[Problem]:
+    for chip in plugin.own_chips():
+        for engine in plugin.engines:
+            names = Counter(each.name for each in _set_on(plugin, chip, engine))
+            for name, times in names.items():
+                if times > 1:
+                    yield Problem(
+                        message=f"environment.yaml: {name} has {times} values for {engine}",
+                        fix="keep one, or restrict each by engines, chips or versions",
+                    )
 
 
-def variables_of_every_process_are_left_alone(plugin: Subject) -> Iterator[Problem]:
+def system_variables_are_not_set(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for engine in plugin.engines:
             for name in sorted(EVERYONES & {*plugin.loaded.environment(chip, engine)}):
@@ -66,7 +67,7 @@ def variables_of_every_process_are_left_alone(plugin: Subject) -> Iterator[Probl
                 )
 
 
-def variables_are_written_in_capital_letters(plugin: Subject) -> Iterator[Problem]:
+def variables_are_upper_case(plugin: Subject) -> Iterator[Problem]:
     for each in plugin.variables:
         if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", each.name):
             yield Problem(
@@ -74,17 +75,15 @@ def variables_are_written_in_capital_letters(plugin: Subject) -> Iterator[Proble
             )
 
 
-def variables_are_for_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
-    chips = {chip.name for chip in plugin.own_chips()}
+def variables_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
     for each in plugin.variables:
-        for word in (*(set(each.engines) - set(plugin.engines)), *(set(each.chips) - chips)):
+        for word in plugin.unknown(each.scope):
             yield Problem(
-                message=f"environment.yaml: {each.name} is for {word!r}",
-                fix=f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml",
+                message=f"environment.yaml: {each.name} is for {word!r}, which is unknown", fix=plugin.known_names
             )
 
 
-def no_variable_names_another_vendor(plugin: Subject) -> Iterator[Problem]:
+def variables_do_not_select_another_vendor(plugin: Subject) -> Iterator[Problem]:
     others = {name: chip.vendor for chip in plugin.others.chips() for name in _accelerator(plugin, chip)}
     for chip in plugin.own_chips():
         for engine in plugin.engines:
@@ -98,7 +97,7 @@ def no_variable_names_another_vendor(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def trials_are_given_only_documented_variables(plugin: Subject) -> Iterator[Problem]:
+def variables_are_documented(plugin: Subject) -> Iterator[Problem]:
     known = {each.name for each in plugin.variables if each.value}
     for chip in plugin.own_chips():
         for engine in plugin.engines:
@@ -109,21 +108,21 @@ def trials_are_given_only_documented_variables(plugin: Subject) -> Iterator[Prob
                 )
 
 
-def trials_are_given_the_variables_that_have_a_value(plugin: Subject) -> Iterator[Problem]:
+def documented_variables_are_set(plugin: Subject) -> Iterator[Problem]:
     if plugin.failed("flagcore_environment"):
         raise Skip("flagcore_environment gives no answer that can be used")
     for chip in plugin.own_chips():
         for engine in plugin.engines:
             given = plugin.loaded.environment(chip, engine)
-            for each in plugin.variables:
-                if each.value and _is_given(each, chip, engine) and each.name not in given:
+            for each in _set_on(plugin, chip, engine):
+                if each.suits(None) and not each.condition and "{" not in str(each.value) and each.name not in given:
                     yield Problem(
                         message=f"environment.yaml: {each.name} is for {engine} on {chip.name}, but is not given",
-                        fix="answer environment(PACKAGE, chip, engine) in flagcore_environment",
+                        fix="return the variables of environment.yaml there, as VendorPlugin does",
                     )
 
 
-def what_trials_are_given_does_not_depend_on_the_users_shell(plugin: Subject) -> Iterator[Problem]:
+def variables_do_not_depend_on_the_shell(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_environment")
     for chip in plugin.own_chips():
         for engine in plugin.engines:
@@ -137,7 +136,7 @@ def what_trials_are_given_does_not_depend_on_the_users_shell(plugin: Subject) ->
                 )
 
 
-def several_nodes_keep_what_one_needs(plugin: Subject) -> Iterator[Problem]:
+def several_nodes_keep_single_node_variables(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_environment")
     for chip in plugin.own_chips():
         nodes = NodeGroup(chip=chip, nodes=2, devices_per_node=chip.devices_per_node)
@@ -177,6 +176,7 @@ def _hiding(plugin: Subject, given: Mapping[str, str]) -> list[str]:
     return [name for name in asked if not found({name: asked[name]})] if found({}) and not found(asked) else []
 
 
-def _is_given(each: Variable, chip: Chip, engine: str) -> bool:
-    """Return whether one node must be given a variable, whatever is found on it."""
-    return each.concerns(chip, engine) and each.holds(None, None) and not each.condition and "{" not in str(each.value)
+def _set_on(plugin: Subject, chip: Chip, engine: str) -> list[Variable]:
+    """Return the variables with a value for an engine on a chip."""
+    about = (chip, engine, None, kind_of(engine))
+    return [each for each in plugin.variables if each.value and each.scope.includes(*about)]

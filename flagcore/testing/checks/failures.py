@@ -49,13 +49,13 @@ for pattern in json.load(sys.stdin):
 """
 
 
-def patterns_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
+def failure_patterns_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_failure_patterns")
     _patterns(plugin)
     yield from plugin.told("flagcore_failure_patterns")
 
 
-def no_pattern_takes_long_on_a_long_line(plugin: Subject) -> Iterator[Problem]:
+def failure_patterns_are_fast(plugin: Subject) -> Iterator[Problem]:
     if not _patterns(plugin):
         raise Skip("the plugin has no failure patterns")
     if slow := _slow(plugin):
@@ -65,7 +65,7 @@ def no_pattern_takes_long_on_a_long_line(plugin: Subject) -> Iterator[Problem]:
         )
 
 
-def each_example_is_matched_first_by_its_own_pattern(plugin: Subject) -> Iterator[Problem]:
+def failure_examples_match(plugin: Subject) -> Iterator[Problem]:
     failures = plugin.quirks.failures
     if not failures:
         raise Skip("quirks.yaml has no failures")
@@ -74,21 +74,20 @@ def each_example_is_matched_first_by_its_own_pattern(plugin: Subject) -> Iterato
     if plugin.chips:
         _ready(plugin)
     for place, each in enumerate(failures):
+        engines = {*each.scope.engines}
         alike = [
-            other
-            for other in failures
-            if not each.engines or not other.engines or set(each.engines) & set(other.engines)
+            other for other in failures if not engines or not other.scope.engines or engines & {*other.scope.engines}
         ]
-        first = next((other for other in alike if re.search(other.pattern.pattern, each.example)), None)
+        first = next((other for other in alike if re.search(other.value.pattern.pattern, each.value.example)), None)
         if first is not each:
-            other = f"the earlier pattern {first.pattern.pattern!r} does" if first else "none does"
+            other = f"the earlier pattern {first.value.pattern.pattern!r} does" if first else "none does"
             yield Problem(
                 message=f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}",
                 fix="mend pattern or example, or put the narrower of two patterns first",
             )
 
 
-def given_log_lines_are_recognised(plugin: Subject) -> Iterator[Problem]:
+def log_examples_match(plugin: Subject) -> Iterator[Problem]:
     patterns = _patterns(plugin)
     if not plugin.examples:
         if patterns and not (plugin.package_folder / "quirks.yaml").is_file():
@@ -106,7 +105,7 @@ def given_log_lines_are_recognised(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def a_healthy_log_matches_no_pattern(plugin: Subject) -> Iterator[Problem]:
+def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Iterator[Problem]:
     _ready(plugin)
     for pattern in _patterns(plugin):
         for line in HEALTHY:
@@ -119,10 +118,9 @@ def a_healthy_log_matches_no_pattern(plugin: Subject) -> Iterator[Problem]:
 
 def failures_name_known_engines(plugin: Subject) -> Iterator[Problem]:
     for place, each in enumerate(plugin.quirks.failures):
-        for engine in sorted(set(each.engines) - set(plugin.engines)):
+        for word in plugin.unknown(each.scope):
             yield Problem(
-                message=f"quirks.yaml: failures[{place}].engines has {engine!r}",
-                fix=f"the engines are {', '.join(plugin.engines)}",
+                message=f"quirks.yaml: failures[{place}] is for {word!r}, which is unknown", fix=plugin.known_names
             )
 
 

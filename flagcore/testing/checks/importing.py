@@ -46,7 +46,7 @@ os._exit(0)
 """
 
 
-def importing_it_loads_no_driver_and_no_framework(plugin: Subject) -> Iterator[Problem]:
+def import_loads_no_framework(plugin: Subject) -> Iterator[Problem]:
     said = _imported(plugin)
     fix = "import it inside the hook that needs it, or ask it in a process of its own (vendorkit.machine)"
     if isinstance(said, str):
@@ -62,7 +62,7 @@ def importing_it_loads_no_driver_and_no_framework(plugin: Subject) -> Iterator[P
                 yield Problem(message=f"{path.name}:{line} imports {name}, where there is one", fix=fix)
 
 
-def importing_it_is_quick_and_quiet_and_changes_nothing(plugin: Subject) -> Iterator[Problem]:
+def import_has_no_side_effects(plugin: Subject) -> Iterator[Problem]:
     said = _imported(plugin)
     if isinstance(said, str):
         return

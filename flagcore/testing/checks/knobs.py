@@ -13,7 +13,7 @@ from flagcore.testing.subject import Subject
 from flagcore.vendorkit.knobs import all_knobs
 
 
-def knobs_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
+def knobs_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_knobs")
     for chip in plugin.chips:
         for engine in plugin.engines:
@@ -21,7 +21,7 @@ def knobs_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Probl
     yield from plugin.told("flagcore_knobs")
 
 
-def a_knob_says_what_it_is(plugin: Subject) -> Iterator[Problem]:
+def knobs_have_help(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
         if not knob.help.strip():
             yield Problem(
@@ -30,7 +30,7 @@ def a_knob_says_what_it_is(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def a_knob_is_none_that_the_engine_has_everywhere(plugin: Subject) -> Iterator[Problem]:
+def knob_names_differ_from_engine_knobs(plugin: Subject) -> Iterator[Problem]:
     for chip, engine, knob in _knobs(plugin):
         own = {axis.knob for axis in workload(engine).axes(task_on(chip))} if engine == "megatron" else set()
         if knob.name in own:
@@ -40,7 +40,7 @@ def a_knob_is_none_that_the_engine_has_everywhere(plugin: Subject) -> Iterator[P
             )
 
 
-def a_knob_with_a_gain_says_how_sure_it_is(plugin: Subject) -> Iterator[Problem]:
+def knob_effects_have_intervals(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
         for effect in knob.effects.values():
             for what, factor in (("time", effect.time), ("memory", effect.memory)):
@@ -51,7 +51,7 @@ def a_knob_with_a_gain_says_how_sure_it_is(plugin: Subject) -> Iterator[Problem]
                     )
 
 
-def the_effect_of_a_knob_is_estimated_or_has_a_source(plugin: Subject) -> Iterator[Problem]:
+def knob_effects_have_sources(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
         factors = [factor for effect in knob.effects.values() for factor in (effect.time, effect.memory)]
         estimated = knob.source is not None and knob.source.kind == "estimated"
@@ -62,7 +62,7 @@ def the_effect_of_a_knob_is_estimated_or_has_a_source(plugin: Subject) -> Iterat
             )
 
 
-def knobs_are_for_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
+def knobs_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
     plugin.shipped("knobs.yaml")
     chips = {chip.name for chip in plugin.chips}
     for each in all_knobs(plugin.package):

@@ -19,7 +19,7 @@ SECONDS = 30.0
 """How long a trial may take to begin."""
 
 
-def a_prepared_launch_still_runs_the_command(plugin: Subject) -> Iterator[Problem]:
+def prepared_launch_runs_the_command(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_prepare_launch")
     launch = Launch(argv=("echo", "the command"), folder="/tmp/trial", environment=KEEP)
     for task in plugin.tasks():
@@ -35,7 +35,7 @@ def a_prepared_launch_still_runs_the_command(plugin: Subject) -> Iterator[Proble
             )
 
 
-def a_prepared_launch_keeps_the_variables_it_was_given(plugin: Subject) -> Iterator[Problem]:
+def prepared_launch_keeps_variables(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_prepare_launch")
     launch = Launch(argv=("echo", "the command"), folder="/tmp/trial", environment=KEEP)
     for task in plugin.tasks():
@@ -46,7 +46,7 @@ def a_prepared_launch_keeps_the_variables_it_was_given(plugin: Subject) -> Itera
             )
 
 
-def a_prepared_launch_keeps_its_limits(plugin: Subject) -> Iterator[Problem]:
+def prepared_launch_keeps_limits(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_prepare_launch")
     launch = Launch(argv=("echo", "the command"), folder="/tmp/trial", timeout_seconds=60.0, memory_limit_bytes=2**30)
     for task in plugin.tasks():
@@ -62,7 +62,7 @@ def a_prepared_launch_keeps_its_limits(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def a_prepared_launch_can_be_stopped(plugin: Subject) -> Iterator[Problem]:
+def prepared_launch_can_be_stopped(plugin: Subject) -> Iterator[Problem]:
     with tempfile.TemporaryDirectory() as folder:
         begun = Path(folder, "begun")
         code = f"import time; open({str(begun)!r}, 'w').close(); time.sleep(60)"

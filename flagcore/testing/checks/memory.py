@@ -21,7 +21,7 @@ IDLE_SHARE = 0.25
 """Of a device's memory, what context, libraries and collective buffers may take at most."""
 
 
-def more_allocated_never_means_less_used(plugin: Subject) -> Iterator[Problem]:
+def memory_use_grows_with_allocation(plugin: Subject) -> Iterator[Problem]:
     allocated = np.linspace(0, 2.0**37, 200)
     for chip, model in _models(plugin):
         reserved = model.reserved_bytes(allocated)
@@ -37,7 +37,7 @@ def more_allocated_never_means_less_used(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def the_memory_budget_of_the_user_counts(plugin: Subject) -> Iterator[Problem]:
+def memory_budget_is_respected(plugin: Subject) -> Iterator[Problem]:
     for chip, _ in _models(plugin):
         model = plugin.loaded.memory_model(replace(group_of(chip), memory_bytes=10**9), "megatron")
         capacity = model.capacity_bytes() if model else None
@@ -48,7 +48,7 @@ def the_memory_budget_of_the_user_counts(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def a_trial_may_use_no_more_than_the_chip_has(plugin: Subject) -> Iterator[Problem]:
+def capacity_is_at_most_chip_memory(plugin: Subject) -> Iterator[Problem]:
     for chip, model in _models(plugin):
         capacity = model.capacity_bytes()
         if chip.memory_bytes and capacity is not None and capacity > chip.memory_bytes.value:
@@ -58,7 +58,7 @@ def a_trial_may_use_no_more_than_the_chip_has(plugin: Subject) -> Iterator[Probl
             )
 
 
-def an_idle_device_shows_a_small_share_of_its_memory(plugin: Subject) -> Iterator[Problem]:
+def idle_memory_is_small(plugin: Subject) -> Iterator[Problem]:
     for chip, model in _models(plugin):
         used = float(model.device_used_bytes(np.zeros(1))[0])
         most = IDLE_SHARE * (chip.memory_bytes.value if chip.memory_bytes else 2**35)
@@ -69,14 +69,14 @@ def an_idle_device_shows_a_small_share_of_its_memory(plugin: Subject) -> Iterato
             )
 
 
-def the_workspace_of_matrix_products_is_in_bytes(plugin: Subject) -> Iterator[Problem]:
+def workspace_is_in_bytes(plugin: Subject) -> Iterator[Problem]:
     for chip, model in _models(plugin):
         workspace = model.workspace_bytes()
         if not 0 <= workspace <= 2**32:
             yield Problem(message=f"{chip.name}: workspace_bytes() = {workspace:g}", fix="it is some MiB: give bytes")
 
 
-def a_larger_micro_batch_never_needs_less(plugin: Subject) -> Iterator[Problem]:
+def larger_micro_batches_need_more_memory(plugin: Subject) -> Iterator[Problem]:
     engine = workload("megatron")
     for task in plugin.tasks():
         made = costs_of(task.cluster, plugin.loaded, "megatron")

@@ -17,7 +17,7 @@ ROOMS = ("contracts", "domain", "errors", "files", "hooks", "physics", "testing"
 """What a plugin may import of flagcore."""
 
 
-def the_plugin_loads_and_implements_known_hooks(plugin: Subject) -> Iterator[Problem]:
+def plugin_loads(plugin: Subject) -> Iterator[Problem]:
     for failure in plugin.loaded.failures:
         if failure.stage in ("discover", "load", "check"):
             yield Problem(
@@ -26,7 +26,7 @@ def the_plugin_loads_and_implements_known_hooks(plugin: Subject) -> Iterator[Pro
             )
 
 
-def it_imports_of_flagcore_only_what_plugins_may(plugin: Subject) -> Iterator[Problem]:
+def imports_only_public_modules(plugin: Subject) -> Iterator[Problem]:
     package = plugin.package
     for path in _modules(plugin.package_folder):
         for name, line in _imports(path):
@@ -40,7 +40,7 @@ def it_imports_of_flagcore_only_what_plugins_may(plugin: Subject) -> Iterator[Pr
                 )
 
 
-def asking_it_twice_gives_the_same_answer(plugin: Subject) -> Iterator[Problem]:
+def answers_are_reproducible(plugin: Subject) -> Iterator[Problem]:
     again = LoadedPlugins.of({plugin.name: plugin.hooks})
     for hook, first, second in _answers(plugin, again):
         if first != second:
@@ -49,7 +49,7 @@ def asking_it_twice_gives_the_same_answer(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def what_it_answers_can_be_sent_to_another_process(plugin: Subject) -> Iterator[Problem]:
+def chips_can_be_pickled(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.chips:
         try:
             if pickle.loads(pickle.dumps(chip)) != chip:

@@ -22,17 +22,15 @@ FRAMEWORKS = {
 """What vendors build for their own chips: a plugin that needs one would replace it."""
 
 
-def its_entry_point_names_the_module_of_hooks(plugin: Subject) -> Iterator[Problem]:
-    plugin.package  # noqa: B018 (raises Skip)
-    module = getattr(plugin.hooks, "__name__", "")
-    if module not in plugin.packaged.points.values():
+def entry_point_names_the_plugin(plugin: Subject) -> Iterator[Problem]:
+    if plugin.entry not in plugin.packaged.points.values():
         yield Problem(
-            message=f"pyproject.toml: no entry point of flagcore.plugins names {module}",
-            fix=f'write [project.entry-points."flagcore.plugins"] and below it NAME = "{module}"',
+            message=f"pyproject.toml: no entry point of flagcore.plugins names {plugin.entry}",
+            fix=f'write [project.entry-points."flagcore.plugins"] and below it NAME = "{plugin.entry}"',
         )
 
 
-def it_names_the_releases_of_flagcore_that_it_goes_with(plugin: Subject) -> Iterator[Problem]:
+def flagcore_version_is_limited(plugin: Subject) -> Iterator[Problem]:
     wanted = []
     for text in plugin.packaged.requires:
         try:
@@ -55,7 +53,7 @@ def it_names_the_releases_of_flagcore_that_it_goes_with(plugin: Subject) -> Iter
             )
 
 
-def it_needs_no_framework_and_no_engine(plugin: Subject) -> Iterator[Problem]:
+def dependencies_have_no_framework(plugin: Subject) -> Iterator[Problem]:
     for text in plugin.packaged.requires:
         try:
             wanted = Requirement(text)
@@ -70,7 +68,7 @@ def it_needs_no_framework_and_no_engine(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def its_version_is_one_that_pip_can_order(plugin: Subject) -> Iterator[Problem]:
+def version_is_valid(plugin: Subject) -> Iterator[Problem]:
     try:
         Version(plugin.packaged.version)
     except InvalidVersion:
@@ -79,19 +77,19 @@ def its_version_is_one_that_pip_can_order(plugin: Subject) -> Iterator[Problem]:
         )
 
 
-def it_says_what_it_is_and_under_which_license(plugin: Subject) -> Iterator[Problem]:
+def description_and_license_are_given(plugin: Subject) -> Iterator[Problem]:
     for key in ("description", "license"):
         if not getattr(plugin.packaged, key).strip():
             yield Problem(message=f"pyproject.toml: {key} is missing", fix=f"give the project a {key}")
 
 
-def it_tells_type_checkers_that_it_is_typed(plugin: Subject) -> Iterator[Problem]:
+def py_typed_exists(plugin: Subject) -> Iterator[Problem]:
     folder = plugin.package_folder
     if (folder / "__init__.py").is_file() and not (folder / "py.typed").is_file():
         yield Problem(message=f"{folder.name}/py.typed is missing", fix="add the empty file")
 
 
-def its_readme_names_all_chips(plugin: Subject) -> Iterator[Problem]:
+def readme_names_all_chips(plugin: Subject) -> Iterator[Problem]:
     readme = plugin.packaged.readme
     if not readme:
         yield Problem(
@@ -103,7 +101,7 @@ def its_readme_names_all_chips(plugin: Subject) -> Iterator[Problem]:
             yield Problem(message=f"README.md does not name {chip.name}", fix="list the chips that can be planned for")
 
 
-def its_wheel_holds_the_data_that_the_package_reads(plugin: Subject) -> Iterator[Problem]:
+def wheel_contains_data_files(plugin: Subject) -> Iterator[Problem]:
     source = plugin.source
     if "hatchling" not in (source / "pyproject.toml").read_text("utf-8"):
         raise Skip("the wheel is not built by hatchling, so what it will hold is not known")
@@ -123,7 +121,7 @@ def its_wheel_holds_the_data_that_the_package_reads(plugin: Subject) -> Iterator
             )
 
 
-def its_own_tests_run_this_kit(plugin: Subject) -> Iterator[Problem]:
+def tests_run_the_conformance_kit(plugin: Subject) -> Iterator[Problem]:
     tests = plugin.source / "tests"
     if not any(re.search(r"\bPluginConformance\b", path.read_text("utf-8")) for path in tests.rglob("test_*.py")):
         yield Problem(

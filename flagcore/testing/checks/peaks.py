@@ -34,7 +34,7 @@ LINK_SHARE = 0.75
 """What a link may move of what the memory does; no accelerator's reaches half of it."""
 
 
-def figures_are_plausible_in_base_units(plugin: Subject) -> Iterator[Problem]:
+def figures_are_plausible(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for key, fact in facts_of(chip):
             low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
@@ -45,7 +45,7 @@ def figures_are_plausible_in_base_units(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def a_narrower_format_is_not_slower(plugin: Subject) -> Iterator[Problem]:
+def narrow_formats_are_not_slower(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         peaks = chip.dense_flops_per_second
         for wide, narrow in NARROWER:
@@ -57,7 +57,7 @@ def a_narrower_format_is_not_slower(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def fp16_and_bf16_have_like_peaks(plugin: Subject) -> Iterator[Problem]:
+def fp16_and_bf16_peaks_are_similar(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         peaks = chip.dense_flops_per_second
         told = "emulated" in chip.notes or "half the rate" in chip.notes
@@ -70,7 +70,7 @@ def fp16_and_bf16_have_like_peaks(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def peaks_and_memory_are_in_proportion(plugin: Subject) -> Iterator[Problem]:
+def peaks_match_memory_bandwidth(plugin: Subject) -> Iterator[Problem]:
     low, high = INTENSITY
     for chip in plugin.own_chips():
         rate = chip.memory_bandwidth_bytes_per_second
@@ -82,7 +82,7 @@ def peaks_and_memory_are_in_proportion(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def a_link_is_not_faster_than_the_memory(plugin: Subject) -> Iterator[Problem]:
+def links_are_slower_than_memory(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         rate = chip.memory_bandwidth_bytes_per_second
         link = chip.link if chip.link and chip.link.topology != "shared-memory" else None
@@ -94,7 +94,7 @@ def a_link_is_not_faster_than_the_memory(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def a_network_card_is_slower_than_the_link(plugin: Subject) -> Iterator[Problem]:
+def network_is_slower_than_the_link(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         card, inside = chip.nic_bytes_per_second, chip.link.bytes_per_second if chip.link else None
         for key, rate, share in (
@@ -109,7 +109,7 @@ def a_network_card_is_slower_than_the_link(plugin: Subject) -> Iterator[Problem]
                 )
 
 
-def the_latency_of_a_link_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
+def link_latency_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         if chip.link and not 1e-8 <= chip.link.latency_seconds <= 1e-3:
             yield Problem(
@@ -118,7 +118,7 @@ def the_latency_of_a_link_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def islands_fill_the_node_or_the_rack(plugin: Subject) -> Iterator[Problem]:
+def link_domains_divide_nodes(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
         if size is not None and (size < 1 or (size % node and node % size)):

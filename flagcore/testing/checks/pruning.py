@@ -19,14 +19,14 @@ from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
 
-def rules_are_answered_as_their_hook_promises(plugin: Subject) -> Iterator[Problem]:
+def pruning_rules_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_pruning_rules")
     for task in plugin.tasks():
         plugin.loaded.pruning_rules(task)
     yield from plugin.told("flagcore_pruning_rules")
 
 
-def a_rule_has_a_name_and_says_what_it_knows(plugin: Subject) -> Iterator[Problem]:
+def pruning_rules_have_messages(plugin: Subject) -> Iterator[Problem]:
     for _, rules in _ruled(plugin):
         for rule in rules:
             if not rule.name.isidentifier() or not rule.message.strip():
@@ -36,7 +36,7 @@ def a_rule_has_a_name_and_says_what_it_knows(plugin: Subject) -> Iterator[Proble
                 )
 
 
-def a_rule_leaves_something_to_try(plugin: Subject) -> Iterator[Problem]:
+def pruning_rules_leave_candidates(plugin: Subject) -> Iterator[Problem]:
     for task, rules in _ruled(plugin):
         space, predictions = _space(plugin, task)
         for rule in rules:
@@ -53,7 +53,7 @@ def a_rule_leaves_something_to_try(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def a_rule_judges_each_candidate_by_itself(plugin: Subject) -> Iterator[Problem]:
+def pruning_rules_judge_single_candidates(plugin: Subject) -> Iterator[Problem]:
     for task, rules in _ruled(plugin):
         space, predictions = _space(plugin, task)
         rows = np.linspace(0, len(space) - 1, min(len(space), 200)).astype(np.int64)

@@ -2,66 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
 
 from flagcore.domain.maturity import Claim
+from flagcore.plugins import kind_of
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
-from flagcore.vendorkit.fields import SOURCE_SAYS
-from flagcore.vendorkit.quirks import Failure, Known, Must, Note, Refusal
+from flagcore.vendorkit.fields import SOURCE_KEYS
+from flagcore.vendorkit.quirks import Quirk
 
 MARK = "TODO"
 """Stands in a file of `flag plugins new` where the author has something to fill in."""
 
 
-def quirks_can_be_read_and_each_has_a_source(plugin: Subject) -> Iterator[Problem]:
-    known = plugin.quirks
-    sections: dict[str, Sequence[Known | Refusal | Must | Failure | Note]] = {
-        "support": known.support,
-        "refused": known.refusals,
-        "forced": known.forced,
-        "failures": known.failures,
-        "notes": known.notes,
-    }
-    for key, entries in sections.items():
-        for place, each in enumerate(entries):
-            if each.source.kind not in SOURCE_SAYS or not each.source.detail.strip():
-                yield Problem(
-                    message=f"quirks.yaml: {key}[{place}] has a source that says nothing", fix="say where it is from"
-                )
+def quirks_have_sources(plugin: Subject) -> Iterator[Problem]:
+    for where, quirk in _quirks(plugin):
+        if quirk.source.kind not in SOURCE_KEYS or not quirk.source.detail.strip():
+            yield Problem(message=f"quirks.yaml: the source of {where} is empty", fix="say where it is from")
 
 
-def quirks_are_of_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
-    known, chips = plugin.quirks, {chip.name for chip in plugin.chips}
-    sections: dict[str, Sequence[Known | Refusal | Must]] = {
-        "support": known.support,
-        "refused": known.refusals,
-        "forced": known.forced,
-    }
-    for key, entries in sections.items():
-        for place, each in enumerate(entries):
-            yield from _strangers(plugin, f"{key}[{place}]", (each.engine,), each.chips, chips)
-    for place, note in enumerate(known.notes):
-        yield from _strangers(plugin, f"notes[{place}]", note.engines, note.chips, chips)
+def quirks_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
+    for where, quirk in _quirks(plugin):
+        for word in plugin.unknown(quirk.scope):
+            yield Problem(message=f"quirks.yaml: {where} is for {word!r}, which is unknown", fix=plugin.known_names)
 
 
-def what_quirks_refuse_is_told_by_the_hook(plugin: Subject) -> Iterator[Problem]:
-    refusals = plugin.quirks.refusals
-    if not refusals:
+def quirks_are_used(plugin: Subject) -> Iterator[Problem]:
+    if not plugin.quirks.refused:
         raise Skip("quirks.yaml refuses nothing")
     if plugin.failed("flagcore_engine_support"):
-        raise Skip("flagcore_engine_support gives no answer that can be used")
+        raise Skip("flagcore_engine_support gives no usable answer")
     for chip in plugin.own_chips():
-        for each in refusals:
-            concerned = not each.chips or chip.name in each.chips
-            if concerned and each.refused not in plugin.loaded.engine_support(chip, each.engine).refused:
-                yield Problem(
-                    message=f"quirks.yaml refuses {each.refused.name}, flagcore_engine_support of {chip.name} does not",
-                    fix="answer refused=refused(PACKAGE, chip, engine) there",
-                )
+        for engine in plugin.engines:
+            refused = plugin.loaded.engine_support(chip, engine).refused
+            for quirk in plugin.quirks.refused:
+                if quirk.scope.includes(chip, engine, None, kind_of(engine)) and quirk.value not in refused:
+                    yield Problem(
+                        message=f"flagcore_engine_support: {chip.name} lacks {quirk.value.name} of quirks.yaml",
+                        fix="return the entries of quirks.yaml there, as VendorPlugin does",
+                    )
 
 
-def how_well_founded_it_is_is_told(plugin: Subject) -> Iterator[Problem]:
+def maturity_is_given(plugin: Subject) -> Iterator[Problem]:
     plugin.own_chips()
     if plugin.loaded.maturity(plugin.loaded.plugins[0]) is None:
         yield from plugin.told("flagcore_maturity")
@@ -78,7 +62,7 @@ def maturity_names_known_chips(plugin: Subject) -> Iterator[Problem]:
             yield Problem(message=f"maturity.yaml: {claim.what!r} names {name!r}", fix="name chips of chips/*.yaml")
 
 
-def maturity_tells_where_the_facts_of_each_chip_are_from(plugin: Subject) -> Iterator[Problem]:
+def maturity_covers_all_chips(plugin: Subject) -> Iterator[Problem]:
     said = {name for claim in _claims(plugin) if claim.what.startswith("facts of the chips") for name in claim.chips}
     for chip in plugin.own_chips():
         if chip.name not in said:
@@ -88,7 +72,7 @@ def maturity_tells_where_the_facts_of_each_chip_are_from(plugin: Subject) -> Ite
             )
 
 
-def maturity_names_the_transcripts_that_are_there(plugin: Subject) -> Iterator[Problem]:
+def maturity_names_existing_transcripts(plugin: Subject) -> Iterator[Problem]:
     named = [name for claim in plugin.maturity.checked_on_transcripts for name in claim.files]
     present = {each.name for each in plugin.transcripts}
     for name in sorted(present ^ set(named)):
@@ -98,7 +82,7 @@ def maturity_names_the_transcripts_that_are_there(plugin: Subject) -> Iterator[P
         )
 
 
-def what_was_measured_is_said_to_have_run_on_hardware(plugin: Subject) -> Iterator[Problem]:
+def measured_kernels_are_claimed(plugin: Subject) -> Iterator[Problem]:
     run = {name.casefold() for claim in plugin.maturity.run_on_hardware for name in claim.chips}
     there = sorted({path.parent.name for path in plugin.package_folder.glob("costs/*/provenance.yaml")})
     if not there:
@@ -111,7 +95,7 @@ def what_was_measured_is_said_to_have_run_on_hardware(plugin: Subject) -> Iterat
             )
 
 
-def costs_that_are_claimed_are_shipped_and_no_others(plugin: Subject) -> Iterator[Problem]:
+def claimed_costs_are_shipped(plugin: Subject) -> Iterator[Problem]:
     claims, folder = _claims(plugin), plugin.package_folder
 
     def named(*words: str) -> set[str]:
@@ -130,7 +114,7 @@ def costs_that_are_claimed_are_shipped_and_no_others(plugin: Subject) -> Iterato
             yield Problem(message=f"maturity.yaml {missing}: costs/{name} and {file}", fix="let claim and files agree")
 
 
-def nothing_is_left_to_fill_in(plugin: Subject) -> Iterator[Problem]:
+def no_placeholders_are_left(plugin: Subject) -> Iterator[Problem]:
     places = list(_to_fill_in(plugin))
     if places:
         raise Skip(f"to fill in: {', '.join(places)}")
@@ -152,11 +136,7 @@ def _claims(plugin: Subject) -> tuple[Claim, ...]:
     return (*said.run_on_hardware, *said.checked_on_transcripts, *said.from_documents)
 
 
-def _strangers(
-    plugin: Subject, where: str, engines: tuple[str, ...], named: tuple[str, ...], chips: set[str]
-) -> Iterator[Problem]:
-    for word in (*sorted(set(engines) - set(plugin.engines)), *sorted(set(named) - chips)):
-        yield Problem(
-            message=f"quirks.yaml: {where} is of {word!r}",
-            fix=f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml",
-        )
+def _quirks(plugin: Subject) -> Iterator[tuple[str, Quirk[Any]]]:
+    quirks = plugin.quirks
+    for section in fields(quirks):
+        yield from ((f"{section.name}[{place}]", each) for place, each in enumerate(getattr(quirks, section.name)))

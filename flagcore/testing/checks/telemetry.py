@@ -22,7 +22,7 @@ KNOWN: Mapping[str, tuple[float, float]] = {
 """Names of figures with their range; a name ends in its unit."""
 
 
-def a_reading_has_known_names_and_units(plugin: Subject) -> Iterator[Problem]:
+def telemetry_names_are_known(plugin: Subject) -> Iterator[Problem]:
     for device, sample in _samples(plugin):
         for name, value in sample.items():
             if not any(name == known or name.startswith(f"{known}_") for known in KNOWN):
@@ -37,7 +37,7 @@ def a_reading_has_known_names_and_units(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def readings_are_plausible_in_base_units(plugin: Subject) -> Iterator[Problem]:
+def telemetry_is_plausible(plugin: Subject) -> Iterator[Problem]:
     for device, sample in _samples(plugin):
         for name, value in sample.items():
             low, high = next((limits for known, limits in KNOWN.items() if name.startswith(known)), (-1e30, 1e30))
@@ -48,7 +48,7 @@ def readings_are_plausible_in_base_units(plugin: Subject) -> Iterator[Problem]:
                 )
 
 
-def memory_in_use_is_read(plugin: Subject) -> Iterator[Problem]:
+def telemetry_has_memory_in_use(plugin: Subject) -> Iterator[Problem]:
     for device, sample in _samples(plugin):
         if "memory_used_bytes" not in sample:
             yield Problem(
@@ -57,14 +57,14 @@ def memory_in_use_is_read(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def telemetry_is_answered_as_its_hook_promises(plugin: Subject) -> Iterator[Problem]:
+def telemetry_is_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_telemetry")
     for chip in plugin.chips:
         plugin.loaded.telemetry(Device(index=0, chip=chip.name))
     yield from plugin.told("flagcore_telemetry")
 
 
-def a_device_is_read_however_its_name_is_written(plugin: Subject) -> Iterator[Problem]:
+def telemetry_accepts_chip_aliases(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_telemetry")
     for chip in plugin.chips:
         if plugin.loaded.telemetry(Device(index=0, chip=chip.name)) is None:

@@ -9,14 +9,14 @@ from flagcore.testing.problem import Problem
 from flagcore.testing.subject import Subject
 
 
-def levels_grow_and_end_at_all_devices(plugin: Subject) -> Iterator[Problem]:
+def topology_is_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_topology")
     for group in plugin.groups():
         plugin.loaded.topology(group)
     yield from plugin.told("flagcore_topology")  # the levels were checked when they were answered
 
 
-def an_outer_level_is_not_faster_than_the_innermost_one(plugin: Subject) -> Iterator[Problem]:
+def outer_levels_are_not_faster(plugin: Subject) -> Iterator[Problem]:
     for group in plugin.groups():
         if group.chip.link is None and plugin.loaded.topology(group) is None:
             continue
@@ -30,7 +30,7 @@ def an_outer_level_is_not_faster_than_the_innermost_one(plugin: Subject) -> Iter
                 )
 
 
-def each_level_has_a_name_of_its_own(plugin: Subject) -> Iterator[Problem]:
+def level_names_are_unique(plugin: Subject) -> Iterator[Problem]:
     for group in plugin.groups():
         found = plugin.loaded.topology(group)
         names = [level.name for level in found.levels] if found else []

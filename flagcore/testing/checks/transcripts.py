@@ -19,7 +19,7 @@ SLOW_SECONDS = 1.0
 """Where detection takes as long, a few pieces must do: each starts the vendor's own libraries."""
 
 
-def each_transcript_is_listed_with_its_source(plugin: Subject) -> Iterator[Problem]:
+def transcripts_have_sources(plugin: Subject) -> Iterator[Problem]:
     listed = {each.name for each in plugin.transcripts}
     present = {path.name for path in (plugin.source / FOLDER).iterdir()} - {SOURCES}
     for name in sorted(present - listed):
@@ -33,7 +33,7 @@ def each_transcript_is_listed_with_its_source(plugin: Subject) -> Iterator[Probl
             yield Problem(message=f"{FOLDER / SOURCES}: {each.name} has no source", fix="say where it was printed")
 
 
-def transcripts_are_read_as_they_were_printed(plugin: Subject) -> Iterator[Problem]:
+def transcripts_are_parsed(plugin: Subject) -> Iterator[Problem]:
     for each in (each for each in plugin.transcripts if each.tool):
         found = fakes.devices(plugin, {each.tool: fakes.prints(each.text)})
         if each.devices == 0 and fakes.without_tools(plugin):
@@ -46,7 +46,7 @@ def transcripts_are_read_as_they_were_printed(plugin: Subject) -> Iterator[Probl
             )
 
 
-def a_transcript_that_is_cut_adds_no_device(plugin: Subject) -> Iterator[Problem]:
+def truncated_transcripts_add_no_devices(plugin: Subject) -> Iterator[Problem]:
     for each, whole, pieces in _whole(plugin):
         lines = [match.end() for match in re.finditer("\n", each.text)]
         ends = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
@@ -66,7 +66,7 @@ def a_transcript_that_is_cut_adds_no_device(plugin: Subject) -> Iterator[Problem
                 break
 
 
-def a_transcript_that_is_garbled_adds_no_device(plugin: Subject) -> Iterator[Problem]:
+def garbled_transcripts_add_no_devices(plugin: Subject) -> Iterator[Problem]:
     for each, whole, pieces in _whole(plugin):
         for seed in range(pieces):
             dice = random.Random(seed)
@@ -88,7 +88,7 @@ def a_transcript_that_is_garbled_adds_no_device(plugin: Subject) -> Iterator[Pro
                 break
 
 
-def names_in_transcripts_are_of_exactly_one_chip(plugin: Subject) -> Iterator[Problem]:
+def transcript_names_match_one_chip(plugin: Subject) -> Iterator[Problem]:
     plugin.own_chips()
     seen = False
     for each in plugin.listings:

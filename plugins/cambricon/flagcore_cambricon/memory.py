@@ -15,6 +15,6 @@ SLACK = 0.02
 """Estimated: torch_mlu's allocator is modelled on torch's, which adds 0.05% to 3% elsewhere."""
 
 
-def memory_of(group: NodeGroup) -> PlainMemory:
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
     """Return the memory model of one device of `group`."""
     return PlainMemory.of(group, fragmentation=SLACK, context_bytes=CONTEXT_BYTES)

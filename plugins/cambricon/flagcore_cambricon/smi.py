@@ -13,13 +13,13 @@ from flagcore.vendorkit.rows import (
     UNITS,
     Listing,
     Row,
-    cleaned,
-    found,
     listing_of,
-    memory_of,
+    parse_memory,
+    parse_power,
     read_table,
     reading,
-    watts_of,
+    search,
+    strip_controls,
     with_driver,
 )
 
@@ -28,21 +28,16 @@ TITLE = re.compile(r"\bCNMON v?\d")
 _NAME = re.compile(r"(\d+)\s+(\S+)\s+(MLU[\w.-]+)(?:\s+\S+)?")
 
 
-def parse(text: str) -> tuple[Row, ...]:
-    """Return the devices that `read` finds."""
-    return read(text).rows
-
-
 def read(text: str) -> Listing:
     """Return the devices of cnmon's table (card, virtual function, name and firmware, then memory) or of `cnmon info`.
 
     A device whose memory is not a number, or that is a virtual function of another, is left out. Version 4 tells no
     PCI address, and the driver in each line. `cnmon info` may be text or JSON.
     """
-    text = cleaned(text)
+    text = strip_controls(text)
     if text.lstrip().startswith("{"):
         return listing_of(_objects(text))
-    (driver,) = found(r"Driver\s+v(\d[\d.]*)", text)
+    (driver,) = search(r"Driver\s+v(\d[\d.]*)", text)
     table = read_table(text, _head, _body) if TITLE.search(text) else Listing()
     return with_driver(table, driver).or_else(lambda: listing_of(_blocks(text)))
 
@@ -50,9 +45,9 @@ def read(text: str) -> Listing:
 def _blocks(text: str) -> Iterator[Row | str]:
     """Yield the devices of `cnmon info`: a block a card, in which sections are indented."""
     for index, block in re.findall(r"^Card (\d+)[ \t]*\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE):
-        (name,) = found(r"Product Name\s*:\s*(MLU[\w.-]+)", block)
+        (name,) = search(r"Product Name\s*:\s*(MLU[\w.-]+)", block)
         used, total = (
-            found(rf"Physical Memory Usage\s*:?\s*\n(?:[ \t]+\w+\s*:.*\n)*?[ \t]+{word}\s*:\s*(\d+) MiB", block)[0]
+            search(rf"Physical Memory Usage\s*:?\s*\n(?:[ \t]+\w+\s*:.*\n)*?[ \t]+{word}\s*:\s*(\d+) MiB", block)[0]
             for word in ("Used", "Total")
         )
         if name and total:
@@ -61,14 +56,14 @@ def _blocks(text: str) -> Iterator[Row | str]:
                     index=int(index),
                     chip=name,
                     memory_bytes=int(total) * UNITS["MiB"],
-                    driver=found(r"Driver\s*:\s*v(\d[\d.]*)", block)[0] or "",
-                    uuid=found(r"UUID\s*:\s*([\w-]+)", block)[0] or "",
+                    driver=search(r"Driver\s*:\s*v(\d[\d.]*)", block)[0] or "",
+                    uuid=search(r"UUID\s*:\s*([\w-]+)", block)[0] or "",
                 ),
                 reading=reading(
                     used_bytes=int(used) * UNITS["MiB"] if used else None,
-                    watts=found(r"Power\s*:?\s*\n\s*Usage\s*:\s*(\d+(?:\.\d+)?) W", block)[0],
-                    celsius=found(r"Temperature\s*:?\s*\n\s*(?:Board|Chip)\s*:\s*(\d+) C", block)[0],
-                    percent=found(r"MLU Average\s*:\s*(\d+) %", block)[0],
+                    watts=search(r"Power\s*:?\s*\n\s*Usage\s*:\s*(\d+(?:\.\d+)?) W", block)[0],
+                    celsius=search(r"Temperature\s*:?\s*\n\s*(?:Board|Chip)\s*:\s*(\d+) C", block)[0],
+                    percent=search(r"MLU Average\s*:\s*(\d+) %", block)[0],
                 ),
             )
         else:
@@ -106,18 +101,18 @@ def _head(parts: list[str]) -> tuple[int, str, str, str, str, str | None] | None
     if name is None:
         return None
     bus = parts[1] if BUS.fullmatch(parts[1]) else ""
-    (driver,) = found(r"\bv(\d[\d.]*)$", parts[1])
-    return int(name[1]), name[2], name[3], bus, driver or "", found(r"(\d+)%", parts[2])[0]
+    (driver,) = search(r"\bv(\d[\d.]*)$", parts[1])
+    return int(name[1]), name[2], name[3], bus, driver or "", search(r"(\d+)%", parts[2])[0]
 
 
 def _body(head: tuple[int, str, str, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
     index, function, name, bus, own, percent = head
     if function != "/":
         return f"card {index} ({name}) is virtual function {function} of another"
-    memory = memory_of(parts[1]) if len(parts) == 3 else None
+    memory = parse_memory(parts[1]) if len(parts) == 3 else None
     if memory is None:
         return None
-    watts, limit = watts_of(parts[0])
+    watts, limit = parse_power(parts[0])
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1]), driver=own),
         bus=bus,
@@ -125,7 +120,7 @@ def _body(head: tuple[int, str, str, str, str, str | None], parts: list[str], af
             used_bytes=memory[0],
             watts=watts,
             limit_watts=limit,
-            celsius=found(r"(\d+)C\b", parts[0])[0],
+            celsius=search(r"(\d+)C\b", parts[0])[0],
             percent=percent,
         ),
     )

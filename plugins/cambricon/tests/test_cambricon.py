@@ -1,6 +1,6 @@
 import pytest
 from flagcore_cambricon import smi
-from flagcore_cambricon.hooks import flagcore_chips, flagcore_engine_support, flagcore_topology
+from flagcore_cambricon.hooks import plugin
 
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
@@ -18,31 +18,31 @@ TWO_OF_A_CARD = """\
 
 
 def test_devices_of_the_table_are_read() -> None:
-    devices = [row.device for row in smi.parse(TWO_OF_A_CARD)]
+    devices = [row.device for row in smi.read(TWO_OF_A_CARD).rows]
     assert [(device.index, device.chip) for device in devices] == [(0, "MLU370-X8"), (1, "MLU370-X8")]
     assert {device.memory_bytes for device in devices} == {23374 * 2**20}
     assert {device.driver for device in devices} == {"5.10.13"}
 
 
 def test_power_is_not_taken_for_memory() -> None:
-    assert smi.parse(TWO_OF_A_CARD.replace("0 MiB/ 23374 MiB", "N/A")) == ()
+    assert smi.read(TWO_OF_A_CARD.replace("0 MiB/ 23374 MiB", "N/A")).rows == ()
 
 
 def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:
-    support = flagcore_engine_support(flagcore_chips()[0], "megatron", None)
+    support = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], "megatron", None)
     assert support is not None
     assert (support.device_type, support.distributed_backend, support.preload) == ("mlu", "cncl", ("torch_mlu",))
 
 
 def test_unpublished_peaks_are_absent() -> None:
-    assert all(not chip.dense_flops_per_second for chip in flagcore_chips() if chip.name.startswith("MLU590"))
+    assert all(not chip.dense_flops_per_second for chip in plugin.flagcore_chips() if chip.name.startswith("MLU590"))
 
 
 def test_an_engine_that_says_that_it_does_not_run_on_a_chip_is_quoted() -> None:
     reasons = {
         chip.name: support.reason
-        for chip in flagcore_chips()
-        if (support := flagcore_engine_support(chip, "vllm", None)) is not None
+        for chip in plugin.flagcore_chips()
+        if (support := plugin.flagcore_engine_support(chip, "vllm", None)) is not None
     }
     assert "newer than the MLU370" in reasons["MLU370-X8"]
     assert "newer than the MLU370" not in reasons["MLU590-M9"]
@@ -52,16 +52,16 @@ def test_an_engine_that_says_that_it_does_not_run_on_a_chip_is_quoted() -> None:
     ("nodes", "devices", "sizes"), [(1, 8, None), (1, 16, [8, 16]), (2, 16, None), (2, 8, None), (1, 2, None)]
 )
 def test_an_mlu370_x8_node_has_two_bridge_groups(nodes: int, devices: int, sizes: list[int] | None) -> None:
-    topology = flagcore_topology(NodeGroup(chip=chip("MLU370-X8"), nodes=nodes, devices_per_node=devices))
+    topology = plugin.flagcore_topology(NodeGroup(chip=chip("MLU370-X8"), nodes=nodes, devices_per_node=devices))
     assert (None if topology is None else [level.devices for level in topology.levels]) == sizes
 
 
 def test_between_bridge_groups_a_device_has_its_share_of_pcie_and_between_nodes_of_the_users_network() -> None:
     known = with_network(chip("MLU370-X8"), 1.25e10)
-    topology = flagcore_topology(NodeGroup(chip=known, nodes=2, devices_per_node=16))
+    topology = plugin.flagcore_topology(NodeGroup(chip=known, nodes=2, devices_per_node=16))
     assert topology is not None
     assert [level.bytes_per_second for level in topology.levels] == [5e10, 4e9, 1.25e10]
 
 
 def chip(name: str) -> Chip:
-    return next(chip for chip in flagcore_chips() if chip.name == name)
+    return next(chip for chip in plugin.flagcore_chips() if chip.name == name)

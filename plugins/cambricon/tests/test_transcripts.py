@@ -13,7 +13,7 @@ def text(name: str) -> str:
 
 
 def test_readings_have_power_memory_temperature_and_load() -> None:
-    assert smi.parse(text("cnmon-1.txt"))[1].reading == {
+    assert smi.read(text("cnmon-1.txt")).rows[1].reading == {
         "memory_used_bytes": 0,
         "power_watts": 106,
         "power_limit_watts": 250,
@@ -23,27 +23,27 @@ def test_readings_have_power_memory_temperature_and_load() -> None:
 
 
 def test_a_version_without_a_letter_and_power_with_cents_are_read() -> None:
-    (row,) = smi.parse(text("cnmon-6.txt"))
+    (row,) = smi.read(text("cnmon-6.txt")).rows
     assert (row.device.chip, row.device.driver) == ("MLU220-M2", "4.6.9")
     assert (row.reading["power_watts"], row.reading["power_limit_watts"]) == (3.7, 8.25)
 
 
 def test_names_and_memory_that_were_crossed_out_are_no_devices() -> None:
-    assert smi.parse(text("cnmon-4.txt")) == ()
+    assert smi.read(text("cnmon-4.txt")).rows == ()
 
 
 def test_a_virtual_function_is_no_device_of_its_own() -> None:
     table = text("cnmon-1.txt").replace("| 1     /   MLU", "| 1     0   MLU")
-    assert [row.device.index for row in smi.parse(table)] == [0]
+    assert [row.device.index for row in smi.read(table).rows] == [0]
 
 
 def test_a_chip_that_is_not_in_the_catalogue_keeps_its_name() -> None:
     table = text("cnmon-1.txt").replace("MLU370-X8    v1.1.6", "MLU590-M9DG  v1.1.1").replace("23374", "81920")
-    assert {(row.device.chip, row.device.memory_bytes) for row in smi.parse(table)} == {("MLU590-M9DG", 80 << 30)}
+    assert {(row.device.chip, row.device.memory_bytes) for row in smi.read(table).rows} == {("MLU590-M9DG", 80 << 30)}
 
 
 def test_another_tool_of_this_name_is_not_believed() -> None:
-    assert smi.parse(text("cnmon-1.txt").replace("CNMON v", "CN Monitor ")) == ()
+    assert smi.read(text("cnmon-1.txt").replace("CNMON v", "CN Monitor ")).rows == ()
 
 
 def test_the_details_of_a_card_are_read_where_there_is_no_table() -> None:
@@ -63,7 +63,7 @@ Card 0
     Power                          :
         Usage                      : 38 W
 """
-    (row,) = smi.parse(details)
+    (row,) = smi.read(details).rows
     assert (row.device.chip, row.device.driver, row.device.memory_bytes) == ("MLU370-S4", "4.20.18", 23308 * 2**20)
     assert row.reading == {
         "memory_used_bytes": 4 << 30,
@@ -71,4 +71,4 @@ Card 0
         "temperature_celsius": 49,
         "utilization_share": pytest.approx(0.66),
     }
-    assert smi.parse(details.replace("23308 MiB", "N/A")) == ()
+    assert smi.read(details.replace("23308 MiB", "N/A")).rows == ()

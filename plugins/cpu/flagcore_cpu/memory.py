@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.space import FloatArray
 
 CONTEXT_BYTES = 305 * 2**20
@@ -41,3 +42,11 @@ class CpuMemory:
     def device_used_bytes(self, reserved: FloatArray) -> FloatArray:
         """Return the resident memory of the rank's process."""
         return reserved + self.context
+
+
+def memory_of(group: NodeGroup, engine: str) -> CpuMemory:
+    """Return the share of the machine's memory that one device of `group` has."""
+    total = group.chip.memory_bytes
+    # less than a core's share if more ranks than cores share the machine
+    share = total.value * min(1.0, group.chip.devices_per_node / group.devices_per_node) if total else None
+    return CpuMemory(group.memory_bytes or share, SERVER_BYTES.get(engine, CONTEXT_BYTES))

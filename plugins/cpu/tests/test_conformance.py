@@ -10,7 +10,7 @@ from flagcore.testing import PluginConformance
 class TestCpu(PluginConformance):
     @pytest.fixture
     def plugin(self) -> object:
-        return hooks
+        return hooks.plugin
 
     @pytest.fixture
     def failure_examples(self) -> Sequence[tuple[str, TrialState]]:

@@ -1,7 +1,8 @@
 from pathlib import Path
 
 import pytest
-from flagcore_cpu import cgroup, discover, hooks
+from flagcore_cpu import cgroup, discover
+from flagcore_cpu.hooks import plugin
 from flagcore_cpu.machine import Processor, this_machine
 
 from flagcore.domain.chip import Chip
@@ -118,7 +119,7 @@ def test_without_cpuinfo_the_catalogues_own_figures_stay(tmp_path: Path) -> None
 def test_more_ranks_than_cores_share_the_memory() -> None:
     chip = known_chip()
     models = [
-        hooks.flagcore_memory_model(
+        plugin.flagcore_memory_model(
             NodeGroup(chip=chip, nodes=1, devices_per_node=chip.devices_per_node * times), "megatron"
         )
         for times in (1, 4)
@@ -129,8 +130,8 @@ def test_more_ranks_than_cores_share_the_memory() -> None:
 
 def test_megatron_runs_on_gloo_with_one_thread_a_rank() -> None:
     chip = known_chip()
-    support = hooks.flagcore_engine_support(chip, "megatron")
-    environment = hooks.flagcore_environment(chip, "megatron")
+    support = plugin.flagcore_engine_support(chip, "megatron")
+    environment = plugin.flagcore_environment(chip, "megatron")
     assert support is not None
     assert (support.device_type, support.distributed_backend, support.shared_devices) == ("cpu", "gloo", True)
     assert environment is not None
@@ -138,7 +139,7 @@ def test_megatron_runs_on_gloo_with_one_thread_a_rank() -> None:
 
 
 def test_a_reading_of_the_machine_has_memory_and_load() -> None:
-    telemetry = hooks.flagcore_telemetry(discover.devices()[0])
+    telemetry = plugin.flagcore_telemetry(discover.devices()[0])
     assert telemetry is not None
     reading = telemetry.sample()
     assert reading["memory_used_bytes"] > 2**20
@@ -148,15 +149,15 @@ def test_a_reading_of_the_machine_has_memory_and_load() -> None:
 @pytest.mark.parametrize("engine", ["llamacpp", "vllm", "sglang"])
 def test_a_server_runs_on_cores_that_instances_share_and_chooses_its_threads_itself(engine: str) -> None:
     chip = known_chip()
-    support = hooks.flagcore_engine_support(chip, engine)
+    support = plugin.flagcore_engine_support(chip, engine)
     assert support is not None
     assert support.shared_devices
     assert support.visible_devices is None
-    assert "OMP_NUM_THREADS" not in (hooks.flagcore_environment(chip, engine) or {})
+    assert "OMP_NUM_THREADS" not in (plugin.flagcore_environment(chip, engine) or {})
 
 
 def test_threads_of_llamacpp_that_wait_do_not_spin() -> None:
-    assert (hooks.flagcore_environment(known_chip(), "llamacpp") or {})["OMP_WAIT_POLICY"] == "passive"
+    assert (plugin.flagcore_environment(known_chip(), "llamacpp") or {})["OMP_WAIT_POLICY"] == "passive"
 
 
 def read(folder: Path, blocks: list[str]) -> Processor | None:
@@ -166,5 +167,5 @@ def read(folder: Path, blocks: list[str]) -> Processor | None:
 
 
 def known_chip() -> Chip:
-    (chip,) = hooks.flagcore_chips()
+    (chip,) = plugin.flagcore_chips()
     return chip

@@ -16,6 +16,6 @@ SLACK = 0.02
 """Estimated: CoreX's torch keeps torch's caching allocator, which adds 0.05% to 3% elsewhere."""
 
 
-def memory_of(group: NodeGroup) -> PlainMemory:
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
     """Return the memory model of one device of `group`."""
     return PlainMemory.of(group, fragmentation=SLACK, context_bytes=DRIVER_BYTES + CONTEXT_BYTES)

@@ -11,13 +11,13 @@ from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    cleaned,
-    found,
     listing_of,
-    memory_of,
+    parse_memory,
+    parse_power,
     read_table,
     reading,
-    watts_of,
+    search,
+    strip_controls,
     with_driver,
 )
 
@@ -30,30 +30,20 @@ _NO_POWER = "65535"
 """What a device that hangs tells as its power: a counter of 16 bits, all set."""
 
 
-def parse(text: str) -> tuple[Row, ...]:
-    """Return the devices that `read` finds."""
-    return read(text).rows
-
-
 def read(text: str) -> Listing:
     """Return the devices of ixsmi's table, of a CSV query with a header, of `-q`, or of `-L`, whichever `text` is.
 
     A card with two chips lists two devices, of which the second tells the power.
     """
-    text = cleaned(text)
+    text = strip_controls(text)
     if TITLE in text:
-        return with_driver(read_table(text, _head, _body), found(r"Driver Version:\s*([\w.]+)", text)[0])
+        return with_driver(read_table(text, _head, _body), search(r"Driver Version:\s*([\w.]+)", text)[0])
     return listing_of(_queried(text)).or_else(lambda: listing_of(row for row in listed(text) if _ours(row)))
-
-
-def parse_table(text: str) -> tuple[Row, ...]:
-    """Return the devices of ixsmi's table."""
-    return read(text).rows if TITLE in text else ()
 
 
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs of `ixsmi --query-gpu=index,uuid --format=csv,noheader`, by index."""
-    lines = re.finditer(r"^\s*(\d+),\s*([\w-]+)\s*$", cleaned(text), re.MULTILINE)
+    lines = re.finditer(r"^\s*(\d+),\s*([\w-]+)\s*$", strip_controls(text), re.MULTILINE)
     return {int(line[1]): line[2] for line in lines}
 
 
@@ -72,15 +62,15 @@ def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:
     name = _NAME.fullmatch(parts[0]) if len(parts) == 3 else None
     if name is None or not BUS.fullmatch(parts[1]):
         return None
-    return int(name[1]), name[2], parts[1], found(r"(\d+) ?MHz", parts[2])[0]
+    return int(name[1]), name[2], parts[1], search(r"(\d+) ?MHz", parts[2])[0]
 
 
 def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
     index, name, bus, megahertz = head
-    memory = memory_of(parts[1]) if len(parts) == 3 else None
+    memory = parse_memory(parts[1]) if len(parts) == 3 else None
     if memory is None:
         return None
-    watts, limit = watts_of(parts[0])
+    watts, limit = parse_power(parts[0])
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
         bus=bus,
@@ -88,8 +78,8 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
             used_bytes=memory[0],
             watts=None if watts == _NO_POWER else watts,
             limit_watts=limit,
-            celsius=found(r"(\d+)C\b", parts[0])[0],
-            percent=found(r"(\d+)%", parts[2])[0],
+            celsius=search(r"(\d+)C\b", parts[0])[0],
+            percent=search(r"(\d+)%", parts[2])[0],
             megahertz=megahertz,
         ),
     )

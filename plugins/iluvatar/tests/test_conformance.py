@@ -7,4 +7,4 @@ from flagcore.testing import PluginConformance
 class TestIluvatar(PluginConformance):
     @pytest.fixture
     def plugin(self) -> object:
-        return hooks
+        return hooks.plugin

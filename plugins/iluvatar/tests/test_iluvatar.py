@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from flagcore_iluvatar import hooks, smi
-from flagcore_iluvatar.hooks import flagcore_chips
+from flagcore_iluvatar import smi
+from flagcore_iluvatar.hooks import plugin
 
 from flagcore.domain.cluster import NodeGroup
 from flagcore.plugins import LoadedPlugins
@@ -24,7 +24,7 @@ WIDER_TABLE = """\
 
 
 def test_both_devices_of_a_card_are_listed() -> None:
-    devices = [row.device for row in smi.parse(CARD_OF_TWO)]
+    devices = [row.device for row in smi.read(CARD_OF_TWO).rows]
     assert [(device.index, device.chip, device.driver) for device in devices] == [
         (0, "Iluvatar BI-V150", "4.1.0"),
         (1, "Iluvatar BI-V150", "4.1.0"),
@@ -33,26 +33,26 @@ def test_both_devices_of_a_card_are_listed() -> None:
 
 
 def test_a_wider_table_and_a_name_of_two_words_are_read() -> None:
-    (device,) = (row.device for row in smi.parse(WIDER_TABLE))
+    (device,) = (row.device for row in smi.read(WIDER_TABLE).rows)
     assert device.chip == "Iluvatar MR-V100 DUO"
-    assert any(chip.answers_to(device.chip) for chip in flagcore_chips())
+    assert any(chip.answers_to(device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_a_chip_that_only_begins_like_another_is_not_that_one() -> None:
-    assert [chip.name for chip in flagcore_chips() if chip.answers_to("Iluvatar BI-V150S")] == ["BI-V150S"]
-    assert not any(chip.answers_to("Iluvatar BI-V150X") for chip in flagcore_chips())
+    assert [chip.name for chip in plugin.flagcore_chips() if chip.answers_to("Iluvatar BI-V150S")] == ["BI-V150S"]
+    assert not any(chip.answers_to("Iluvatar BI-V150X") for chip in plugin.flagcore_chips())
 
 
 def test_a_disputed_figure_is_left_out() -> None:
-    (chip,) = (chip for chip in flagcore_chips() if chip.name == "MR-V100")
+    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "MR-V100")
     assert "int8" not in chip.dense_flops_per_second
 
 
 def test_chips_without_published_collectives_take_those_of_the_same_library_and_link() -> None:
-    loaded = LoadedPlugins.of({"iluvatar": hooks})
+    loaded = LoadedPlugins.of({"iluvatar": plugin})
     payload, ranks, stride = np.full(2, 2.0**24), np.array([2, 8]), np.ones(2, dtype=np.int64)
     times = []
-    for chip in (chip for chip in flagcore_chips() if chip.link):
+    for chip in (chip for chip in plugin.flagcore_chips() if chip.link):
         costs = loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=8), "megatron")
         assert costs is not None
         times.append(costs.seconds("all_reduce", payload, ranks, stride).tolist())
@@ -60,8 +60,8 @@ def test_chips_without_published_collectives_take_those_of_the_same_library_and_
 
 
 def test_published_collectives_of_two_devices_are_met_and_more_devices_take_longer() -> None:
-    loaded = LoadedPlugins.of({"iluvatar": hooks})
-    (chip,) = (chip for chip in flagcore_chips() if chip.name == "BI-V150")
+    loaded = LoadedPlugins.of({"iluvatar": plugin})
+    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.name == "BI-V150")
     costs = loaded.collective_costs(NodeGroup(chip=chip, nodes=1, devices_per_node=16), "megatron")
     assert costs is not None
     payload, ranks, stride = np.full(3, 2.0**24), np.array([2, 4, 16]), np.ones(3, dtype=np.int64)

@@ -12,7 +12,7 @@ def text(name: str) -> str:
 
 
 def test_of_a_card_with_two_chips_only_the_second_tells_the_power() -> None:
-    rows = smi.parse(text("ixsmi-1.txt"))
+    rows = smi.read(text("ixsmi-1.txt")).rows
     assert [row.device.index for row in rows if "power_watts" in row.reading] == list(range(1, 16, 2))
     assert rows[1].reading == {
         "memory_used_bytes": 116 * 2**20,
@@ -25,12 +25,12 @@ def test_of_a_card_with_two_chips_only_the_second_tells_the_power() -> None:
 
 
 def test_an_idle_clock_is_told() -> None:
-    assert smi.parse(text("ixsmi-3.txt"))[0].reading["clock_hertz"] == 0.5e9
+    assert smi.read(text("ixsmi-3.txt")).rows[0].reading["clock_hertz"] == 0.5e9
 
 
 def test_nvidias_table_is_not_taken_for_its_own() -> None:
     table = text("ixsmi-4.txt").replace("IX-ML:", "NVIDIA-SMI")
-    assert smi.parse(table) == ()
+    assert smi.read(table).rows == ()
 
 
 def test_uuids_are_listed_by_index() -> None:
@@ -39,12 +39,12 @@ def test_uuids_are_listed_by_index() -> None:
 
 def test_a_query_with_a_header_and_a_list_are_read() -> None:
     query = "index, name, memory.total [MiB], gpu.power.draw [W]\n0, Iluvatar BI-V150, 32768 MiB, 93.00 W\n"
-    (row,) = smi.parse(query)
+    (row,) = smi.read(query).rows
     assert (row.device.chip, row.device.memory_bytes, row.reading) == (
         "Iluvatar BI-V150",
         32 << 30,
         {"power_watts": 93},
     )
-    (device,) = (row.device for row in smi.parse("GPU 0: Iluvatar MR-V100 (UUID: GPU-1a2b)\n"))
+    (device,) = (row.device for row in smi.read("GPU 0: Iluvatar MR-V100 (UUID: GPU-1a2b)\n").rows)
     assert (device.chip, device.memory_bytes, device.uuid) == ("Iluvatar MR-V100", None, "GPU-1a2b")
-    assert smi.parse(query.replace("Iluvatar BI-V150", "NVIDIA H200")) == ()
+    assert smi.read(query.replace("Iluvatar BI-V150", "NVIDIA H200")).rows == ()

@@ -13,7 +13,7 @@ def test_colours_and_carriage_returns_do_not_matter() -> None:
 
 def test_a_name_without_the_vendor_is_kept() -> None:
     named = TABLE.replace("Iluvatar MR-V100 DUO", "BI-V100             ")
-    assert {row.device.chip for row in smi.parse(named)} == {"BI-V100"}
+    assert {row.device.chip for row in smi.read(named).rows} == {"BI-V100"}
 
 
 def test_a_device_whose_memory_is_an_error_is_left_out_and_told() -> None:
@@ -29,25 +29,25 @@ def test_a_device_that_hangs_tells_no_power() -> None:
         "| 0%   31C   P0    57W / 250W   | 513MiB / 32768MiB    | 0%        Default    |",
         "| 0%   0C    P0    65535W / 250 | 513MiB / 32768MiB    | 100%      Default    |",
     )
-    reading = smi.parse(hangs)[5].reading
+    reading = smi.read(hangs).rows[5].reading
     assert "power_watts" not in reading
     assert reading["utilization_share"] == 1
-    assert smi.parse(whole)[5].reading["power_watts"] == 57
+    assert smi.read(whole).rows[5].reading["power_watts"] == 57
 
 
 def test_a_query_is_read_by_its_header() -> None:
-    rows = smi.parse(
+    rows = smi.read(
         "index, name, memory.total [MiB], gpu.power.draw [W], clocks.max.sm [MHz]\n"
         "0, Iluvatar BI-V150, 32768 MiB, N/A, 1500 MHz\n"
         "1, Iluvatar BI-V150, 32768 MiB, 93 W, 1500 MHz\n"
         "2, NVIDIA A100, 32768 MiB, 93 W, 1500 MHz\n"
-    )
+    ).rows
     assert [(row.device.chip, row.device.memory_bytes) for row in rows] == [("Iluvatar BI-V150", 32768 << 20)] * 2
     assert [dict(row.reading) for row in rows] == [{}, {"power_watts": 93}]
 
 
 def test_a_list_tells_names_and_uuids() -> None:
-    rows = smi.parse("GPU 0: Iluvatar BI-V150S (UUID: GPU-0f8b)\nGPU  1: Iluvatar BI-V150S (UUID: GPU-0f8c)\n")
+    rows = smi.read("GPU 0: Iluvatar BI-V150S (UUID: GPU-0f8b)\nGPU  1: Iluvatar BI-V150S (UUID: GPU-0f8c)\n").rows
     assert [(row.device.index, row.device.uuid) for row in rows] == [(0, "GPU-0f8b"), (1, "GPU-0f8c")]
-    assert [row.device.chip for row in smi.parse("GPU   0: BI150 (UUID: GPU-0f8b)\n")] == ["BI150"]
-    assert smi.parse("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0f8b)\n") == ()
+    assert [row.device.chip for row in smi.read("GPU   0: BI150 (UUID: GPU-0f8b)\n").rows] == ["BI150"]
+    assert smi.read("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-0f8b)\n").rows == ()

@@ -10,14 +10,14 @@ from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    announced,
-    cleaned,
-    found,
     listing_of,
-    memory_of,
+    parse_memory,
+    parse_power,
     read_table,
     reading,
-    watts_of,
+    search,
+    strip_controls,
+    with_count,
     with_driver,
 )
 
@@ -34,28 +34,23 @@ def is_metax(text: str) -> bool:
     return any(title in text for title in TITLES)
 
 
-def parse(text: str) -> tuple[Row, ...]:
-    """Return the devices that `read` finds."""
-    return read(text).rows
-
-
 def read(text: str) -> Listing:
     """Return the devices of mx-smi's table, in any of its layouts, or of `-L`, which tells no memory.
 
     Up to 2.2.4 a line starts with the GPU's number; from 2.2.9 on with the board's, and the GPU's comes second. A dead
     device, which has no memory or is not available, is left out, and so is a line that was cut short.
     """
-    text = cleaned(text)
+    text = strip_controls(text)
     if not is_metax(text):
         return listing_of(_listed(text))
-    (driver,) = found(r"Kernel Mode Driver Version:\s*([\w.]+)", text)
-    (many,) = found(r"Attached GPUs\s*:\s*(\d+)", text)
-    return with_driver(announced(read_table(text, _head, _body), many), driver)
+    (driver,) = search(r"Kernel Mode Driver Version:\s*([\w.]+)", text)
+    (many,) = search(r"Attached GPUs\s*:\s*(\d+)", text)
+    return with_driver(with_count(read_table(text, _head, _body), many), driver)
 
 
 def uuids(text: str) -> Mapping[int, str]:
     """Return the UUIDs that `mx-smi -L` lists, by index."""
-    return {int(line[1]): line[5] for line in _LISTED.finditer(cleaned(text)) if line[5]}
+    return {int(line[1]): line[5] for line in _LISTED.finditer(strip_controls(text)) if line[5]}
 
 
 def _listed(text: str) -> Iterator[Row | str]:
@@ -75,20 +70,20 @@ def _head(parts: list[str]) -> tuple[int, str, str, str | None] | None:
     if name is None or bus is None:
         return None
     gpu = re.match(r"\d+\b", parts[1]) if bus > 1 else None
-    (percent,) = found(r"(\d+)%", parts[bus + 1]) if bus + 1 < len(parts) else (None,)
+    (percent,) = search(r"(\d+)%", parts[bus + 1]) if bus + 1 < len(parts) else (None,)
     return int(gpu[0] if gpu else name[1]), name[2], parts[bus], percent
 
 
 def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[str]) -> Row | str | None:
     index, name, bus, percent = head
     line = " | ".join(parts)
-    (state,) = found(r"(Not Available\S*)", line)
+    (state,) = search(r"(Not Available\S*)", line)
     if state:
         return f"GPU {index} ({name}) is not to be used: {state}"
-    memory = next((amounts for part in parts if (amounts := memory_of(part))), None)
+    memory = next((amounts for part in parts if (amounts := parse_memory(part))), None)
     if memory is None:
         return None
-    power = next((watts for part in parts if any(watts := watts_of(part))), (None, None))
+    power = next((watts for part in parts if any(watts := parse_power(part))), (None, None))
     return Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1])),
         bus=bus,
@@ -96,7 +91,7 @@ def _body(head: tuple[int, str, str, str | None], parts: list[str], after: list[
             used_bytes=memory[0],
             watts=power[0],
             limit_watts=power[1],
-            celsius=found(r"(\d+)C\b", line)[0],
+            celsius=search(r"(\d+)C\b", line)[0],
             percent=percent,
         ),
     )

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from flagcore_metax import discover
+from flagcore_metax.discover import DETECTOR
 
 from flagcore.testing import WithoutTool, fakes
 
 
 class TestMetax(WithoutTool):
-    discover = discover
+    detector = DETECTOR
     device_file, pci_vendor = "dev/mxcd", 0x9999
     chip, memory_bytes = "MetaX C500", 64 << 30
     version = "2.10.0+metax3.8.1.0"
@@ -19,4 +19,4 @@ def test_uuids_are_asked_for_where_visible_devices_are_named_by_them() -> None:
     lines = "\n".join(f"GPU#{index}  MXC500  0000:2b:00.0  Available (UUID: GPU-{index}abc)" for index in range(8))
     script = f'if [ "$1" = -L ]; then\n{fakes.prints(lines)}\nelse\n{table}\nfi'
     with fakes.machine({"mx-smi": script}, CUDA_VISIBLE_DEVICES="GPU-5abc,GPU-1abc"):
-        assert [device.index for device in discover.devices()] == [5, 1]
+        assert [device.index for device in DETECTOR.devices()] == [5, 1]

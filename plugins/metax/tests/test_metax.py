@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from flagcore_metax import hooks, smi
+from flagcore_metax import smi
+from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import c500_topology, island_size
 from flagcore_metax.preflight import peer_memory
 
@@ -67,7 +68,7 @@ def test_devices_come_from_the_tool_on_the_path_and_visibility_counts(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("MACA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [device.index for device in hooks.flagcore_devices()] == [1]
+    assert [device.index for device in plugin.flagcore_devices()] == [1]
 
 
 def test_a_dead_device_is_left_out() -> None:
@@ -81,7 +82,7 @@ def test_another_vendors_tool_of_the_same_name_is_not_believed() -> None:
 @pytest.mark.parametrize(("nodes", "devices", "sizes"), [(1, 8, [4, 8]), (2, 8, [4, 8, 16]), (1, 4, [4]), (1, 2, [2])])
 def test_a_c500_node_has_islands_of_four(nodes: int, devices: int, sizes: list[int]) -> None:
     group = NodeGroup(chip=chip("C500"), nodes=nodes, devices_per_node=devices)
-    topology = hooks.flagcore_topology(group)
+    topology = plugin.flagcore_topology(group)
     assert topology is not None
     assert [level.devices for level in topology.levels] == sizes
 
@@ -100,8 +101,8 @@ def test_islands_are_those_of_the_machine_that_can_be_asked(tmp_path: Path, monk
     (tmp_path / "mx-smi").write_text(f"#!/bin/sh\nexec cat {tmp_path}/matrix\n")
     (tmp_path / "mx-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    four = hooks.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4))
-    eight = hooks.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8))
+    four = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=4))
+    eight = plugin.flagcore_topology(NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8))
     assert four is not None
     assert eight is not None
     assert [level.devices for level in four.levels] == [2, 4]
@@ -152,7 +153,7 @@ def test_missing_peer_memory_is_told_once_and_only_where_there_are_devices(
 
 
 def test_a_c550_node_is_flat() -> None:
-    assert hooks.flagcore_topology(NodeGroup(chip=chip("C550"), nodes=1, devices_per_node=8)) is None
+    assert plugin.flagcore_topology(NodeGroup(chip=chip("C550"), nodes=1, devices_per_node=8)) is None
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_c550_node_is_flat() -> None:
 def test_published_all_reduces_are_met(
     name: str, nodes: int, ranks: int, payload: int, measured: float, within: float
 ) -> None:
-    costs = LoadedPlugins.of({"metax": hooks}).collective_costs(
+    costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
         NodeGroup(chip=chip(name), nodes=nodes, devices_per_node=8), "megatron"
     )
     assert costs is not None
@@ -178,7 +179,7 @@ def test_published_all_reduces_are_met(
 
 def test_the_network_that_a_user_gives_is_that_of_a_c500() -> None:
     levels = [
-        hooks.flagcore_topology(NodeGroup(chip=with_network(chip("C500"), rate), nodes=2, devices_per_node=8)).levels
+        plugin.flagcore_topology(NodeGroup(chip=with_network(chip("C500"), rate), nodes=2, devices_per_node=8)).levels
         for rate in (None, 5e10)
     ]
     assert [level[-1].bytes_per_second for level in levels] == [1.25e10, 5e10]
@@ -186,7 +187,7 @@ def test_the_network_that_a_user_gives_is_that_of_a_c500() -> None:
 
 
 def test_a_pair_across_the_islands_of_a_c500_is_slower_than_one_inside() -> None:
-    costs = LoadedPlugins.of({"metax": hooks}).collective_costs(
+    costs = LoadedPlugins.of({"metax": plugin}).collective_costs(
         NodeGroup(chip=chip("C500"), nodes=1, devices_per_node=8), "megatron"
     )
     assert costs is not None
@@ -195,7 +196,7 @@ def test_a_pair_across_the_islands_of_a_c500_is_slower_than_one_inside() -> None
 
 
 def test_tensor_parallelism_across_islands_is_pruned_on_c500_only() -> None:
-    loaded = LoadedPlugins.of({"metax": hooks})
+    loaded = LoadedPlugins.of({"metax": plugin})
     (rule,) = loaded.pruning_rules(task_on(chip("C500")))
     columns = {"tensor_model_parallel_size": np.array([1, 4, 8]), "expert_model_parallel_size": np.array([1, 8, 1])}
     predictions = cast(Any, SimpleNamespace(device_used_bytes=np.zeros(3)))
@@ -204,8 +205,8 @@ def test_tensor_parallelism_across_islands_is_pruned_on_c500_only() -> None:
 
 
 def parse(text: str) -> list[Device]:
-    return [row.device for row in smi.parse(text)]
+    return [row.device for row in smi.read(text).rows]
 
 
 def chip(name: str) -> Chip:
-    return next(chip for chip in hooks.flagcore_chips() if chip.name == name)
+    return next(chip for chip in plugin.flagcore_chips() if chip.name == name)

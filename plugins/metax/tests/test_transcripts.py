@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from flagcore_metax import hooks, smi
+from flagcore_metax import smi
+from flagcore_metax.hooks import plugin
 from flagcore_metax.islands import ISLAND
 
 from flagcore.domain.chip import Device
@@ -20,7 +21,7 @@ def text(name: str) -> str:
 
 
 def test_readings_have_power_with_and_without_a_cap_memory_temperature_and_load() -> None:
-    capped, plain = smi.parse(text("mx-smi-1.txt"))[3], smi.parse(text("mx-smi-4.txt"))[0]
+    capped, plain = smi.read(text("mx-smi-1.txt")).rows[3], smi.read(text("mx-smi-4.txt")).rows[0]
     assert capped.reading == {
         "memory_used_bytes": 826 * 2**20,
         "power_watts": 60,
@@ -34,7 +35,7 @@ def test_readings_have_power_with_and_without_a_cap_memory_temperature_and_load(
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_table_of_devices_gives_none(name: str) -> None:
-    assert smi.parse(text(name)) == ()
+    assert smi.read(text(name)).rows == ()
 
 
 def test_another_vendors_mx_smi_is_told_apart() -> None:
@@ -42,31 +43,31 @@ def test_another_vendors_mx_smi_is_told_apart() -> None:
 
 
 def test_a_rebranded_device_keeps_its_name_and_stays_unknown() -> None:
-    (row,) = smi.parse(text("ht-smi-1.txt"))
-    assert not any(chip.answers_to(row.device.chip) for chip in hooks.flagcore_chips())
+    (row,) = smi.read(text("ht-smi-1.txt")).rows
+    assert not any(chip.answers_to(row.device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_the_boards_number_is_not_the_gpus() -> None:
     table = text("mx-smi-1.txt").replace("| 1     MetaX C500 | 1 ", "| 0     MetaX C500 | 1 ")
-    assert [row.device.index for row in smi.parse(table)] == list(range(8))
+    assert [row.device.index for row in smi.read(table).rows] == list(range(8))
 
 
 def test_two_lines_with_one_index_are_both_left_out() -> None:
     table = text("mx-smi-1.txt").replace("| 5     MetaX C500 | 5 ", "| 4     MetaX C500 | 4 ")
-    assert [row.device.index for row in smi.parse(table)] == [0, 1, 2, 3, 6, 7]
+    assert [row.device.index for row in smi.read(table).rows] == [0, 1, 2, 3, 6, 7]
 
 
 def test_a_banner_another_locale_and_carriage_returns_do_not_matter() -> None:
     table = "欢迎使用 MACA\n" + text("mx-smi-1.txt").replace("Wed Feb 11", "2026年 2月11日 星期三").replace(
         "\n", "\r\n"
     )
-    assert smi.parse(table) == smi.parse(text("mx-smi-1.txt"))
+    assert smi.read(table).rows == smi.read(text("mx-smi-1.txt")).rows
 
 
 def test_a_list_tells_names_without_memory() -> None:
-    (row,) = smi.parse(text("mx-smi-8.txt"))
+    (row,) = smi.read(text("mx-smi-8.txt")).rows
     assert (row.device.chip, row.device.memory_bytes, row.device.uuid) == ("MXC550", None, "GPU-abc-123")
-    assert smi.parse(text("mx-smi-8.txt").replace("Available", "Not Available(5)")) == ()
+    assert smi.read(text("mx-smi-8.txt").replace("Available", "Not Available(5)")).rows == ()
 
 
 def test_a_listed_device_without_a_uuid_is_told() -> None:
@@ -86,8 +87,8 @@ def test_output_that_counts_devices_but_lists_none_is_told() -> None:
 
 def test_a_device_is_read_however_its_name_is_written() -> None:
     for name in ("MXC500", "metax c500", "C500", "MetaX-C500"):
-        assert hooks.flagcore_telemetry(Device(index=0, chip=name)) is not None
-    assert hooks.flagcore_telemetry(Device(index=0, chip="MetaX C700")) is None
+        assert plugin.flagcore_telemetry(Device(index=0, chip=name)) is not None
+    assert plugin.flagcore_telemetry(Device(index=0, chip="MetaX C700")) is None
 
 
 def test_uuids_are_listed_by_index() -> None:
@@ -125,7 +126,7 @@ def test_a_matrix_whose_halves_disagree_is_refused() -> None:
 
 def test_another_detectors_findings_agree_with_the_catalogue() -> None:
     found = json.loads(text("detect-gpustack-1.json"))
-    (chip,) = {chip.name for each in found for chip in hooks.flagcore_chips() if chip.answers_to(each["name"])}
+    (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips() if chip.answers_to(each["name"])}
     assert chip == "C500"
     assert {each["memory"] for each in found} == {65536}
     (topology,) = json.loads(text("topology-gpustack-1.json"))
@@ -134,7 +135,7 @@ def test_another_detectors_findings_agree_with_the_catalogue() -> None:
 
 
 def test_the_shipped_all_reduce_is_that_of_the_log() -> None:
-    package = Path(hooks.__file__).parent
+    package = Path(smi.__file__).parent
     (curve,) = yaml.safe_load((package / "costs/c500/collectives.yaml").read_text())["curves"]
     logged = [line.split()[1:] for line in text("mccl-allreduce-1.txt").splitlines() if "bfloat16" in line]
     assert [int(words[0]) for words in logged] == curve["payload_bytes"]

@@ -35,32 +35,32 @@ def test_a_table_that_was_cut_is_told_by_the_number_of_devices_that_it_announces
 
 @pytest.mark.parametrize("cap", ["97W / NA", "97W / N/A"])
 def test_a_cap_that_is_not_told_is_no_cap(cap: str) -> None:
-    reading = smi.parse(OLD.replace("31C         44W     ", f"34C         {cap}"))[0].reading
+    reading = smi.read(OLD.replace("31C         44W     ", f"34C         {cap}")).rows[0].reading
     assert (reading["power_watts"], reading["temperature_celsius"]) == (97, 34)
     assert "power_limit_watts" not in reading
 
 
 @pytest.mark.parametrize("name", ["MetaX C550-PL", "MetaX C500 VF", "MXC600-A", "MetaX X1 Ultra..."])
 def test_new_names_are_kept_as_they_are(name: str) -> None:
-    assert smi.parse(TABLE.replace("| 0     MetaX C500 |", f"| 0  {name} |"))[0].device.chip == name
+    assert smi.read(TABLE.replace("| 0     MetaX C500 |", f"| 0  {name} |")).rows[0].device.chip == name
 
 
 def test_persistence_mode_may_stand_beside_the_name() -> None:
-    (row,) = smi.parse(
+    (row,) = smi.read(
         "=================== MetaX System Management Interface Log ===================\n"
         "| 0       MetaX N260             Off | 0000:01:00.0        | 0%            Native |\n"
         "| 37C     29W / 225W              P0 | 666/65536 MiB       | Available            |\n"
-    )
+    ).rows
     assert (row.device.chip, row.device.memory_bytes) == ("MetaX N260", 65536 << 20)
     assert row.reading["power_limit_watts"] == 225
 
 
 def test_colours_and_a_banner_do_not_matter() -> None:
-    assert smi.parse(f"Welcome to 0000:0e:00.0\n\x1b[32m{TABLE}\x1b[0m") == smi.parse(TABLE)
+    assert smi.read(f"Welcome to 0000:0e:00.0\n\x1b[32m{TABLE}\x1b[0m").rows == smi.read(TABLE).rows
 
 
 def test_memory_in_other_units_is_read_in_them() -> None:
-    assert smi.parse(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    "))[0].device.memory_bytes == 64 << 30
+    assert smi.read(TABLE.replace("826/65536 MiB ", "0.8/64 GiB    ")).rows[0].device.memory_bytes == 64 << 30
 
 
 def test_a_list_leaves_out_what_is_not_available() -> None:

@@ -23,7 +23,7 @@ SMALL_WORKSPACE = ("A", "L", "T4", "V100", "RTX-3", "RTX-4")
 """How the names of chips begin that are neither."""
 
 
-def memory_of(group: NodeGroup) -> PlainMemory:
+def memory_of(group: NodeGroup, engine: str) -> PlainMemory:
     """Return the memory model of one device of `group`."""
     collective = COLLECTIVE_BYTES if group.devices > 2 else PAIR_BYTES if group.devices > 1 else 0
     small = group.chip.name.upper().startswith(SMALL_WORKSPACE)

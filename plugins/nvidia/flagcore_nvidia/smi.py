@@ -11,18 +11,18 @@ from flagcore.vendorkit.rows import (
     BUS,
     Listing,
     Row,
-    cleaned,
-    found,
     listing_of,
-    memory_of,
+    parse_memory,
+    parse_power,
     read_table,
     reading,
-    watts_of,
+    search,
+    strip_controls,
     with_driver,
 )
 
 FIELDS = ("index", "name", "memory.total", "driver_version", "uuid", "pci.device_id", "mig.mode.current")
-READ_FIELDS = (
+READING_FIELDS = (
     *FIELDS,
     *("memory.used", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu", "clocks.sm"),
 )
@@ -37,33 +37,19 @@ _NVIDIA = re.compile(
 _NAME = re.compile(r"(\d+)\s+(\S.*?)\s+(?:On|Off|N/A|WDDM|TCC|MCDM)")
 
 
-def parse(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
-    """Return the devices of a CSV query for `fields`, of the table, of `-q`, or of `-L`, whichever `text` is."""
-    return read(text, fields).rows
-
-
 def read(text: str, fields: Sequence[str] = FIELDS) -> Listing:
-    """Return the devices as `parse` does, and what was left out: what has no name, and what is cut into instances.
+    """Return the devices of a CSV query for `fields`, of the table, of `-q`, or of `-L`, whichever `text` is.
 
-    A device of another vendor is left out: by its PCI id or, where that was not asked for, by its name.
+    Left out are devices without a name, those that are cut into instances, and those of another vendor (by the PCI id
+    or, without one, by the name).
     """
-    text = cleaned(text)
-    (driver,) = found(r"Driver Version:\s*([\w.]+)", text)
+    text = strip_controls(text)
+    (driver,) = search(r"Driver Version:\s*([\w.]+)", text)
     table = read_table(text, _head, _body) if TITLE in text else Listing()
     lines = detailed(text) or csv_rows(text, fields)
     return with_driver(table, driver).or_else(
         lambda: listing_of(_queried(lines)).or_else(lambda: listing_of(_listed(text)))
     )
-
-
-def parse_csv(text: str, fields: Sequence[str] = FIELDS) -> tuple[Row, ...]:
-    """Return the devices of a CSV query for `fields`, or for those that its header names."""
-    return listing_of(_queried(csv_rows(cleaned(text), fields))).rows
-
-
-def parse_table(text: str) -> tuple[Row, ...]:
-    """Return the devices of the table without arguments, which shortens long names."""
-    return read(text).rows if TITLE in text else ()
 
 
 def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
@@ -73,7 +59,7 @@ def _queried(lines: Sequence[Mapping[str, str]]) -> Iterator[Row | str]:
         vendor = line.get("pci.device_id")
         if isinstance(row, str):
             yield row
-        elif not (sounds(row.device.chip) if vendor is None else vendor.upper().endswith(PCI_VENDOR)):
+        elif not (is_nvidia(row.device.chip) if vendor is None else vendor.upper().endswith(PCI_VENDOR)):
             foreign.append(row.device.chip)
         elif line.get("mig.mode.current") == "Enabled":
             yield f"GPU {row.device.index} ({row.device.chip}) {INSTANCES}"
@@ -87,7 +73,7 @@ def _listed(text: str) -> Iterator[Row | str]:
     cut = {int(index) for index in re.findall(r"(?m)^GPU +(\d+): .*\n +MIG ", text)}
     for row in listed(text):
         index, name = row.device.index, row.device.chip
-        if not sounds(row.device.chip):
+        if not is_nvidia(row.device.chip):
             yield f"device {index} ({name}) is not NVIDIA's"
         else:
             yield f"GPU {index} ({name}) {INSTANCES}" if index in cut else row
@@ -101,11 +87,11 @@ def _head(parts: list[str]) -> tuple[int, str, str] | None:
 
 def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row | str | None:
     index, name, bus = head
-    memory = memory_of(parts[1]) if len(parts) == 3 else None
+    memory = parse_memory(parts[1]) if len(parts) == 3 else None
     untold = len(parts) == 3 and parts[1] in ("Not Supported", "N/A")  # where the chip shares the host's memory
     if len(parts) != 3 or (memory is None and not untold):
         return None
-    watts, limit = watts_of(parts[0])
+    watts, limit = parse_power(parts[0])
     row = Row(
         device=Device(index=index, chip=name, memory_bytes=int(memory[1]) if memory else None),
         bus=bus,
@@ -113,11 +99,11 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
             used_bytes=memory[0] if memory else None,
             watts=watts,
             limit_watts=limit,
-            celsius=found(r"(\d+)C\b", parts[0])[0],
-            percent=found(r"(\d+)%", parts[2])[0],
+            celsius=search(r"(\d+)C\b", parts[0])[0],
+            percent=search(r"(\d+)%", parts[2])[0],
         ),
     )
-    if not sounds(row.device.chip):
+    if not is_nvidia(row.device.chip):
         return f"device {index} ({name}) is not NVIDIA's, or is lost"
     if "ERR!" in parts[0]:
         return f"GPU {index} ({name}) tells errors (ERR!) instead of its state"
@@ -126,6 +112,6 @@ def _body(head: tuple[int, str, str], parts: list[str], after: list[str]) -> Row
     return row
 
 
-def sounds(name: str) -> bool:
+def is_nvidia(name: str) -> bool:
     """Return whether `name` is one that NVIDIA's driver gives."""
     return _NVIDIA.match(name) is not None

@@ -5,7 +5,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from flagcore_nvidia.hooks import flagcore_chips, flagcore_kernel_costs
+from flagcore_nvidia.hooks import plugin
 
 from flagcore.contracts import AttentionShape, KernelCosts
 from flagcore.domain.chip import Chip
@@ -40,11 +40,11 @@ SHEET = read_kernels(read("kernels.jsonl"), "kernels.jsonl", read_provenance(rea
 
 
 def chip_named(name: str) -> Chip:
-    return next(chip for chip in flagcore_chips() if chip.name == name)
+    return next(chip for chip in plugin.flagcore_chips() if chip.name == name)
 
 
 def costs_of(name: str) -> KernelCosts:
-    costs = flagcore_kernel_costs(chip_named(name), "megatron")
+    costs = plugin.flagcore_kernel_costs(chip_named(name), "megatron")
     assert costs is not None
     return costs
 
@@ -107,8 +107,8 @@ def test_large_fp32_products_are_as_fast_as_measured(name: str, measured: float)
 
 
 def test_an_older_chip_of_no_higher_peak_and_bandwidth_is_never_clearly_faster() -> None:
-    chips = flagcore_chips()
-    known = {chip.name: flagcore_kernel_costs(chip, "megatron") for chip in chips}
+    chips = plugin.flagcore_chips()
+    known = {chip.name: plugin.flagcore_kernel_costs(chip, "megatron") for chip in chips}
     for old, new in permutations(chips, 2):
         for precision in ("fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"):
             if not no_faster(old, new, precision):
@@ -135,5 +135,5 @@ def seconds(costs: KernelCosts, kind: str, precision: str) -> np.ndarray:
 
 
 def test_a_chip_without_a_table_or_a_curve_is_left_to_the_core() -> None:
-    assert flagcore_kernel_costs(Chip(name="unheard of", vendor="nvidia"), "megatron") is None
-    assert flagcore_kernel_costs(Chip(name="H200", vendor="somebody else"), "megatron") is None
+    assert plugin.flagcore_kernel_costs(Chip(name="unheard of", vendor="nvidia"), "megatron") is None
+    assert plugin.flagcore_kernel_costs(Chip(name="H200", vendor="somebody else"), "megatron") is None

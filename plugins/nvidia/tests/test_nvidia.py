@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from flagcore_nvidia import hooks, smi
-from flagcore_nvidia.hooks import flagcore_chips, flagcore_memory_model
+from flagcore_nvidia import smi
+from flagcore_nvidia.hooks import plugin
 
 from flagcore.contracts import CollectiveCosts
 from flagcore.domain.cluster import NodeGroup
@@ -14,18 +14,18 @@ TWO_H200 = """\
 
 
 def test_devices_of_a_csv_query_are_read() -> None:
-    first, second = (row.device for row in smi.parse_csv(TWO_H200))
+    first, second = (row.device for row in smi.read(TWO_H200).rows)
     assert (first.index, first.chip, first.driver, first.uuid) == (0, "NVIDIA H200", "570.211.01", "GPU-aaaa1111")
     assert second.memory_bytes == 143771 * 2**20
 
 
 def test_memory_that_the_driver_does_not_tell_stays_unknown() -> None:
-    (row,) = smi.parse_csv("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE, [N/A]\n")
+    (row,) = smi.read("0, NVIDIA GB10, [N/A], 580.95, GPU-cccc3333, 0x2E1210DE, [N/A]\n").rows
     assert row.device.memory_bytes is None
 
 
 def test_an_error_message_is_no_device() -> None:
-    assert smi.parse_csv("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n") == ()
+    assert smi.read("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n").rows == ()
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,20 @@ def test_an_error_message_is_no_device() -> None:
     ],
 )
 def test_a_name_of_the_driver_means_one_chip(driver: str, name: str) -> None:
-    assert [chip.name for chip in flagcore_chips() if chip.answers_to(driver)] == [name]
+    assert [chip.name for chip in plugin.flagcore_chips() if chip.answers_to(driver)] == [name]
 
 
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
-    chip = flagcore_chips()[0]
-    models = [flagcore_memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=devices)) for devices in (1, 2, 8)]
+    chip = plugin.flagcore_chips()[0]
+    models = [
+        plugin.flagcore_memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=devices)) for devices in (1, 2, 8)
+    ]
     alone, pair, eight = (model.context_bytes for model in models if model is not None)
     assert (pair - alone, eight - alone) == (pytest.approx(342 * 2**20), pytest.approx(392 * 2**20))
 
 
 def collectives(chip: str, nodes: int = 1, devices_per_node: int = 8) -> CollectiveCosts:
-    loaded = LoadedPlugins.of({"nvidia": hooks})
+    loaded = LoadedPlugins.of({"nvidia": plugin})
     known = loaded.find_chip(chip)
     assert known is not None
     costs = loaded.collective_costs(NodeGroup(chip=known, nodes=nodes, devices_per_node=devices_per_node), "megatron")

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from flagcore_nvidia import hooks, smi
+from flagcore_nvidia import smi
+from flagcore_nvidia.hooks import plugin
 
 from flagcore.vendorkit.matrix import islands, near_adapters, read_matrix, sharers
 
@@ -25,14 +26,14 @@ def text(name: str) -> str:
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_read_whole(name: str) -> None:
     chip, count, mib = TABLES[name]
-    rows = smi.parse_table(text(name))
+    rows = smi.read(text(name)).rows
     assert [row.device.index for row in rows] == list(range(count))
     assert {(row.device.chip, row.device.memory_bytes) for row in rows} == {(chip, mib * 2**20)}
     assert {"memory_used_bytes", "power_watts", "power_limit_watts", "temperature_celsius"} <= set(rows[0].reading)
 
 
 def test_a_header_says_what_the_columns_are() -> None:
-    rows = smi.parse_csv(text("nvidia-smi-3.csv"))
+    rows = smi.read(text("nvidia-smi-3.csv")).rows
     assert [(row.device.index, row.device.memory_bytes) for row in rows] == [(i, 143771 * 2**20) for i in range(8)]
     assert {(row.device.chip, row.device.driver) for row in rows} == {("NVIDIA H200", "570.211.01")}
     assert {row.reading["power_limit_watts"] for row in rows} == {700}
@@ -40,14 +41,14 @@ def test_a_header_says_what_the_columns_are() -> None:
 
 def test_a_line_without_a_header_is_read_only_with_the_fields_that_were_asked_for() -> None:
     fields = ("name", "memory.total", "pcie.link.gen.max", "pcie.link.width.max")
-    assert smi.parse_csv(text("nvidia-smi-4.csv")) == ()
-    (row,) = smi.parse_csv(text("nvidia-smi-4.csv"), fields)
+    assert smi.read(text("nvidia-smi-4.csv")).rows == ()
+    (row,) = smi.read(text("nvidia-smi-4.csv"), fields).rows
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA GeForce RTX 4090", 24564 * 2**20)
 
 
 def test_a_reading_has_what_the_query_for_it_asks() -> None:
     line = "0, NVIDIA H200, 143771, 570.2, GPU-1a, 0x233510DE, Disabled, 1024, 412.50, 700.00, 61, 97, 1980"
-    (row,) = smi.parse_csv(line, smi.READ_FIELDS)
+    (row,) = smi.read(line, smi.READING_FIELDS).rows
     assert row.reading == {
         "memory_used_bytes": 2**30,
         "power_watts": 412.5,
@@ -66,20 +67,20 @@ def test_a_reading_has_what_the_query_for_it_asks() -> None:
     ],
 )
 def test_another_vendors_nvidia_smi_is_told_apart_by_the_pci_id(foreign: str) -> None:
-    assert smi.parse_csv(foreign) == ()
+    assert smi.read(foreign).rows == ()
 
 
 def test_a_new_gpu_is_listed_by_its_name_and_stays_unknown() -> None:
-    (row,) = smi.parse_csv("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE, Disabled")
+    (row,) = smi.read("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE, Disabled").rows
     assert row.device.chip == "NVIDIA Z900 96GB"
-    assert not any(chip.answers_to(row.device.chip) for chip in hooks.flagcore_chips())
+    assert not any(chip.answers_to(row.device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_a_query_that_is_cut_at_a_line_tells_the_lines_before() -> None:
     lines = QUERY.splitlines()
     for end in range(len(lines) + 1):
-        assert len(smi.parse_csv("\n".join(lines[:end]))) == end
-    assert len(smi.parse_csv(QUERY[: QUERY.rindex(",")])) == 7
+        assert len(smi.read("\n".join(lines[:end])).rows) == end
+    assert len(smi.read(QUERY[: QUERY.rindex(",")]).rows) == 7
 
 
 @pytest.mark.parametrize("name", MATRICES)
@@ -115,7 +116,7 @@ def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> N
 def test_another_detectors_findings_agree_with_the_catalogue() -> None:
     found = json.loads(text("detect-gpustack-h100.json"))
     (name,) = {each["name"] for each in found}
-    (chip,) = (chip for chip in hooks.flagcore_chips() if chip.answers_to(name))
+    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.answers_to(name))
     assert chip.name == "H100-SXM"
     assert chip.memory_bytes is not None
     assert {each["memory"] * 2**20 for each in found} == {chip.memory_bytes.value}
@@ -124,7 +125,7 @@ def test_another_detectors_findings_agree_with_the_catalogue() -> None:
 
 
 def test_a_list_of_gpus_tells_names_without_memory() -> None:
-    (row,) = smi.parse("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-1a2b)\n")
+    (row,) = smi.read("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-1a2b)\n").rows
     assert (row.device.chip, row.device.memory_bytes) == ("NVIDIA A100-SXM4-80GB", None)
 
 
@@ -143,7 +144,7 @@ def test_a_list_of_gpus_tells_names_without_memory() -> None:
     ],
 )
 def test_without_a_pci_id_the_name_decides_whose_a_device_is(name: str, ours: bool) -> None:
-    assert bool(smi.parse(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n")) == ours
+    assert bool(smi.read(f"index, name, memory.total [MiB]\n0, {name}, 65536 MiB\n").rows) == ours
 
 
 def test_a_gpu_that_is_cut_into_instances_is_left_out_and_told() -> None:

@@ -52,7 +52,7 @@ PROCESSES = """\
 def found(text: str) -> list[tuple[int, str, int | None]]:
     return [
         (row.device.index, row.device.chip, row.device.memory_bytes and row.device.memory_bytes >> 20)
-        for row in smi.parse(text)
+        for row in smi.read(text).rows
     ]
 
 

@@ -21,6 +21,8 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training")]
+
 PROGRAM = ["-m", "flagcore.engines.megatron.trial"]
 ENDLESS = {"train_iters": 100_000}
 

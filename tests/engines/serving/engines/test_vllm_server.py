@@ -15,6 +15,8 @@ from flagcore.errors import NoDevice
 from tests.engines.serving.engines.starting import started
 from tests.engines.serving.engines.tasks import serving
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parents[4]
 PROGRAM = HERE / ".venv-vllm/bin/vllm"
 ARGS = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512}

@@ -21,6 +21,8 @@ from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
 from tests.engines.serving.trial import trials
 
+pytestmark = pytest.mark.process
+
 WRONG = {
     "dies": (TrialState.FAILED, "exit code 3; its log: RuntimeError: the engine exploded"),
     "slow": (TrialState.TIMED_OUT, "timed out: not answered within"),

@@ -1,0 +1,113 @@
+"""Finds a vendor's devices: with its management tool, or with torch if the tool is missing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flagcore.domain.chip import Device
+from flagcore.domain.cluster import NodeGroup
+from flagcore.vendorkit import machine
+from flagcore.vendorkit.machine import TorchReport
+from flagcore.vendorkit.matrix import with_own_adapters
+from flagcore.vendorkit.rows import Listing, Row
+from flagcore.vendorkit.smi import query_tool, tool_output, visible
+
+LOG = logging.getLogger(__name__)
+VENDOR_VARIABLES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
+"""The first that is set selects the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
+READING_SECONDS = 3.0
+"""Time limit of the tool during a trial."""
+
+ListDevices = Callable[[float], Listing]
+"""Runs the management tool with a time limit in seconds and returns the devices that it prints."""
+
+
+def list_with(read: Callable[[str], Listing], *tools: str) -> ListDevices:
+    """Return a function that runs each of `tools` without arguments until `read` finds devices in the output."""
+
+    def run(timeout_seconds: float) -> Listing:
+        left_out: tuple[str, ...] = ()
+        for tool in tools:
+            found = query_tool(read, tool, timeout_seconds=timeout_seconds) or Listing()
+            if found.rows:
+                return found
+            left_out += found.left_out
+        return Listing(left_out=left_out)
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceDetector:
+    """How to find a vendor's devices. torch runs in another process, and only if `device_file` exists.
+
+    `tool` is the name of the management tool in messages, `visible` the environment variables that restrict the
+    devices of a process, `device_file` a glob pattern below the root such as `dev/acme*`, `torch_device` torch's name
+    of the devices. `trusts` returns whether what torch reports are this vendor's devices: several vendors' torch
+    builds answer to cuda. `uuids` returns UUIDs by index if the tool's listing has none. `topology` is the command
+    that prints how devices reach the network adapters.
+    """
+
+    vendor: str
+    tool: str
+    listing: ListDevices
+    reading: ListDevices | None = None
+    """As `listing`, with what telemetry reads of each device; None: `listing` has it."""
+    visible: tuple[str, ...]
+    device_file: str
+    pci_vendor: int
+    pci_classes: tuple[str, ...] = machine.ACCELERATORS
+    torch_device: str = "cuda"
+    torch_attributes: tuple[str, ...] = ()
+    trusts: Callable[[TorchReport], bool]
+    uuids: Callable[[], Mapping[int, str]] | None = None
+    topology: tuple[str, ...] = ()
+
+    def devices(self, root: Path = Path("/")) -> tuple[Device, ...]:
+        """Return the devices that processes started from here can use; none if the environment selects another vendor.
+
+        Device files and the PCI bus are looked up below `root`.
+        """
+        if machine.other_vendor_selected(self.vendor, VENDOR_VARIABLES):
+            return ()
+        listing = self.listing(10.0)
+        for line in listing.left_out:
+            LOG.warning("%s", line)
+        if listing.rows:
+            return visible(self._with_uuids(tuple(row.device for row in listing.rows)), *self.visible)
+        if machine.has_device_files(self.device_file, root):
+            return self.torch_devices(machine.query_torch(self.torch_device, self.torch_attributes))
+        if machine.pci_ids(self.pci_vendor, root, self.pci_classes):
+            LOG.warning(
+                "%s devices are on the PCI bus, but there is neither %s nor /%s: the driver is not installed here",
+                *(self.vendor, self.tool, self.device_file),
+            )
+        return ()
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return what the tool reports during a trial."""
+        return (self.reading or self.listing)(READING_SECONDS).rows
+
+    def torch_devices(self, report: TorchReport | None) -> tuple[Device, ...]:
+        """Return the devices of torch's report if they are this vendor's. torch applies `visible` itself."""
+        return report.devices if report is not None and self.trusts(report) else ()
+
+    def with_own_adapters(self, group: NodeGroup, root: Path = Path("/")) -> NodeGroup | None:
+        """Return `group` with the network adapters of this machine; None if this machine is not such a node."""
+        if group.nodes == 1 or not self.topology:
+            return None
+        if not any(group.chip.answers_to(row.device.chip) for row in self.listing(10.0).rows):
+            return None
+        return with_own_adapters(group, tool_output(*self.topology), root)
+
+    def _with_uuids(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        setting = next((os.environ[name] for name in self.visible if name in os.environ), "")
+        if self.uuids is None or not re.search(r"[A-Za-z]", setting):
+            return devices
+        uuids = self.uuids()
+        return tuple(replace(device, uuid=uuids.get(device.index, "")) for device in devices)

@@ -1,0 +1,143 @@
+"""The hooks of a vendor's plugin, answered from the YAML files of its package and from its management tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
+from flagcore.domain.chip import Chip, Device, Support
+from flagcore.domain.cluster import NodeGroup, Topology
+from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.maturity import Maturity
+from flagcore.domain.spec import Task
+from flagcore.hooks import hookimpl
+from flagcore.physics.collectives.curves import CollectiveTable
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.vendorkit.chip_file import load_chips
+from flagcore.vendorkit.collective_file import collective_table
+from flagcore.vendorkit.cost_file import kernel_costs, serving_costs
+from flagcore.vendorkit.detection import DeviceDetector
+from flagcore.vendorkit.engines import SUPPORT, read_engines
+from flagcore.vendorkit.knobs import knobs
+from flagcore.vendorkit.maturity import read_maturity
+from flagcore.vendorkit.quirks import Quirk, applying, read_quirks
+from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
+from flagcore.vendorkit.variables import environment
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VendorPlugin:
+    """A plugin whose facts are in files of `package`: chips/, costs/, engines.yaml, environment.yaml, quirks.yaml,
+    knobs.yaml and maturity.yaml. All but chips/ are optional. Subclass it to answer a hook in another way.
+
+    `vendor` is that of the chip files. `memory` returns how a device of a group spends memory under an engine.
+    `detector` finds devices; None: this plugin finds none.
+    """
+
+    package: str
+    vendor: str
+    memory: Callable[[NodeGroup, str], MemoryModel]
+    detector: DeviceDetector | None = None
+
+    def owns(self, chip: Chip) -> bool:
+        """Return whether `chip` is of this vendor."""
+        return chip.vendor == self.vendor
+
+    @cached_property
+    def _table(self) -> SharedTable:
+        return SharedTable(self.detector.rows if self.detector else tuple)
+
+    @hookimpl
+    def flagcore_chips(self) -> Sequence[Chip]:
+        """Return the chips of chips/."""
+        return load_chips(self.package)
+
+    @hookimpl
+    def flagcore_devices(self) -> Sequence[Device]:
+        """Return the devices that the vendor's tool or torch lists."""
+        return self.detector.devices() if self.detector else ()
+
+    @hookimpl
+    def flagcore_maturity(self) -> Maturity | None:
+        """Return what maturity.yaml says."""
+        return read_maturity(self.package)
+
+    @hookimpl
+    def flagcore_topology(self, group: NodeGroup) -> Topology | None:
+        """Return the levels with this machine's own network adapters; None if it is not such a node."""
+        own = self.detector.with_own_adapters(group) if self.detector and self.owns(group.chip) else None
+        return topology_of(own) if own else None
+
+    @hookimpl
+    def flagcore_memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
+        """Return the vendor's memory model."""
+        return self.memory(group, engine) if self.owns(group.chip) else None
+
+    @hookimpl
+    def flagcore_kernel_costs(self, chip: Chip, kind: str) -> KernelCosts | None:
+        """Return what costs/ has for the chip: measured kernels, or a curve."""
+        if not self.owns(chip):
+            return None
+        return serving_costs(self.package, chip) if kind == "serve" else kernel_costs(self.package, chip)
+
+    @hookimpl
+    def flagcore_collective_costs(self, group: NodeGroup) -> CollectiveTable | None:
+        """Return the collectives of costs/."""
+        return collective_table(self.package, group.chip) if self.owns(group.chip) else None
+
+    @hookimpl
+    def flagcore_engine_support(
+        self, chip: Chip, engine: str, engine_version: str | None, kind: str
+    ) -> EngineSupport | None:
+        """Return what engines.yaml says of this kind of engine, with what quirks.yaml says of this engine."""
+        support = read_engines(self.package).get(kind)
+        if support is None or not self.owns(chip):
+            return None
+        quirks, about = read_quirks(self.package), (chip, engine, engine_version, kind)
+        for report in applying(quirks.support, *about)[:1]:
+            works = support.support if report.value.works is None else SUPPORT[report.value.works]
+            support = replace(support, support=works, reason=report.value.reason)
+        if support.support is not Support.YES and not support.reason:
+            support = replace(support, reason=f"no run of {engine} on {chip.name} has been reported")
+        return replace(
+            support,
+            refused=tuple(each.value for each in applying(quirks.refused, *about)),
+            forced=tuple(each.value for each in applying(quirks.forced, *about)),
+            notes=tuple(_with_source(each) for each in applying(quirks.notes, *about)),
+        )
+
+    @hookimpl
+    def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
+        """Return the knobs of knobs.yaml."""
+        return knobs(self.package, chip, engine, engine_version) if self.owns(chip) else None
+
+    @hookimpl
+    def flagcore_environment(
+        self, chip: Chip, engine: str, engine_version: str | None, task: Task | None, kind: str
+    ) -> Mapping[str, str] | None:
+        """Return the variables of environment.yaml that have a value."""
+        return environment(self.package, chip, engine, engine_version, task, kind) if self.owns(chip) else None
+
+    @hookimpl
+    def flagcore_failure_patterns(
+        self, chip: Chip, engine: str, engine_version: str | None
+    ) -> Sequence[FailurePattern] | None:
+        """Return the failures of quirks.yaml."""
+        if not self.owns(chip):
+            return None
+        failures = applying(read_quirks(self.package).failures, chip, engine, engine_version)
+        return tuple(failure.value.pattern for failure in failures)
+
+    @hookimpl
+    def flagcore_telemetry(self, device: Device) -> Telemetry | None:
+        """Return a reading of a device of this vendor: memory, power, temperature and load."""
+        known = any(chip.answers_to(device.chip) for chip in self.flagcore_chips())
+        return DeviceReading(self._table, device.index) if known else None
+
+
+def _with_source(note: Quirk[str]) -> str:
+    return f"{note.value} ({note.source.kind}: {note.source.detail})"
