@@ -110,4 +110,4 @@ def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:
 
 
 RULE_COLUMNS = {"rule": "rule", "description": "says"}
-EXPLAIN_COLUMNS = {"rule": "rule", "eliminated": "took", "description": "says"}
+EXPLAIN_COLUMNS = {"rule": "rule", "took": "took", "says": "says"}

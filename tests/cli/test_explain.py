@@ -67,7 +67,7 @@ def test_value_that_the_space_lacks_is_told_and_predicted_all_the_same(
 def test_knob_that_does_nothing_is_told(told: Callable[..., Any], flag: Flag, project: Project) -> None:
     account = told(project.spec(), "tp=1, dp=2, sp=true")
     assert (account["typed"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
-    assert "the engine takes what was asked for this: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
+    assert "equivalent for the engine: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
     assert told(project.spec(), "tp=2, mbs=4")["typed"] is None
 
 
@@ -128,7 +128,7 @@ def test_where_nothing_fits_no_change_helps(flag: Flag, project: Project) -> Non
     told = flag("explain", spec, "tp=2, mbs=1")
     assert told.code == 0
     assert "does_not_fit: it needs" in told.out
-    assert told.out.endswith("No change helps: no candidate is left that may be tried.\n")
+    assert told.out.endswith("No change helps: no allowed candidate is left.\n")
     assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
 
 
@@ -190,7 +190,7 @@ def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag
     assert flag("tune", project.spec(control={"max_trials": 5}), "--run-dir", str(project.run_dir), "-q").code == 0
     best = told(project.run_dir, "best")
     number = project.result()["best"]["number"]
-    step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s a step"
+    step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
     assert best["state"] == "ran"
     repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
     told_last = f"the median of its {1 + len(repeats)} runs: {step}; it is the best"
@@ -237,7 +237,7 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
     books = flag("explain", str(project.run_dir))
     assert books.code == 0
     assert re.search(r"^  failed +-2$", books.out, re.MULTILINE)
-    assert "The run ended" not in books.out
+    assert "Stopped:" not in books.out
 
 
 def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, project: Project) -> None:
@@ -272,7 +272,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
 
 
 def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, project: Project) -> None:
-    assert "have no columns" in flag("explain", project.spec(), "best", "--format", "csv").err
+    assert "--format csv" in flag("explain", project.spec(), "best", "--format", "csv").err
     flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
     assert "goes with a spec" in flag("explain", str(project.run_dir), "best", "--chip", "cpu").err
     assert flag("explain", str(project.folder), "best").code == 2
@@ -328,9 +328,9 @@ def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(pr
         _ran(3, best, 0.5, role=Role.REPEAT),
     ]
     ended = "it was ended early as surely slower than the best: by far"
-    assert _why(where, several[1:2]) == f"trial 2 (search) stopped: 3 s a step; {ended}"
-    assert _why(where, several[:2]).endswith(f"+200.0% in time against the best (trial 1: 1 s a step); {ended}")
-    middle = "trial 1: 0.6667 s a step, the median of its 2 runs"
+    assert _why(where, several[1:2]) == f"trial 2 (search) stopped: 3 s/step; {ended}"
+    assert _why(where, several[:2]).endswith(f"+200.0% in time against the best (trial 1: 1 s/step); {ended}")
+    middle = "trial 1: 0.6667 s/step, the median of its 2 runs"
     assert _why(where, several).endswith(f"+350.0% in time against the best ({middle}); {ended}")
 
 
@@ -364,9 +364,9 @@ def test_what_a_run_of_probes_tried_is_said_to_have_run(project: Project) -> Non
     run: Any = SimpleNamespace(fidelity=PROBE)
     after = replace(where, search_state=learn(probes, PROBE), run=run)
     told = [state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)]
-    assert told[0][:2] == ("ran", ["probe 1 (search) measured: 1 s a step; it is the best"])
-    beside = "+100.0% in time against the best (trial 1: 1 s a step)"
-    assert told[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s a step, {beside}"])
+    assert told[0][:2] == ("ran", ["probe 1 (search) measured: 1 s/step; it is the best"])
+    beside = "+100.0% in time against the best (trial 1: 1 s/step)"
+    assert told[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {beside}"])
 
 
 def _ran(number: int, candidate: Candidate, step: float, **more: Any) -> Trial:

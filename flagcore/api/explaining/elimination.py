@@ -167,9 +167,7 @@ def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicte
     trial = next(each for each in all_trials(snapshot) if each.number == rule["trial"])
     here = snapshot.problem.space.candidate(row).as_dict()
     step = trial.measurement.step_time_s if trial.measurement else None
-    ran = (
-        "ran out of memory" if rule["rule"] == NEEDS_AS_MUCH_MEMORY else f"took {step:.4g} s a step" if step else "ran"
-    )
+    ran = "ran out of memory" if rule["rule"] == NEEDS_AS_MUCH_MEMORY else f"took {step:.4g} s/step" if step else "ran"
     differs = differs_text(differing(here, trial.candidate.as_dict()))
     return f"{rule['rule']}: {rule['says']}: trial {trial.number} ({differs}) {ran}"
 
