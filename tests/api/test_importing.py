@@ -178,8 +178,8 @@ def test_file_that_is_no_history_is_refused(taken: Callable[..., Any], project: 
         "idx,ttft,itl\n1,2,3\n": "is of servers, but",
         "idx,performance\n": "no row of",
         "idx;performance\n1;2\n": "idx;performance",
-        "idx,performance,idx\n1,2,3\n": "columns twice: idx; keep one",
-        "\x00,\x1b[2J\n1,2\n": r"columns are '\x00'..., '\x1b[2J'...",
+        "idx,performance,idx\n1,2,3\n": "columns: idx; keep one",
+        "\x00,\x1b[2J\n1,2\n": r"'\x00'..., '\x1b[2J'...",
     }.items():
         (tmp_path / "wrong.csv").write_text(text)
         with pytest.raises(UsageError, match=re.escape(said)):
