@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from flagcore.domain.chip import Device
-from flagcore.plugins.validation import devices as checked
+from flagcore.plugins.validation import several
 from flagcore.testing.subject import Subject
 
 KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
@@ -77,7 +77,7 @@ def devices(plugin: Subject, tools: Mapping[str, str] | None = None, **environme
 def ask(plugin: Subject) -> tuple[Device, ...]:
     """Return what the plugin finds here and now. Raises whatever it raises, and BadPlugin."""
     answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
-    return () if answer is None else checked(answer)
+    return () if answer is None else several(Device)(answer)
 
 
 def without_tools(plugin: Subject) -> tuple[Device, ...]:
