@@ -103,18 +103,18 @@ def _quantiles(run: RunData, trial: Mapping[str, Any], place: int, latency: str)
             yield tuple(float(each) for each in values)
 
 
-def _distribution(latency: str, known: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
+def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
     short = serving_text.SHORT_LATENCIES[latency]
     mine = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
-        same = [each for each in known if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
+        same = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
         if same:
             width = 1.5 if again else 3
             trace = line(_legend(same), series, *_curves([values for each in same for values in each.values]))
             trace["line"] = {**trace["line"], "width": width}
             traces.append(trace)
-    for series, each in enumerate(one for one in known if not one.again):
+    for series, each in enumerate(one for one in runs if not one.again):
         marks = [(number(lookup(each.point, f"{latency}.{name}")), _share(name)) for name in STATISTICS[1:]]
         there = [(x, y) for x, y in marks if x is not None]
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
@@ -123,10 +123,10 @@ def _distribution(latency: str, known: Sequence[_Run], limits: Mapping[str, floa
     for name, limit in mine.items():
         values.append(limit)
         shapes.append(limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit))
-    load = serving_text.load_text(known[0].point)
+    load = serving_text.load_text(runs[0].point)
     return Chart(
         title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
-        summary=" ".join(_summary(latency, known, mine)),
+        summary=" ".join(_summary(latency, runs, mine)),
         traces=tuple(traces),
         layout=layout(
             f"{short}, s",
@@ -160,9 +160,9 @@ def _share(statistic: str) -> float:
     return float(statistic.removeprefix("p")) / 100.0
 
 
-def _summary(latency: str, known: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:
+def _summary(latency: str, runs: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:
     short = serving_text.SHORT_LATENCIES[latency]
-    for each in known:
+    for each in runs:
         if each.again:
             continue
         half, most = (number(lookup(each.point, f"{latency}.{name}")) for name in ("p50", "p99"))
