@@ -62,7 +62,9 @@ def result_of_a_run(block: Block) -> None:
     assert list(rows[0]) == list(_columns(own)[0])
     said = block.text.split("\n\n")[0]
     known = {_shape(each) for each in own.split("\n\n")[0].splitlines()}
-    code = "\n".join((ROOT / "flagcore" / "report" / name).read_text() for name in ("text.py", "served.py"))
+    code = "\n".join(
+        (ROOT / "flagcore" / "report" / name).read_text() for name in ("plan_text.py", "text.py", "serving_text.py")
+    )
     for each in said.splitlines():
         assert _shape(each) in known or all(word in code for word in re.findall(r"[a-z]{4,}", each)), each
     baseline, best = (next(row for row in rows if row["trial"].endswith(name)) for name in ("baseline", "best"))
@@ -71,7 +73,7 @@ def result_of_a_run(block: Block) -> None:
         assert told == pytest.approx(steps, abs=0.002)
     assert f"step {best['step s']} s" in said
     assert f"{best['tok/s/dev']} tokens/s/device" in said
-    assert f"{best['vs base']} tokens/s against the baseline: {baseline['configuration']}" in said
+    assert f"{best['vs base']} tokens/s vs baseline: {baseline['configuration']}" in said
     assert said.splitlines()[0].endswith(f": {best['configuration']}")
     for row in rows:
         assert row["state"] == TrialState(row["state"]).value
@@ -79,15 +81,14 @@ def result_of_a_run(block: Block) -> None:
 
 def what_was_learned(block: Block) -> None:
     """How far off predictions were: headings of a real run, shares that follow from the seconds."""
-    own = Path("runs/own/report.txt").read_text().partition("Over ")[2]
+    own = Path("runs/own/report.txt").read_text().partition("Median prediction error over ")[2]
     rows = _columns(block.text)
-    heads = {re.sub("believed s", "believed", head) for head in rows[0]}
-    assert heads == set(_columns(own)[0])
+    assert set(rows[0]) == set(_columns(own)[0])
     for row in rows:
         step, *told = (float(row[name]) for name in list(row)[3:4] + list(row)[1:3])
-        for seconds, share in zip(told, (row["off by"], row["after learning"]), strict=True):
+        for seconds, share in zip(told, (row["error"], row["after learning"]), strict=True):
             assert _share(share) == pytest.approx(step / seconds - 1, abs=0.001)
-    for name, told in zip(("off by", "after learning"), re.findall(r" by ([\d.]+%)", block.text), strict=True):
+    for name, told in zip(("error", "after learning"), re.findall(r"[\d.]+%", block.text.splitlines()[0]), strict=True):
         factors = sorted(max(1 + _share(row[name]), 1 / (1 + _share(row[name]))) - 1 for row in rows)
         assert factors[len(rows) // 2] == pytest.approx(_share(told), abs=0.001)
 
@@ -100,19 +101,19 @@ def books(block: Block) -> None:
     counts = Counts(
         combinations=figures["combinations"],
         illegal=by_rule["illegal"],
-        merged=figures["the same as another"],
+        merged=figures["duplicates"],
         candidates=figures["candidates"],
         does_not_fit=figures["predicted not to fit"],
         pruned=by_rule["pruned"],
         measured=figures["measured"],
-        stopped=figures["ended early as surely slower"],
+        stopped=figures["stopped early"],
         failed=figures["failed"],
         untried=figures["untried"],
     )
     assert counts.balanced
     text, _, ending = block.text.rstrip("\n").partition("\n\n")
     assert funnel(counts) == text
-    assert ending.startswith("It ended because ")
+    assert ending.startswith("Stopped: ")
 
 
 KINDS = ("illegal", "pruned")
@@ -204,7 +205,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("README.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/index.md", "Best on 2 x cpu"): result_of_a_run,
-    ("docs/tutorial.md", "Over 5 trials"): what_was_learned,
+    ("docs/tutorial.md", "Median prediction error"): what_was_learned,
     ("docs/tutorial.md", "combinations"): books,
     ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
     ("docs/tutorial.md", " iteration"): log_line,
