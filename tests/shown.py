@@ -129,7 +129,7 @@ def progress(block: Block) -> None:
     """Two lines of a trial, drawn again from what they say."""
     first, second = block.text.splitlines()
     named = re.search(r"starts: (.+), predicted ~([\d.]+) s$", first)
-    timed = re.search(r"measured: ([\d.]+) s .*\[(\d+)/(\d+) trials, at most ~([\d.]+) min left", second)
+    timed = re.search(r"measured: ([\d.]+) s/step .*\[(\d+)/(\d+) trials, at most ~([\d.]+) min left", second)
     assert named
     assert timed
     knobs = {name: int(value) for name, value in re.findall(r"([A-Z]+) (\d+)", named[1])}

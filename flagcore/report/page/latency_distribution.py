@@ -15,7 +15,7 @@ from flagcore.i18n import _
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Table, Text, cell, table
-from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points, rows_layout
+from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
 from flagcore.report.page.run import RunData, name_of, number
 
 LATENCIES = ("ttft_s", "tpot_s")
@@ -49,7 +49,7 @@ def distributions(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
         if not explained:
             yield Text(_("No distributions: the latencies of single requests of this run are not saved."))
         explained = True
-        yield _dots(latency, statistics)
+        yield statistics
 
 
 def _trials(run: RunData) -> Iterator[tuple[str, bool, Mapping[str, Any]]]:
@@ -203,29 +203,4 @@ def _statistics(run: RunData, latency: str) -> Table:
         _("{latency} of requests, s; median over repeats of a load point", latency=short),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],
         rows,
-    )
-
-
-def _dots(latency: str, statistics: Table) -> Chart:
-    """Return the statistics of each load point as a chart."""
-    short, first = serving_text.SHORT_LATENCIES[latency], 3
-    names = [f"{row[0].text} ({_('trial')} {row[1].text})" for row in statistics.rows]
-    x: list[float | None] = []
-    y: list[str | None] = []
-    for row, name in zip(statistics.rows, names, strict=True):
-        x += [row[first + 1].value, row[first + 3].value, None]
-        y += [name, name, None]
-    grey = {"color": "#888888", "width": 3}
-    traces: list[dict[str, Any]] = [
-        {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}
-    ]
-    for series, each in enumerate(STATISTICS):
-        traces.append(points(each, series, [row[first + series].value for row in statistics.rows], names))
-    row = statistics.rows[0]
-    return Chart(
-        title=_("{latency} over the requests of a load point", latency=short),
-        summary=f"{row[0].text}: {short} p50 {row[first + 1].text} s, p99 {row[first + 3].text} s.",
-        traces=tuple(traces),
-        layout=rows_layout(f"{short}, s", len(statistics.rows), xaxis={"rangemode": "tozero"}),
-        table=statistics,
     )
