@@ -37,6 +37,7 @@ ENGINES = {
     "vllm": ["vllm>=0.11"],
     "sglang": ["sglang>=0.5"],
     "llamacpp": ["xllamacpp>=2026.10"],
+    "lmdeploy": ["lmdeploy>=0.18"],
 }
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [

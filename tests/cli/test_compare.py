@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.common.context import known
-from flagcore.api.explaining.candidate_report import account
+from flagcore.api.common.context import load_snapshot
+from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compared, _overlap, _Side
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -72,15 +72,15 @@ def test_of_one_that_did_not_run_counts_what_trials_let_believe(
 def test_a_loser_that_was_stopped_is_no_faster_than_it_was_and_a_plan_beside_a_run_is_compared_as_planned(
     project: Project,
 ) -> None:
-    plan = known(project.spec(), None, ())
+    plan = load_snapshot(project.spec(), None, ())
     best, slow = (plan.problem.space.candidate(int(row)) for row in fastest(plan.problem)[[5, 0]])
     ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
     trials = [_ran(number, *each) for number, each in enumerate(ended)]
     run, typed = replace(plan, search_state=learn(trials)), [values_text(each.as_dict()) for each in (best, slow)]
-    first, second = (_Side(run, account(run, each)) for each in typed)
+    first, second = (_Side(run, candidate_report(run, each)) for each in typed)
     both = _compared(first, second)
     assert (both.sure, both.gap) == (BELIEVED, pytest.approx(2.0))
-    assert _compared(second, _Side(plan, account(plan, typed[1]))).sure == PREDICTED
+    assert _compared(second, _Side(plan, candidate_report(plan, typed[1]))).sure == PREDICTED
 
 
 def _ran(number: int, candidate: Candidate, step: float, state: TrialState) -> Trial:

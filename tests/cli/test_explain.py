@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.common.context import Known, known
-from flagcore.api.explaining.candidate_report import account
+from flagcore.api.common.context import Snapshot, load_snapshot
+from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.elimination import state_of
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
@@ -242,12 +242,12 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
 
 def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
-    told_trials = project.result()["trials"] + project.result()["repeats"]
+    count_trials = project.result()["trials"] + project.result()["repeats"]
     (project.run_dir / "journal.log").unlink()
     for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
         ran = flag(ask[0], str(project.run_dir), *ask[1:])
         assert ran.code == 2
-        assert f"the journal has 0 of the {len(told_trials)} trials that result.json tells" in ran.err
+        assert f"the journal has 0 of the {len(count_trials)} trials that result.json tells" in ran.err
     assert flag("report", str(project.run_dir), "--format", "markdown").code == 0
 
 
@@ -295,7 +295,7 @@ def test_run_is_told_with_the_chip_that_it_had_whatever_is_on_this_machine(
 
 
 def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     row, other = (int(each) for each in fastest(where.problem)[:2])
     slow_s = 1.01 * float(where.problem.predictions.step_time_s[other])
     measured = Measurement(
@@ -311,16 +311,16 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
     )
     after = replace(where, search_state=learn((stopped,)))
     slowest = values_text(where.problem.space.candidate(int(fastest(where.problem)[-1])).as_dict())
-    assert account(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
-    assert account(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
-    beside = account(after, "2")
+    assert candidate_report(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
+    assert candidate_report(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
+    beside = candidate_report(after, "2")
     assert "fastest" not in beside.changes
-    itself = account(after, "1")
+    itself = candidate_report(after, "1")
     assert itself.expected_s == slow_s
 
 
 def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     best, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 5]])
     several = [
         _ran(1, best, 1.0),
@@ -335,7 +335,7 @@ def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(pr
 
 
 def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     best, near, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 3, 5]])
     several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
     after = replace(where, search_state=learn(several))
@@ -350,14 +350,14 @@ def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
     assert len(state_of(once, near, where.problem.space.find(near), several[1:2], [], None)[1]) == 1
 
 
-def _why(where: Known, trials: list[Trial]) -> str:
+def _why(where: Snapshot, trials: list[Trial]) -> str:
     (slow,) = [each for each in trials if each.number == 2]
     after = replace(where, search_state=learn(trials))
     return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
 
 
 def test_what_a_run_of_probes_tried_is_said_to_have_run(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     rows = fastest(where.problem)[:2]
     best, slow = (where.problem.space.candidate(int(row)) for row in rows)
     probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
