@@ -247,7 +247,7 @@ def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, 
     for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
         ran = flag(ask[0], str(project.run_dir), *ask[1:])
         assert ran.code == 2
-        assert f"the journal has 0 of the {len(count_trials)} trials that result.json tells" in ran.err
+        assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in ran.err
     assert flag("report", str(project.run_dir), "--format", "markdown").code == 0
 
 
