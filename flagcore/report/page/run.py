@@ -198,13 +198,13 @@ def tail(file: Path) -> str:
     return "\n".join(_printable(line) for line in lines[-TAIL_LINES:])
 
 
-def text_file(file: Path, known: Collection[str] = ()) -> str:
-    """Return a text file without secrets, `known` ones and others; empty if it is missing or too large."""
+def text_file(file: Path, secrets: Collection[str] = ()) -> str:
+    """Return a text file without `secrets` and what looks like one; empty if it is missing or too large."""
     try:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
     except OSError:
         return ""
-    return without_secrets(_printable(text), known)
+    return without_secrets(_printable(text), secrets)
 
 
 def json_file(file: Path) -> Mapping[str, Any]:

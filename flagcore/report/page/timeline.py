@@ -45,10 +45,10 @@ def fewest(passes: Passes, most: int) -> int | None:
     """Return how many micro-batches show the start, the middle and the end of a step; None if that needs more than
     `most` passes."""
     count = len(passes.forward_s)
-    wanted = min(passes.microbatches, max(2 * count, 8))
+    number = min(passes.microbatches, max(2 * count, 8))
     if passes.virtual > 1:
-        wanted = min(passes.microbatches, -(-wanted // count) * count)
-    return wanted if _each(passes) * wanted <= most else None
+        number = min(passes.microbatches, -(-number // count) * count)
+    return number if _each(passes) * number <= most else None
 
 
 def _each(passes: Passes) -> int:
