@@ -18,7 +18,7 @@ setup: $(VENV)/.done
 
 $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp]"
+	$(PIP) $(TORCH) -e ".[dev,megatron,llamacpp,flagscale]"
 	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
 	touch $@
 
@@ -93,6 +93,8 @@ test-browser: setup
 # The pages as a site, in build/site, that is read without a network. A link that leads nowhere is an error.
 docs: setup
 	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)')
+	$(BIN)/python docs/site/cli_page.py
+	$(BIN)/python docs/site/vendor_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html
 

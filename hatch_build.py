@@ -17,7 +17,6 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 CORE = (
     "aiohttp>=3.10",
     "click>=8.1",
-    "hydra-core>=1.3",
     "jinja2>=3.1",
     "numpy>=1.24",
     "optuna>=4.2",
@@ -39,6 +38,7 @@ ENGINES = {
     "sglang": ["sglang>=0.5"],
     "llamacpp": ["xllamacpp>=2026.10"],
 }
+IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
     "Babel>=2.12",
     "build>=1.2",
@@ -75,9 +75,10 @@ class CustomMetadataHook(MetadataHookInterface):
             return f"flagcore-{name}=={version}"
 
         vendors = {name: [plugin(name)] for name in VENDORS}
-        everything = [need for needs in (*vendors.values(), *ENGINES.values()) for need in needs]
+        everything = [need for needs in (*vendors.values(), *ENGINES.values(), *IMPORTERS.values()) for need in needs]
         metadata["dependencies"] = [*CORE, plugin("cpu")]
-        metadata["optional-dependencies"] = {**vendors, **ENGINES, "dev": DEV, "docs": DOCS, "all": everything}
+        extras = {**vendors, **ENGINES, **IMPORTERS, "all": everything}
+        metadata["optional-dependencies"] = {**extras, "dev": [*DEV, *IMPORTERS["flagscale"]], "docs": DOCS}
 
 
 def _sdist_is_being_built() -> bool:

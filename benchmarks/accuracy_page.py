@@ -9,8 +9,8 @@ from typing import Any
 
 from scores import Errors, Ranking
 
-WORST = 10
-"""Rows a source that are shown, those that are off most."""
+WORST = 3
+"""Rows per source that are shown: those with the largest errors."""
 ABREAST = 3
 """Figures beside each other."""
 SHORT = {
@@ -28,17 +28,18 @@ SHORT = {
 
 HEAD = """# Accuracy
 
-What flagcore says of runs that others published or that were measured for it, by source, bad rows included. This page
-and its figures are written by `make accuracy` (`benchmarks/accuracy.py`) from job records with a `measured` part; each
-is predicted by `flag estimate --jobs`, and none is left out. How the figures come about is on [Physics](physics.md).
+Predictions compared with measured training runs, by source, including the worst predictions. `make accuracy`
+(`benchmarks/accuracy.py`) generates this page from job records with a `measured` part. Each record is predicted by
+`flag estimate --jobs`; none is omitted. [Training model](physics.md) describes the formulas.
 
-- **error** of a run: predicted / measured - 1. **MAPE** is the mean of its absolute values; median, p90 (90th
-  percentile) and worst are of the same. **Bias** is the geometric mean of predicted / measured, less one.
-- **inside**: the share of measurements in the predicted 80% interval; 70 to 90% is right.
-- **tau**: Kendall's tau-b over jobs that differ in their candidate alone (three or more), mean of the groups.
-  **Regret**: what the candidate predicted best takes longer than the best measured one, mean and worst of the groups.
+- **error** of a run: predicted / measured - 1. **MAPE** is the mean of the absolute errors; median, p90 and worst refer
+  to the same errors. **Bias** is the geometric mean of predicted / measured, minus one.
+- **inside**: share of measurements within the predicted 80% interval. 70 to 90% is correct.
+- **tau**: Kendall's tau-b over jobs that differ only in the candidate (groups of three or more), mean of the groups.
+  **Regret**: how much slower the candidate predicted best is than the best measured one, mean and worst of the groups.
 
-In the figures blue is inside the predicted interval (or there is none), orange outside; dashed is 1.25 times off.
+In the plots, blue points are within the predicted interval (or there is none), orange points outside. Dashed lines mark
+a factor of 1.25.
 """
 
 
@@ -91,22 +92,23 @@ def text(
         _section("Fitted and left out", _fitted(fitted)) if fitted else "",
         _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, of_memory)]) if peaks else "",
         _section("Single ranks", [RANKS, *_plain(ranks)]) if ranks else "",
-        _section("Verdicts on what fits", _verdicts(verdicts)) if verdicts else "",
-        _section("Not answered", _refused(refused)),
-        _section("The worst of each source", _worst(worst)),
+        _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
+        _section("Rejected records", _refused(refused)),
+        _section("Largest errors by source", _worst(worst)),
     ]
     return "\n".join(section for section in sections if section)
 
 
-PEAK = """The largest memory that tensors take on any rank, as the source prints it, against `peak_allocated_gib`.
+PEAK = """Largest memory of tensors on any rank, as printed by the source, compared with `peak_allocated_gib`.
 """
-RANKS = """One rank of a larger world with nothing to talk to, so that compute and memory stand alone.
+RANKS = """One rank of a larger job without communication: compute and memory only.
 """
-FITTED = """A run's error above counts the same whether parameters were fitted to its source or not. Those of a family's
-curve (the shares of the peak rates in `costs/<chip>/curve.yaml` of its plugin) are fitted to the sources below,
-together, each source with the same weight, by `benchmarks/fit_curves.py`. **Fitted** is the MAPE with those parameters,
-**left out** that of a fit that never saw the source: what to expect of runs that nobody has seen. The last column says
-between which shares of the left-out prediction 80% of the measurements lie.
+FITTED = """\
+The errors above include sources that the parameters were fitted to. The parameters of a family's curve (the shares of
+the peak rates in `costs/<chip>/curve.yaml` of its plugin) are fitted to the sources below together, each source with
+the same weight, by `benchmarks/fit_curves.py`. **Fitted** is the MAPE with those parameters. **Left out** is that of a
+fit without the source: the expected error for new runs. The last column is the range of measured / left-out prediction
+that contains 80% of the measurements.
 """
 
 
@@ -127,9 +129,10 @@ def _steps(steps: Sequence[Summary]) -> list[str]:
     return [*_table(head, [*rows, mean]), *([CONVERTED] if len(timed) < len(steps) else [])]
 
 
-CONVERTED = """Sources that print a rate and no time are converted. *From model flops*: Megatron-LM's count of a step's
-flops without recompute, the one that `flag estimate` uses. *From hardware flops*: the count of Narayanan et al. 2021
-(arXiv 2104.04473, equation 3), with recompute.
+CONVERTED = """\
+Sources that print a rate but no time are converted. *From model flops*: Megatron-LM's count of the FLOPs per step
+without recomputation, as in `flag estimate`. *From hardware flops*: the count of Narayanan et al. 2021
+(arXiv 2104.04473, equation 3), with recomputation.
 """
 
 
@@ -170,14 +173,14 @@ def _fitted(fitted: Mapping[str, Any]) -> list[str]:
 
 def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
     rows = [[each.source, str(each.told), str(len(each.wrong)), ", ".join(each.wrong[:WORST])] for each in verdicts]
-    head = ["source", "told", "wrong", "jobs told wrong (ten at most)"]
-    return ["A run that ended fits, one that ran out of memory does not.\n", *_table(head, rows)]
+    head = ["source", "judged", "wrong", "wrong jobs (at most three)"]
+    return ["A run that finished fits; a run that ran out of memory does not.\n", *_table(head, rows)]
 
 
 def _refused(refused: Sequence[tuple[str, str, str]]) -> list[str]:
     if not refused:
         return ["Every job has a prediction.\n"]
-    return _table(["job", "source", "why"], [list(each) for each in refused])
+    return _table(["job", "source", "reason"], [list(each) for each in refused])
 
 
 def _worst(worst: Mapping[str, Sequence[Bad]]) -> list[str]:
@@ -195,7 +198,8 @@ def _worst(worst: Mapping[str, Sequence[Bad]]) -> list[str]:
             for bad in rows
         ]
         if cells:
-            lines += [f"**{source}**\n", *_table(["job", "what", "candidate", "predicted", "measured", "error"], cells)]
+            head = ["job", "model", "candidate", "predicted", "measured", "error"]
+            lines += [f"**{source}**\n", *_table(head, cells)]
     return lines
 
 
@@ -210,7 +214,7 @@ def _gallery(pictures: Mapping[str, str], sources: Sequence[str]) -> list[str]:
     lines: list[str] = []
     for start in range(0, len(sources), ABREAST):
         row = [*sources[start : start + ABREAST]]
-        cells = [f"![{source}: predicted against measured]({pictures[source]})" for source in row]
+        cells = [f"![{source}]({pictures[source]})" for source in row]
         lines += _table(row, [cells])
     return lines
 

@@ -127,8 +127,9 @@ def _stages(data: Figures) -> Figures:
     from flagcore.domain.experience import Past
     from flagcore.domain.search_state import SearchState
     from flagcore.spec import parse_spec
-    from flagcore.stages.build import build, refusals
+    from flagcore.stages.build import build
     from flagcore.stages.discover import discover
+    from flagcore.stages.legality import legality
     from flagcore.stages.predict import predict
     from flagcore.stages.prune import prune
     from flagcore.stages.rank import rank, search_context
@@ -138,11 +139,11 @@ def _stages(data: Figures) -> Figures:
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
         found = discover(spec, loaded)
-        task, axes = found.task, workload.axes(found.task)
-        legality = (*workload.rules(task), *refusals(axes, found.support))
+        task = found.task
+        legal = legality(task, workload, found.support)
         pruning = (*workload.pruning_rules(task), *found.pruning_rules)
         nothing = SearchState(by_candidate={}, repeats=(), baseline=None, best=None)
-        space, build_s = _timed(lambda: build(axes, legality, workload.merges(task)), 1)
+        space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
         predictions, predict_s = _timed(lambda: predict(task, workload, space, found.costs), ROUNDS)
         pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
         seen = search_context(task, workload, space, predictions, pruned, nothing, Past.nothing())

@@ -16,9 +16,9 @@ import optuna
 from flagscale_rules import NESTING, FlagScale
 from sweeps import Sweep
 
-from flagcore.api.tuning.transfer import MOST
+from flagcore.api.common.transfer import MOST
 from flagcore.contracts import SearchContext, Strategy
-from flagcore.domain.budget import spent
+from flagcore.domain.budget import stop_reason
 from flagcore.domain.experience import Observed, Past
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import FloatArray
@@ -120,7 +120,7 @@ def _tuned(sweep: Sweep, strategy: Strategy, past: Past, probes: int) -> Search:
         trials.append(_ran(sweep, row, len(trials), role, best))
         search_state, pruned = _learnt(sweep, trials, pruned)
         role = Role.SEARCH
-        if spent(control, search_state, 0.0) is not None:
+        if stop_reason(control, search_state, 0.0) is not None:
             break
         row = rank(strategy, _scene(sweep, pruned, search_state, past)).row
     found = [space.find(trial.candidate) for trial in trials[before:]]

@@ -26,11 +26,10 @@ from flagcore.api.common.warnings import loaded_plugins
 from flagcore.contracts import Costs
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving import overheads
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.work import Overheads
-from flagcore.engines.serving.predict import graph_tokens, memory_of, predict, serving_of, split_of
+from flagcore.engines.serving.predict import memory_of, predict, serving_of, split_of
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.spec import read_job
@@ -131,7 +130,7 @@ def read(files: Sequence[str]) -> list[Points]:
                 costs=made[chip, devices, engine][0],
                 ids=tuple(line["id"] for line in lines_of),
                 tasks=tuple(tasks),
-                known=overheads.overheads_of(engine, tasks[0].spec.serve.engine_version),
+                known=plugins.workload(engine).engine.overheads_for(tasks[0], on_host=False),
                 lens=np.array([(load.input_len, load.output_len, load.concurrency) for load in loads], dtype=float),
                 tpot=np.array([each.get("tpot_mean_s") or each.get("tpot_p50_s") for each in measured]),
                 ttft=np.array([each.get("ttft_mean_s") or each.get("ttft_p50_s") for each in measured]),
@@ -190,8 +189,9 @@ def priced(points: Points, values: Mapping[str, float]) -> tuple[Costs, Overhead
 def errors(points: Points, values: Mapping[str, float]) -> np.ndarray:
     """Return the logarithms of predicted over measured TPOT and TTFT."""
     costs, over = priced(points, values)
-    settings = plugins.workload(points.engine).engine.settings(points.task, points.columns)
-    serving, split = serving_of(points.task, costs.kernels, over), split_of(settings, graph_tokens(points.task))
+    engine = plugins.workload(points.engine).engine
+    settings = engine.settings(points.task, points.columns)
+    serving, split = serving_of(points.task, costs.kernels, over), split_of(settings, engine.graph_tokens(points.task))
     memory = memory_of(serving, split, settings, costs)
     prompt, output, flight = points.lens.T
     found = steady(
@@ -270,8 +270,8 @@ def simulated(points: Points, values: Mapping[str, float]) -> list[dict]:
     for row, (name, task) in enumerate(zip(points.ids, points.tasks, strict=True)):
         task = replace(task, spec=replace(task.spec, objective="output_tokens_per_s"))
         columns = {knob: column[row : row + 1] for knob, column in points.columns.items()}
-        settings = plugins.workload(points.engine).engine.settings(task, columns)
-        found = predict(task, settings, costs, over)
+        engine = plugins.workload(points.engine).engine
+        found = predict(task, engine.settings(task, columns), costs, over, graph_tokens=engine.graph_tokens(task))
         answers.append({"id": name, "status": "ok", **record(task, found.row(0))})
     return answers
 

@@ -20,8 +20,9 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.model import Model
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.predict import predict
-from flagcore.engines.serving.profile.contract import Settings
+from flagcore.engines.serving.vllm.profile import ENGINE
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.device_memory import PlainMemory
@@ -88,7 +89,7 @@ def main() -> None:
     for name, load in LOADS.items():
         task = Task(spec=replace(spec, work=replace(spec.serve, loads=(load,))), cluster=Cluster(groups=(group,)))
         start = time.process_time()
-        found = predict(task, settings(), costs)
+        found = predict(task, settings(), costs, ENGINE.overheads_for(task, on_host=False))
         spent = time.process_time() - start
         served = float(((load.num_prompts or 0) / found.figures["requests_per_s"]).sum())
         figures[name] = {"candidates_per_minute": ROWS / spent * 60, "times_faster": served / spent}

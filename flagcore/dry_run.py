@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.plan import Plan, summarise
+from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.trial import ESTIMATE, Role, Trial, TrialState
 from flagcore.errors import NoDevice
 from flagcore.problem import Problem, fastest
@@ -42,7 +42,7 @@ def dry_run(problem: Problem) -> Plan:
     gains: tuple[float, ...] = ()
     if best.step_time_s and base.step_time_s and base.fits is not False:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
-    plan = summarise(task, problem.space, problem.pruned, learn((), ESTIMATE), "nothing was to be run")
+    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), "nothing was to be run")
     return replace(
         plan,
         trials=tuple(trials),

@@ -23,9 +23,9 @@ from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, Prunin
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.physics.collectives.curves import CollectiveTable
 
@@ -124,7 +124,7 @@ class EngineHooks:
         """
 
     @hookspec
-    def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[PluginKnob] | None:
+    def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
         """Return knobs that `engine` has on `chip` beside those that it has everywhere, or None.
 
         A spec's space may name them. All answers are joined; of two knobs of one name the first is kept, and one that

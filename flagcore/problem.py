@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -12,24 +13,26 @@ from packaging.requirements import Requirement
 
 from flagcore.contracts import Platform, Plugins, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.plugin_knob import PluginKnob
+from flagcore.domain.effects import engine_task, has_own_command, plugin_columns
+from flagcore.domain.knob import Knob
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
-from flagcore.domain.space import IntArray, Space
+from flagcore.domain.space import IntArray, Legality, Space
 from flagcore.domain.spec import AUTO, Spec, Task, TrainSpec
-from flagcore.engines.with_knobs import own_command
 from flagcore.errors import NothingFits, SpecError
-from flagcore.stages.build import build, check, refusals
+from flagcore.stages.build import build, check
 from flagcore.stages.discover import discover
+from flagcore.stages.legality import legality
 from flagcore.stages.predict import predict
 from flagcore.stages.prune import prune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A task that is understood, before anything has run."""
+    """A task that is understood, before anything has run. `rules` are the pruning rules of engine and plugins."""
 
     platform: Platform
+    legality: Legality
     space: Space
     predictions: Predictions
     pruned: Pruned
@@ -38,19 +41,34 @@ class Problem:
 
 
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
-    """Discover, build, predict, prune. Raises NothingFits when no combination is legal, with what each rule took."""
-    platform = with_named_knobs(discover(spec, plugins, engine_version(spec, workload)), workload)
-    baseline = _baseline(platform, workload)
-    space = _space(platform, workload, platform.task, baseline)
+    """Discover, build, predict, prune. Raises NothingFits if no combination is legal, with the counts of each rule."""
+    platform = with_plugin_knobs(discover(spec, plugins, engine_version(spec, workload)), workload)
+    legal = legality(platform.task, workload, platform.support)
+    baseline = _baseline(platform, workload, legal)
+    values = baseline.as_dict()
+    axes = tuple(replace(axis, also=(values[axis.knob],)) for axis in legal.axes)
+    space = build(axes, legal.rules, legal.merges)
     if not len(space):
-        raise NothingFits(_nothing_legal(space, platform, workload))
+        raise NothingFits(_nothing_legal(space, legal))
     space = space.with_candidate(baseline)
     predictions = predict(platform.task, workload, space, platform.costs)
     rules = (*workload.pruning_rules(platform.task), *platform.pruning_rules)
-    pruned = prune(space, predictions, workload, rules, ())
     return Problem(
-        platform=platform, space=space, predictions=predictions, pruned=pruned, baseline=baseline, rules=rules
+        platform=platform,
+        legality=legal,
+        space=space,
+        predictions=predictions,
+        pruned=prune(space, predictions, workload, rules, ()),
+        baseline=baseline,
+        rules=rules,
     )
+
+
+def candidate_columns(task: Task, workload: Workload, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+    """Return columns of one row from knob values, the engine's and the plugins'. Raises SpecError for a wrong value."""
+    plugin = plugin_columns(task, values)
+    own = {name: value for name, value in values.items() if name not in plugin}
+    return {**workload.columns(engine_task(task), own), **plugin}
 
 
 def engine_version(spec: Spec, workload: Workload) -> str | None:
@@ -68,8 +86,8 @@ def engine_version(spec: Spec, workload: Workload) -> str | None:
     return None
 
 
-def with_named_knobs(platform: Platform, workload: Workload) -> Platform:
-    """Return `platform` with those knobs of plugins in its task that the spec names. Raises SpecError for wrong ones.
+def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
+    """Return `platform` with the plugins' knobs that the spec names in its task. Raises SpecError for wrong ones.
 
     A plugin's knob that has the name of one of the engine's own is left out.
     """
@@ -80,71 +98,70 @@ def with_named_knobs(platform: Platform, workload: Workload) -> Platform:
     chosen = tuple(knob for knob in known if knob.name in named)
     if isinstance(spec.work, TrainSpec):
         for name in named.keys() - own - {knob.name for knob in chosen}:
-            where = "space" if name in spec.space else "baseline"
-            problem = f"is no knob of {spec.work.engine} on {task.cluster.chips}"
-            fix = f"plugins bring {', '.join(knob.name for knob in known) or 'none'} there"
-            raise SpecError(key=f"auto_tuner.{where}.{name}", value=named[name], problem=problem, fix=fix)
+            section = "space" if name in spec.space else "baseline"
+            problem = f"is not a knob of {spec.work.engine} on {task.cluster.chips}"
+            fix = f"knobs of plugins there: {', '.join(knob.name for knob in known) or 'none'}"
+            raise SpecError(key=f"auto_tuner.{section}.{name}", value=named[name], problem=problem, fix=fix)
     for knob in chosen:
         _check_knob(spec, knob)
+    task = replace(task, knobs=chosen)
     try:
-        workload.axes(replace(task, knobs=chosen))
+        workload.axes(engine_task(task))
     except SpecError as error:
-        more = f"; plugins bring {', '.join(knob.name for knob in known)}" if known else ""
+        more = f"; knobs of plugins: {', '.join(knob.name for knob in known)}" if known else ""
         raise SpecError(key=error.key, value=error.value, problem=error.problem, fix=error.fix + more) from None
-    ours = {name for knob in chosen for choice in knob.choices for name in choice.environment}
-    environment = {name: value for name, value in platform.environment.items() if name not in ours}
-    return replace(platform, task=replace(task, knobs=chosen), knobs=known, environment=environment)
+    searched = {name for knob in chosen for effect in knob.effects.values() for name in effect.environment}
+    environment = {name: value for name, value in platform.environment.items() if name not in searched}
+    return replace(platform, task=task, knobs=known, environment=environment)
 
 
 def require_launchable(problem: Problem) -> None:
-    """Raise SpecError if the space has a value of a plugin's knob that no trial can have, or that this shell gives."""
+    """Raise SpecError if no trial can use a value of a plugin's knob, or if this shell sets a variable of its own."""
     task = problem.platform.task
     for knob in task.knobs:
-        for name in {name for choice in knob.choices for name in choice.environment} & os.environ.keys():
-            key, told = f"auto_tuner.space.{knob.name}", f"decides the variable {name}, but this shell gives it already"
-            raise SpecError(key=key, value=os.environ[name], problem=told, fix=f"unset {name}")
-        asked, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.off)
+        key = f"auto_tuner.space.{knob.name}"
+        for name in {name for effect in knob.effects.values() for name in effect.environment} & os.environ.keys():
+            conflict = f"sets the variable {name}, which this shell sets, too"
+            raise SpecError(key=key, value=os.environ[name], problem=conflict, fix=f"unset {name}")
+        asked, baseline = task.spec.space.get(knob.name, ()), problem.baseline.as_dict().get(knob.name, knob.neutral)
         for value in (*(() if isinstance(asked, str) else asked), baseline):
-            if why := why_not_launched(task, knob, value):
-                key, told = f"auto_tuner.space.{knob.name}", f"can be predicted, but no trial can run it: {why}"
-                raise SpecError(key=key, value=value, problem=told, fix="leave it out; `flag estimate` plans with it")
+            if reason := no_launch_reason(task, knob, value):
+                fix = "remove it; `flag estimate` can predict it"
+                raise SpecError(key=key, value=value, problem=f"cannot run in a trial: {reason}", fix=fix)
 
 
-def why_not_launched(task: Task, knob: PluginKnob, value: KnobValue) -> str:
-    """Return why trials of `task` cannot have a value of a plugin's knob; nothing if they can."""
-    choice = knob.choice(value)
-    return knob.why_not(choice, own_command=own_command(task.spec)) if choice else ""
+def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
+    """Return why trials of `task` cannot use a value of a plugin's knob; empty if they can."""
+    effect = knob.effect(value)
+    return effect.no_launch_reason(own_command=has_own_command(task.spec)) if effect else ""
 
 
-def _check_knob(spec: Spec, knob: PluginKnob) -> None:
-    """Raise SpecError for a value that a knob does not have, and for what the spec says of the same thing elsewhere."""
+def _check_knob(spec: Spec, knob: Knob) -> None:
+    """Raise SpecError for an invalid value of a knob, and for what the spec sets a second time elsewhere."""
     asked, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
-    values = [] if isinstance(asked, str) else [(f"auto_tuner.space.{knob.name}", value) for value in asked]
-    values += [(f"auto_tuner.baseline.{knob.name}", baseline[knob.name])] if knob.name in baseline else []
-    for key, value in values:
-        if not knob.knows(value):
-            legal = ", ".join("null" if each is None else str(each).lower() for each in knob.values)
-            raise SpecError(key=key, value=value, problem="is no value of this knob", fix=f"use {legal}")
+    for value in () if isinstance(asked, str) else asked:
+        knob.parse(value, f"auto_tuner.space.{knob.name}")
+    if knob.name in baseline:
+        knob.parse(baseline[knob.name], f"auto_tuner.baseline.{knob.name}")
     settings = spec.work.settings if isinstance(spec.work, TrainSpec) else {}
-    for choice in knob.choices:
-        for kind, given, names in (
-            ("train.settings", settings, choice.settings),
-            ("envs", spec.envs, choice.environment),
+    for effect in knob.effects.values():
+        for section, given, names in (
+            ("train.settings", settings, effect.settings),
+            ("envs", spec.envs, effect.environment),
         ):
             if twice := [name for name in names if name in given]:
-                key, problem = f"{kind}.{twice[0]}", f"is given beside auto_tuner.space.{knob.name}, which sets it"
+                key, problem = f"{section}.{twice[0]}", f"is also set by auto_tuner.space.{knob.name}"
                 raise SpecError(key=key, value=given[twice[0]], problem=problem, fix="give one of the two")
-        if twice := [flag for flag in choice.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
-            key, problem = "train.command", f"has {twice[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
-            raise SpecError(key=key, problem=problem, fix="give one of the two")
+        if twice := [flag for flag in effect.flags if flag.startswith("--") and flag in (spec.work.command or ())]:
+            problem = f"has {twice[0]}, which auto_tuner.space.{knob.name} adds or leaves out"
+            raise SpecError(key="train.command", problem=problem, fix="give one of the two")
 
 
-def shut_knobs(problem: Problem, workload: Workload) -> list[str]:
-    """Return a line for each size that one rule of the engine holds at 1, though greater ones were asked for."""
-    task = problem.platform.task
-    axes = {axis.knob: axis for axis in workload.axes(task)}
+def sizes_held_at_one(problem: Problem) -> list[str]:
+    """Return a line for each size whose values above 1 are all illegal by a single rule."""
+    axes = {axis.knob: axis for axis in problem.legality.axes}
     lines = []
-    for rule in workload.rules(task):
+    for rule in problem.legality.rules:
         axis = axes.get(rule.knobs[0])
         if len(rule.knobs) > 1 or axis is None or axis.is_flag or axis.words:
             continue
@@ -172,56 +189,36 @@ def fastest(problem: Problem) -> IntArray:
     return order
 
 
-def _space(platform: Platform, workload: Workload, task: Task, baseline: Candidate | None = None) -> Space:
-    axes = workload.axes(task)
-    rules = (*workload.rules(task), *refusals(axes, platform.support, task.spec))
-    if baseline:
-        values = baseline.as_dict()
-        axes = tuple(replace(axis, also=(values[axis.knob],)) for axis in axes)
-    return build(axes, rules, workload.merges(task))
+def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candidate:
+    """Return the user's own configuration, or the one that an expert would choose.
 
-
-def _baseline(platform: Platform, workload: Workload) -> Candidate:
-    """Return the user's own configuration, or the one that an expert would write down.
-
-    An expert of the chip would not write down what its plugin's rules take out, unless they leave nothing.
+    An expert does not choose what the chip's pruning rules remove, unless they remove everything.
     """
     task, given = platform.task, platform.task.spec.baseline
     if given is None:
-        usual = replace(task, spec=replace(task.spec, space=workload.usual_space(task)))
-        space = _space(platform, workload, usual)
-        if not len(space):
-            space = _space(platform, workload, task)
-        if not len(space):
-            raise NothingFits(_nothing_legal(space, platform, workload))
+        usual = replace(task, spec=replace(task.spec, space=workload.usual_space(engine_task(task))))
+        for wanted in (legality(usual, workload, platform.support), legal):
+            space = build(wanted.axes, wanted.rules, wanted.merges)
+            if len(space):
+                break
+        else:
+            raise NothingFits(_nothing_legal(space, legal))
         predictions = predict(task, workload, space, platform.costs)
         left = prune(space, predictions, workload, platform.pruning_rules, ()).open_rows
         rows = left if left.size else np.arange(len(space))
         return space.candidate(int(rows[workload.rule_of_thumb(space.columns(rows), predictions.take(rows))]))
-    axes = workload.axes(task)
-    columns, broken = check(
-        workload.columns(task, given),
-        (*workload.rules(task), *refusals(axes, platform.support, task.spec)),
-        workload.merges(task),
-    )
+    columns, broken = check(candidate_columns(task, workload, given), legal.rules, legal.merges)
     if broken:
-        raise SpecError(
-            key="auto_tuner.baseline",
-            value=dict(given),
-            problem=f"is not legal: {'; '.join(rule.message for rule in broken)}",
-        )
-    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
+        problem = f"is not legal: {'; '.join(rule.message for rule in broken)}"
+        raise SpecError(key="auto_tuner.baseline", value=dict(given), problem=problem)
+    return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in legal.axes))
 
 
-def _nothing_legal(space: Space, platform: Platform, workload: Workload) -> str:
-    """Return one line: what each rule took, and what it says."""
-    task = platform.task
-    says = {
-        rule.name: rule.message
-        for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support, task.spec))
-    }
-    took = sorted(space.illegal.items(), key=lambda pair: -pair[1])
-    counts = ", ".join(f"{name} {number:,} ({says[name]})" for name, number in took) or "the space is empty"
+def _nothing_legal(space: Space, legal: Legality) -> str:
+    """Return one line: how many combinations each rule removed, and its message."""
+    messages = {rule.name: rule.message for rule in legal.rules}
+    removed = sorted(space.illegal.items(), key=lambda pair: -pair[1])
+    counts = ", ".join(f"{name} {number:,} ({messages[name]})" for name, number in removed) or "the space is empty"
     return f"no legal candidate among {space.combinations:,} combinations: {counts}"
 
 

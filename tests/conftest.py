@@ -1,9 +1,24 @@
-"""What all tests share: nothing that this user has calibrated decides them."""
+"""What all tests share: nothing that this user has calibrated decides them, and how they are spread over processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+EXPENSIVE = ("runs", "workshop")
+"""Fixtures of a session that tune for real: all tests that share one stay in one process of pytest-xdist."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for pytest-xdist: by an expensive fixture or by file. Those of real processes go anywhere.
+
+    A test that marks a group of its own stays in it.
+    """
+    for item in items:
+        if not any(item.iter_markers("xdist_group")):
+            shared = [name for name in EXPENSIVE if name in getattr(item, "fixturenames", ())]
+            if shared or not any(item.iter_markers("process")):
+                item.add_marker(pytest.mark.xdist_group(shared[0] if shared else item.nodeid.partition("::")[0]))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("*.md", "docs/*.md", "plugins/*/README.md")
+ROOMS = ("*.md", "docs/*.md", "docs/vendors/*.md", "plugins/*/README.md")
 PAGES = sorted(str(file.relative_to(ROOT)) for room in ROOMS for file in ROOT.glob(room))
 """All pages, a new one too."""
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}

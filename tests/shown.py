@@ -191,6 +191,11 @@ def log_line(block: Block) -> None:
     assert block.text.strip("\n") in Path("runs/own/trials/0/stdout.log").read_text()
 
 
+def generated(block: Block) -> None:
+    """A synopsis: docs/site/cli_page.py writes it, and a test of the page compares it."""
+    assert block.page == "docs/cli.md"
+
+
 def left_to_readers(_block: Block) -> None:
     """A formula: its constants are in the tables of its page, which tests compare with the code."""
 
@@ -198,6 +203,7 @@ def left_to_readers(_block: Block) -> None:
 SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("README.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "Best on 2 x cpu"): result_of_a_run,
+    ("docs/index.md", "Best on 2 x cpu"): result_of_a_run,
     ("docs/tutorial.md", "Over 5 trials"): what_was_learned,
     ("docs/tutorial.md", "combinations"): books,
     ("docs/tutorial.md", "flag: runs/train-cpu belongs to another task"): refusal,
@@ -205,6 +211,7 @@ SHOWN: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/architecture.md", "cli "): floors,
     ("docs/architecture.md", "combinations ="): sums,
     ("docs/cli.md", "trial 1 (search) starts"): progress,
+    ("docs/cli.md", "flag "): generated,
     ("docs/spec.md", "node-a slots=8"): hostfile,
     ("CONTRIBUTING.md", "flagcore/ "): folders,
     ("docs/physics.md", "static ="): left_to_readers,

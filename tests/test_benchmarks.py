@@ -57,7 +57,7 @@ def record(name: str, tensor: int, measured: dict[str, float], **changes: Any) -
 def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -> None:
     data, docs, fitted = tmp_path / "data", tmp_path / "docs", tmp_path / "fitted.json"
     data.mkdir()
-    strange = {"chip": "chip that nobody knows", "devices": 4, "devices_per_node": 4}
+    strange = {"chip": "unknown chip", "devices": 4, "devices_per_node": 4}
     train = [
         record("one", 1, {"step_time_s": 1.0, "peak_gib": 2.0}),
         record("two", 2, {"step_time_s": 3.0}),
@@ -68,8 +68,8 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     (data / "train_jobs.jsonl").write_text("\n".join(map(json.dumps, train)))
     rank = record("rank", 2, {"static_gib": 1.0, "fwd_bwd_s": 2.0}, rank=0)
     (data / "rank_jobs.jsonl").write_text(json.dumps(rank))
-    told = {"runs": 3, "fitted_mape": 0.1, "left_out_mape": 0.25, "left_out_measured_over_predicted": [0.9, 1.0, 1.1]}
-    fitted.write_text(json.dumps({"family": {"sources": {"Made up": told}}}))
+    fit = {"runs": 3, "fitted_mape": 0.1, "left_out_mape": 0.25, "left_out_measured_over_predicted": [0.9, 1.0, 1.1]}
+    fitted.write_text(json.dumps({"family": {"sources": {"Made up": fit}}}))
     run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))
     page = (docs / "accuracy.md").read_text()
     assert "| Made up | 4 | 3 |" in page
@@ -113,7 +113,7 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     assert errors([(None, 1.0)]) is None
 
 
-def test_order_is_told_by_tau_and_the_loss_of_the_first_pick_by_regret() -> None:
+def test_tau_compares_orders_and_regret_is_the_loss_of_the_first_pick() -> None:
     assert kendall([1, 2, 3], [4, 5, 6]) == 1.0
     assert kendall([1, 2, 3], [6, 5, 4]) == -1.0
     assert kendall([1, 1, 1], [4, 5, 6]) == 0.0

@@ -29,7 +29,7 @@ def test_trials_to_the_best_are_those_of_the_replay() -> None:
 
 def test_what_less_memory_does_is_that_of_the_replay() -> None:
     theirs, ours, first = (row("replay.md", "Less memory", name) for name in (PRIORITY, OURS, OURS + FIRST))
-    assert f"it needs {theirs[1]} trials and loses the best in {_lost(theirs):.0f}% of the sweeps" in PAGE
+    assert f"it needs {theirs[1]} trials and misses the best in {_lost(theirs):.0f}% of the sweeps" in PAGE
     assert _lost(ours) == 0
     assert f"against {ours[1]} and none, or {first[1]} and {_lost(first):.1f}% on a first run" in PAGE
 
@@ -41,7 +41,7 @@ def test_errors_of_training_and_serving_are_those_of_their_pages() -> None:
     assert f"| {simumax[0]} runs of SimuMax's B200 release | {simumax[2]} |" in PAGE
     unseen = (row("accuracy.md", "Fitted and left out", name)[2] for name in (KORTHIKANTI, SIMUMAX))
     assert f"the errors of fits without them ({next(unseen)} and {next(unseen)})" in PAGE
-    tpot, ttft = (row("serving-model.md", "How far off", name)[0].split()[1].rstrip(",") for name in ("TPOT", "TTFT"))
+    tpot, ttft = (row("serving-model.md", "Accuracy", name)[0].split()[1].rstrip(",") for name in ("TPOT", "TTFT"))
     assert f"off by {tpot} (median) in time per token and {ttft} in time to the first token" in PAGE
 
 

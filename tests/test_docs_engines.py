@@ -8,57 +8,58 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.serving.llamacpp import knobs as llama_knobs
-from flagcore.engines.serving.llamacpp import reading as llama_reading
-from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
-from flagcore.engines.serving.profile.contract import Engine
-from flagcore.engines.serving.sglang import knobs as sglang_knobs
-from flagcore.engines.serving.sglang import reading as sglang_reading
-from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
-from flagcore.engines.serving.vllm import knobs as vllm_knobs
-from flagcore.engines.serving.vllm import reading as vllm_reading
-from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
-from tests.engines.serving.profile.tasks import serving
+from flagcore.domain.knob import Knob
+from flagcore.engines.serving.adapter import Serving
+from flagcore.engines.serving.engine import Engine
+from flagcore.plugins import WORKLOADS, names, workload
+from tests.engines.serving.engines.tasks import serving
 from tests.small import EXPERTS
 
 PAGE = (Path(__file__).parent.parent / "docs" / "engines.md").read_text(encoding="utf-8")
-ENGINES = [("vLLM", VLLM, vllm_knobs.KNOBS), ("SGLang", SGLANG, sglang_knobs.KNOBS)]
-ENGINES += [("llama.cpp", LLAMACPP, llama_knobs.KNOBS)]
-FEW = {
-    "vllm": {},
+ENGINES = [each.engine for each in map(workload, names(WORKLOADS)) if isinstance(each, Serving)]
+FLAGS: dict[str, dict[str, Any]] = {
     "sglang": {"attention_backend": "flashmla"},
     "llamacpp": {"ctx_size": 4096},
 }
 """Flags with which rules apply that do not otherwise."""
+KINDS = {"int": "whole number", "share": "above 0, at most 1", "flag": "true, false"}
+
+engines = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
 
 
 def section(name: str) -> str:
     return PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
 
 
-@pytest.mark.parametrize(("name", "engine", "knobs"), ENGINES)
-def test_every_knob_of_an_engine_is_on_the_page_with_its_flag_and_values(name: str, engine: Engine, knobs: Any) -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| .+ \| .+ \|$", section(name), re.MULTILINE)
-    assert [row[0] for row in rows] == [knob.name for knob in knobs]
-    for knob, (_, flag, values) in zip(knobs, rows, strict=True):
-        spelt = knob.off if knob.neutral is True else knob.flags
-        assert flag == (f"`--{spelt[0]}`" if spelt else "–")
-        assert all(word in values for word in knob.words)
+def row(knob: Knob) -> str:
+    """The line of the table that documents a knob."""
+    names = [flag.off if knob.neutral is True else flag.name for flag in knob.flags[:1]]
+    flag = f"`--{names[0]}`" if names else "–"
+    values = KINDS.get(knob.kind) or ", ".join(knob.words) or "unequal sizes such as 4+2+2"
+    own = "" if knob.neutral in (None, 1) and knob.neutral is not True else f" ({str(knob.neutral).lower()})"
+    return f"| `{knob.name}` | {flag} | {values}{own} | {knob.auto_help} | {knob.help} |"
 
 
-@pytest.mark.parametrize(("name", "engine", "knobs"), ENGINES)
-def test_every_rule_of_an_engine_is_on_the_page(name: str, engine: Engine, knobs: Any) -> None:
-    given = {"model": EXPERTS, "weights": "w", "command": ("/bin/echo",), "engine_args": FEW[engine.name]}
-    tasks = [serving(engine.name, **given), serving(engine.name, on_cores=True, devices=2, **given)]
-    names = {rule.name for task in tasks for rule in engine.rules(task)}
-    positive = {f"{knob.name}_positive" for knob in knobs}
-    listed = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", section(name), re.MULTILINE))
-    assert listed - {"KNOB_positive"} == names - positive
-    assert "KNOB_positive" in listed
+@engines
+def test_every_knob_of_an_engine_is_on_the_page(engine: Engine) -> None:
+    rows = re.findall(r"^(\| `\w+` \| .+? \| .+? \| .+ \| .+ \|)$", section(engine.title), re.MULTILINE)
+    assert rows == [row(knob) for knob in engine.knobs]
 
 
-def test_every_counter_is_on_the_page_with_the_engines_that_tell_it() -> None:
+@engines
+def test_every_rule_of_an_engine_is_on_the_page(engine: Engine) -> None:
+    args = {"model": EXPERTS, "weights": "w", "command": ("/bin/echo",), "engine_args": FLAGS.get(engine.name, {})}
+    tasks = [serving(engine.name, **args), serving(engine.name, on_cores=True, devices=2, **args)]
+    expected = {rule.name for task in tasks for rule in engine.rules(task)}
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", section(engine.title), re.MULTILINE)) == expected
+
+
+@engines
+def test_an_engine_without_a_run_is_marked(engine: Engine) -> None:
+    assert ("**Untested**" in section(engine.title)) == bool(engine.untested)
+
+
+def test_every_counter_is_on_the_page_with_the_engines_that_report_it() -> None:
     rows = re.findall(r"^\| (`.+?`) \| (.+?) \| .+ \|$", section("Counters"), re.MULTILINE)
     listed = {(name, engine) for names, of in rows for name in re.findall(r"\w+", names) for engine in of.split(", ")}
-    told = {"vLLM": vllm_reading, "SGLang": sglang_reading, "llama.cpp": llama_reading}
-    assert listed == {(name, engine) for engine, reading in told.items() for name in reading.COUNTERS.values()}
+    assert listed == {(name, engine.title) for engine in ENGINES for name in engine.counters.values()}

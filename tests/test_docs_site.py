@@ -1,4 +1,4 @@
-"""The pages as a site: each has its place, and what is built needs no network."""
+"""The documentation site has every page, answers common searches, and works offline."""
 
 import re
 import subprocess
@@ -13,17 +13,22 @@ import yaml
 ROOT = Path(__file__).parent.parent
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 JOINED = {"CONTRIBUTING.md", "CHANGELOG.md"}
+HELP = ("faq.md", "troubleshooting.md", "install.md")
+WORDS = ("resume", "retry", "retried", "speedup", "OOM", "out of memory", "checkpoints", "timeout", "clusters")
+WORDS += ("multi-node", "Docker", "proxy", "offline")
 LOADED = re.compile(r'<(?:script|img|iframe|link)[^>]*\s(?:src|href)="?(?:https?:)?//|@import|url\("?https?:')
 """What a browser would fetch from elsewhere; links that a reader may follow are none of it."""
 
 
 def test_each_page_has_one_place_in_the_navigation() -> None:
-    pages = {file.name for file in (ROOT / "docs").glob("*.md")} | JOINED
+    docs = ROOT / "docs"
+    pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")} | JOINED
     assert sorted(_pages(SITE["nav"])) == sorted(pages)
 
 
-def test_navigation_has_the_four_kinds_of_pages() -> None:
-    assert [next(iter(part)) for part in SITE["nav"]][1:5] == ["Tutorials", "How-tos", "Reference", "Explanation"]
+def test_navigation_has_the_usual_kinds_of_pages() -> None:
+    kinds = [next(iter(part)) for part in SITE["nav"]]
+    assert kinds[:6] == ["Home", "Get started", "Tutorials", "How-to guides", "Reference", "Background"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,14 @@ def test_site_loads_nothing_from_elsewhere(built: Path) -> None:
     assert {file.name: found.group() for file in files if (found := LOADED.search(file.read_text()))} == {}
 
 
-def test_search_knows_every_page_without_a_server(built: Path) -> None:
+@pytest.mark.parametrize("word", WORDS)
+def test_words_that_people_search_lead_to_a_heading_of_the_help_pages(word: str) -> None:
+    text = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in HELP)
+    sections = re.split(r"^#+ ", text, flags=re.MULTILINE)
+    assert [each for each in sections if re.search(rf"\b{word}\b", each, re.IGNORECASE)]
+
+
+def test_search_index_has_every_page_without_a_server(built: Path) -> None:
     index = (built / "search" / "search_index.js").read_text()
     assert {page for page in _pages(SITE["nav"]) if f'"{page.removesuffix(".md")}.html"' not in index} == set()
 

@@ -33,6 +33,7 @@ OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": ""}
 """Pages that tests of their own follow: tests/test_docs_hooks.py all Python, tests/test_docs_plugin.py everything."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
 PLANNED |= {"node.yaml": ("flagcore_metax", "flagcore_iluvatar"), "examples/portability.yaml": ("flagcore_metax",)}
+PLANNED |= {"my-model.yaml": ("flagcore_nvidia",)}
 PLANNED |= {"examples/train-1024-probe.yaml": ("flagcore_nvidia",)}
 """Files that plan for chips of plugins."""
 NOT_RUN = {
@@ -41,12 +42,11 @@ NOT_RUN = {
 }
 CALIBRATED: list[str] = []
 """Not empty once a page's `flag calibrate` was followed: it is the same on all, and the longest."""
-FIRST_WORD = re.compile(r"^(\$ )?(flag|pip|make|sh|optuna-dashboard|\.venv/bin/flag) ")
 
 
 def is_commands(block: Block) -> bool:
-    """Return whether a block is what a reader types."""
-    return block.language == "console" or (block.language in ("text", "sh") and bool(FIRST_WORD.match(block.first)))
+    """Return whether a block is what a reader types: shell without a file name."""
+    return block.file is None and block.language in ("bash", "console")
 
 
 def is_own(block: Block) -> bool:
@@ -63,20 +63,16 @@ def is_translated(block: Block) -> bool:
 
 
 def _bare(block: Block) -> str:
-    return re.sub(r"\s*# .*$", "", block.text, flags=re.MULTILINE)
+    return re.sub(r"\s*# .*$|^\$ ", "", block.text, flags=re.MULTILINE)
 
 
 MINE = [block for block in BLOCKS if not is_own(block) and not is_translated(block)]
 COMMANDS = [block for block in MINE if is_commands(block)]
 SPECS = [block for block in MINE if block.language == "yaml"]
-SCRIPTS = [block for block in MINE if block.language == "bash"]
+SCRIPTS = [block for block in MINE if block.language == "bash" and block.file]
 CODE = sorted({block.page for block in MINE if block.language == "python"})
 CHECKED = ("yaml", "bash", "python")
-OTHERS = [
-    block
-    for block in MINE
-    if block not in COMMANDS and block.language not in CHECKED and not block.text.startswith("Usage:")
-]
+OTHERS = [block for block in MINE if block not in COMMANDS and block.language not in CHECKED]
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=str)
@@ -100,11 +96,6 @@ def test_no_check_is_left_over() -> None:
 
 def _is_of(key: tuple[str, str], block: Block) -> bool:
     return key[0] == block.page and block.first.startswith(key[1])
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.text.startswith("Usage:")], ids=str)
-def test_help_stands_in_the_reference_alone(block: Block) -> None:
-    assert block.page.startswith("docs/cli")
 
 
 @pytest.mark.parametrize("block", SPECS, ids=str)
@@ -134,7 +125,6 @@ def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], P
 def test_commands_work(block: Block, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(block.page))
     for line in block.text.splitlines():
-        assert block.language != "console" or line.startswith("$ "), "output that nothing compares"
         follow(line.removeprefix("$ "))
 
 
@@ -210,11 +200,11 @@ def _make(arguments: list[str]) -> None:
 
 
 def _pip(arguments: list[str]) -> None:
-    assert arguments[0] == "install"
+    assert arguments[0] in ("install", "download")
     extras = (ROOT / "hatch_build.py").read_text() + (ROOT / "pyproject.toml").read_text()
     for word in (word for word in arguments[1:] if not word.startswith("-")):
         name, _, extra = word.rstrip("]").partition("[")
-        known = name in (".", "flagcore", "optuna-dashboard") or name.partition("==")[0] in extras
+        known = name in (".", "flagcore", "optuna-dashboard", "wheels") or name.partition("==")[0] in extras
         assert known, word
         assert not extra or all(f'"{each}"' in extras for each in extra.split(",")), word
 

@@ -1,26 +1,28 @@
-"""The page of vendors is what their plugins ship today."""
+"""The pages of vendors match the data files of their plugins."""
 
-from pathlib import Path
+import pytest
 
-from benchmarks.vendors_page import VENDORS, chips, page
+from docs.site.vendor_pages import VENDORS, chips, pages
 from flagcore.domain.maturity import Claim, Maturity
 from flagcore.vendorkit.variables import read_variables
 
-PAGE = Path(__file__).parent.parent / "docs" / "vendors.md"
+PAGES = {file.stem: (file, text) for file, text in pages().items()}
 
 
-def test_the_page_of_vendors_is_current() -> None:
-    assert PAGE.read_text() == page(), "run `python benchmarks/vendors_page.py > docs/vendors.md`"
+@pytest.mark.parametrize("name", PAGES)
+def test_page_is_current(name: str) -> None:
+    file, text = PAGES[name]
+    assert file.read_text(encoding="utf-8") == text, "run `python docs/site/vendor_pages.py`"
 
 
-def test_the_page_has_each_chip_and_each_variable() -> None:
-    text = PAGE.read_text()
-    for vendor in VENDORS:
-        assert all(f"| {chip.name} |" in text for chip in chips(f"flagcore_{vendor}"))
-        assert all(f"`{each.name}`" in text for each in read_variables(f"flagcore_{vendor}"))
+@pytest.mark.parametrize("vendor", VENDORS)
+def test_page_has_every_chip_and_every_variable(vendor: str) -> None:
+    text = PAGES[vendor][1]
+    assert all(f"| {chip.name} |" in text for chip in chips(f"flagcore_{vendor}"))
+    assert all(f"`{each.name}`" in text for each in read_variables(f"flagcore_{vendor}"))
 
 
-def test_one_word_tells_the_best_that_a_plugin_stands_on() -> None:
+def test_maturity_is_the_best_level_of_a_plugin() -> None:
     claim = (Claim(what="facts", chips=("A1",)),)
     assert Maturity(from_documents=claim).word == "documents"
     assert Maturity(from_documents=claim, checked_on_transcripts=claim).word == "transcripts"

@@ -25,10 +25,9 @@ from flagcore.engines.megatron.adapter import WORKLOAD, Megatron
 from flagcore.errors import Interrupted, NoDevice
 from flagcore.hooks import hookimpl
 from flagcore.importers.flagscale import grid
-from flagcore.loop import Ending, Parts, tune
+from flagcore.loop import Dependencies, TuneResult, tune
 from flagcore.plugins import LoadedPlugins
 from flagcore.report.result import result
-from flagcore.report.text import plan_text
 from flagcore.store import OptunaStore
 from flagcore.strategies import learned, predicted
 from tests import small
@@ -39,7 +38,7 @@ Answer = float | int | BaseException | None
 
 
 def compute(knobs: dict[str, Any], rank: int) -> float:
-    """Seconds of a rank: pipelines are much better than anybody would think, and their last stage is the slowest."""
+    """Seconds of a rank: pipelines are far faster than predicted, and their last stage is the slowest."""
     stages = knobs["pipeline_model_parallel_size"]
     return {1: 0.12, 2: 0.05, 4: 0.02}[stages] / knobs["micro_batch_size"] * (1.5 if rank and stages > 1 else 1.0)
 
@@ -130,8 +129,8 @@ def four_devices() -> list[Device]:
 FOUR_DEVICES = SimpleNamespace(**HERE, flagcore_devices=four_devices)
 
 
-class Deaf(Megatron):
-    """Knows no time without a pipeline."""
+class OnlyPipelines(Megatron):
+    """Predicts no time without a pipeline."""
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
         found = super().predict(task, columns, costs)
@@ -149,16 +148,16 @@ class Bench:
         self.prober: Strategy | None = None
         self.workload: Workload = WORKLOAD
 
-    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> Ending:
+    def tune(self, fidelity: str, plugin: Any = ONE_DEVICE, nodes: int = 1, **control: Any) -> TuneResult:
         limits = Control(train_iters=3, fidelity=fidelity, **control)
         task = small.task(space=SPACE, control=limits, command=("train",), global_batch_size=16)
         wanted = ClusterSpec(chip="test-chip", nodes=nodes, devices_per_node=4 // nodes)
-        parts = Parts(
+        parts = Dependencies(
             plugins=LoadedPlugins.of({"here": plugin}),
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
-            prober=self.prober,
+            probe_strategy=self.prober,
             open_store=lambda problem: OptunaStore(self.folder, problem.space.choices, run="run"),
             on_event=lambda event: None,
         )
@@ -189,14 +188,13 @@ def test_an_estimate_starts_nothing_and_needs_no_device(bench: Bench) -> None:
     assert plan.baseline is not None
     assert steps[plan.best.number] == min(steps.values())
     assert plan.gain == pytest.approx(steps[plan.baseline.number] / steps[plan.best.number] - 1)
-    text, data = plan_text(plan), result(plan, "run")
-    assert "as predicted (nothing ran)" in text
+    data = result(plan, "run")
     assert data["fidelity"] == "estimate"
     assert data["best"]["measured"] is None
     assert bench.tune("estimate", nothing, max_trials=5).plan == plan
 
 
-def test_where_no_time_is_known_neither_an_estimate_nor_a_probe_says_anything(bench: Bench) -> None:
+def test_estimates_and_probes_need_a_predicted_time(bench: Bench) -> None:
     @hookimpl
     def flagcore_chips() -> list[Any]:
         return [replace(small.CHIP, dense_flops_per_second={})]
@@ -209,7 +207,7 @@ def test_where_no_time_is_known_neither_an_estimate_nor_a_probe_says_anything(be
 
 
 def test_one_device_probes_what_four_would_run_and_the_slowest_rank_counts(bench: Bench) -> None:
-    with pytest.raises(NoDevice, match="this machine has 1"):
+    with pytest.raises(NoDevice):
         bench.tune("run")
     plan = bench.tune("probe", max_trials=100).plan
     assert layout(plan.best) == (4, 4)
@@ -233,26 +231,24 @@ def test_one_device_probes_what_four_would_run_and_the_slowest_rank_counts(bench
         assert measured.device_used_bytes > 3 * GIB
         assert predicted["step_time_s"]["value"] != measured.step_time_s  # type: ignore[index]
         assert (bench.folder / trial.log).parent.joinpath("metrics.json").exists()
-    assert "as probed on one device (it never ran)" in plan_text(plan)
     assert result(plan, "run")["best"]["measured"]["step_time_s"]["modelled"] > 0
 
 
-def test_what_needs_a_network_that_nobody_knows_is_not_probed(bench: Bench) -> None:
-    with pytest.raises(NoDevice, match="network between nodes"):
+def test_candidates_without_a_predicted_time_are_not_probed(bench: Bench) -> None:
+    with pytest.raises(NoDevice):
         bench.tune("probe", nodes=2)
-    bench.workload = Deaf()
+    bench.workload = OnlyPipelines()
     plan = bench.tune("probe", max_trials=100).plan
     assert plan.trials
     assert all("step_time_s" in trial.predicted for trial in plan.trials)
     assert plan.baseline is None
     assert plan.gain is None
     assert plan.counts.untried > 0
-    assert "against the baseline" not in plan_text(plan)
 
 
-def test_a_second_start_probes_nothing(bench: Bench) -> None:
+def test_resuming_a_finished_run_of_probes_starts_nothing(bench: Bench) -> None:
     first = bench.tune("probe").plan
-    bench.launcher = Ranks(lambda knobs, rank: AssertionError("nothing should be probed"))
+    bench.launcher = Ranks(lambda knobs, rank: AssertionError("no probe should start"))
     assert bench.tune("probe").plan == first
 
 
@@ -266,7 +262,7 @@ def test_a_rank_that_runs_out_of_memory_rules_out_its_candidate_and_what_needs_a
     failed = [trial for trial in plan.trials if layout(trial)[0] == 1]
     assert failed
     assert {trial.state for trial in failed} == {TrialState.OUT_OF_MEMORY}
-    assert all("rank 0: its processes grew" in (trial.reason or "") for trial in failed)
+    assert all("rank 0" in (trial.reason or "") for trial in failed)
     assert plan.counts.pruned["needs_as_much_memory_as_one_that_ran_out"] > 0
     assert plan.counts.balanced
     ranks = Counter(candidate for candidate, _ in bench.launcher.probed)
@@ -282,12 +278,12 @@ def test_a_probed_rank_that_needs_more_than_a_device_has_is_out_of_memory(bench:
     plan = bench.tune("probe", little, max_trials=1).plan
     (trial,) = plan.trials
     assert trial.state is TrialState.OUT_OF_MEMORY
-    assert "needs 4.12 GiB of 1.50 GiB" in (trial.reason or "")
+    assert "1.50 GiB" in (trial.reason or "")
     assert plan.best is None
 
 
 @pytest.mark.parametrize("stop_at", range(9))
-def test_an_interrupted_probe_goes_on_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
+def test_an_interrupted_probe_resumes_with_the_ranks_that_are_left(bench: Bench, stop_at: int) -> None:
     whole = Bench(bench.folder / "whole")
     whole.folder.mkdir()
     expected = whole.tune("probe").plan
@@ -309,14 +305,14 @@ def test_an_interrupted_probe_goes_on_with_the_ranks_that_are_left(bench: Bench,
     assert plan.best.candidate == expected.best.candidate
 
 
-def test_where_probes_are_the_search_none_comes_before_it(bench: Bench) -> None:
+def test_a_search_by_probes_has_none_before_it(bench: Bench) -> None:
     plan = bench.tune("probe", FOUR_DEVICES, probes=1, max_trials=2).plan
     assert len(plan.trials) == 2
     assert plan.trials[0].role is Role.BASELINE
     assert not plan.probes
 
 
-def test_probes_before_the_first_run_settle_nothing(bench: Bench) -> None:
+def test_probed_candidates_may_still_run(bench: Bench) -> None:
     plan = bench.tune("run", FOUR_DEVICES, probes=3, repeats=0, max_trials=100).plan
     assert len(plan.probes) == len({trial.candidate for trial in plan.probes}) == 3
     assert {trial.fidelity for trial in plan.probes} == {"probe"}
@@ -329,10 +325,9 @@ def test_probes_before_the_first_run_settle_nothing(bench: Bench) -> None:
     assert len(result(plan, "run")["probes"]) == 3
     assert plan.counts.balanced
     assert plan.counts.measured + plan.counts.stopped == len(plan.trials)
-    assert "0 probe" in plan_text(plan)
 
 
-def test_probes_before_the_first_run_go_to_what_is_likely_to_be_fast_whatever_the_order_of_runs(bench: Bench) -> None:
+def test_probes_before_the_first_run_go_to_the_fastest_predicted_whatever_the_strategy(bench: Bench) -> None:
     bench.strategy, bench.prober = grid.STRATEGY, learned.STRATEGY
     plan = bench.tune("run", FOUR_DEVICES, probes=1, repeats=0, max_trials=3).plan
     fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best
@@ -363,7 +358,7 @@ def test_memory_that_runs_out_in_a_probe_keeps_its_candidate_from_running(bench:
 
 
 @pytest.mark.parametrize("stop_at", range(5))
-def test_probes_before_runs_go_on_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
+def test_probes_before_runs_resume_where_they_were_interrupted(bench: Bench, stop_at: int) -> None:
     starts = iter(range(100))
     bench.launcher = Ranks(lambda *of: KeyboardInterrupt() if next(starts) == stop_at else compute(*of))
     first = bench.tune("run", FOUR_DEVICES, probes=4, repeats=0, max_trials=4)
@@ -378,7 +373,7 @@ def test_probes_before_runs_go_on_where_they_were_interrupted(bench: Bench, stop
     assert len(plan.trials) == 4
 
 
-def test_what_was_probed_teaches_the_runs_that_follow(bench: Bench) -> None:
+def test_runs_learn_from_earlier_probes(bench: Bench) -> None:
     probed = bench.tune("probe", max_trials=6).plan
     assert layout(probed.best) == (4, 4)
     bench.strategy = learned.STRATEGY

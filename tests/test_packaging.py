@@ -60,7 +60,7 @@ def test_release_holds_the_package_and_no_plugin(sdist: tarfile.TarFile) -> None
 def test_every_promised_extra_exists(checkout: dict[str, object]) -> None:
     extras = checkout["optional-dependencies"]
     assert isinstance(extras, dict)
-    assert {*VENDORS, "megatron", "vllm", "sglang", "llamacpp", "dev", "all"} <= set(extras)
+    assert {*VENDORS, "megatron", "vllm", "sglang", "llamacpp", "flagscale", "dev", "all"} <= set(extras)
 
 
 @pytest.mark.parametrize("vendor", ["cpu", *VENDORS])

@@ -1,6 +1,7 @@
 """The Protocols that the core calls. Whoever implements one need not import anything else of flagcore."""
 
 from flagcore.contracts.chip import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
 from flagcore.contracts.platform import Costs, Platform, Plugins
 from flagcore.contracts.running import Launcher, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
@@ -27,6 +28,12 @@ __all__ = [
     "CollectiveCosts",
     "Costs",
     "Event",
+    "History",
+    "HistoryReader",
+    "HistoryRow",
+    "ImportNote",
+    "ImportedSpec",
+    "Importer",
     "InstalledVersion",
     "JobRecords",
     "KernelCosts",

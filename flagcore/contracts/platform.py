@@ -10,8 +10,8 @@ from flagcore.contracts.chip import CollectiveCosts, KernelCosts, MemoryModel, P
 from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 
 
@@ -56,7 +56,7 @@ class Platform:
     failure_patterns: tuple[FailurePattern, ...]
     telemetry: tuple[Telemetry, ...]
     prepare_launch: Callable[[Launch], Launch]
-    knobs: tuple[PluginKnob, ...] = ()
+    knobs: tuple[Knob, ...] = ()
     engine_version: str | None = None
     conflicts: tuple[str, ...] = ()
     read_devices: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class Plugins(Protocol):
         self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
     ) -> Mapping[str, str]: ...
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport: ...
-    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]: ...
+    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]: ...
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]: ...
     def prepare_launch(self, launch: Launch, task: Task) -> Launch: ...
     def failure_patterns(

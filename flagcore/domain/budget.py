@@ -12,22 +12,22 @@ HOPELESS_START = 5
 BROKEN = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
-def spent(control: Control, search_state: SearchState, elapsed: float) -> str | None:
+def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> str | None:
     """Return why no further trial may start, or None. Time is kept for the repeats and for one more trial."""
     trials = _ended(search_state)
     if len(trials) >= HOPELESS_START and all(trial.state in BROKEN for trial in trials):
         return f"the first {len(trials)} trials all failed"
     if len(trials) >= control.max_trials:
-        return f"max_trials = {control.max_trials} is reached"
+        return f"max_trials = {control.max_trials} reached"
     if control.max_time is None:
         return None
     measured = [trial.duration_s for trial in trials if trial.state is TrialState.MEASURED]
     needed = max(measured, default=0.0) + repeats_seconds(control, search_state)
     left = control.max_time - elapsed
-    return f"max_time = {control.max_time:g} s is spent" if left <= needed else None
+    return f"max_time = {control.max_time:g} s reached" if left <= needed else None
 
 
-def allowance(control: Control, elapsed: float) -> float:
+def trial_timeout(control: Control, elapsed: float) -> float:
     """Return the wall-clock limit of the next trial: its own, or what is left of the run's, but a second at least."""
     if control.max_time is None:
         return control.max_time_per_task
@@ -57,7 +57,7 @@ def repeats_seconds(control: Control, search_state: SearchState, *, at_most: boo
     return sum((max(0, runs) * trial.duration_s for trial, runs in left), 0.0)
 
 
-def room_for(control: Control, trial: Trial, elapsed: float) -> bool:
+def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
     """Return whether there is time to run `trial` again."""
     return control.max_time is None or elapsed + trial.duration_s <= control.max_time
 

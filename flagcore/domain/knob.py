@@ -113,8 +113,8 @@ class Knob:
     """A bound that a number must exceed, instead of `minimum`."""
     neutral: KnobValue = None
     """The value with which the engine runs if the knob is not set."""
-    auto: Callable[[Task], Sequence[KnobValue]] | None = None
-    """Returns the values that `auto` stands for; None: the knob has no `auto`."""
+    auto: Callable[..., Sequence[KnobValue]] | None = None
+    """Returns the values that `auto` stands for in a task; None: the knob has no `auto`."""
     auto_help: str = ""
     """What `auto` stands for, as a phrase: every divisor of the number of devices."""
     memory_order: int = 0
@@ -213,12 +213,14 @@ class Knob:
     def axis(self, values: Sequence[KnobValue], also: Sequence[KnobValue] = ()) -> Axis:
         """Return the axis of some values; `also` are further values that a candidate may have."""
         words = {"share": SHARES, "word": self.words}.get(self.kind, ())
+        if self.effects:
+            words = tuple(value for value in self.values if isinstance(value, str))
         return Axis(
             knob=self.name,
             values=tuple(values),
             neutral=self.neutral,
             words=(None, *words) if words else (),
-            is_flag=self.kind == "flag",
+            is_flag=isinstance(self.neutral, bool) if self.effects else self.kind == "flag",
             also=tuple(each for each in dict.fromkeys(also) if each not in values),
             apart=bool(self.effects),
         )

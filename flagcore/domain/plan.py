@@ -117,7 +117,7 @@ def lost_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
-def summarise(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str) -> Plan:
+def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str) -> Plan:
     """Sum up what is known of a task."""
     return Plan(
         chip=task.cluster.chips,

@@ -80,6 +80,15 @@ class Merge:
     canonical: Callable[[Columns], Columns]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Legality:
+    """The knobs of a task, what makes a candidate illegal, and what makes two candidates the same."""
+
+    axes: tuple[Axis, ...]
+    rules: tuple[Rule, ...]
+    merges: tuple[Merge, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """All legal, distinct candidates. A row is a number that the axes decode, so a space of millions stays small."""

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.cluster import Cluster
+from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.serving import ServeSpec
 
 AUTO = "auto"
@@ -112,9 +112,9 @@ class Spec:
 class Task:
     """A spec and the cluster that it will run on: everything a stage needs to know of the problem.
 
-    `knobs` are those of plugins that the spec names beside the engine's own.
+    `knobs` are the plugins' knobs that the spec names, in addition to the engine's own.
     """
 
     spec: Spec
     cluster: Cluster
-    knobs: tuple[PluginKnob, ...] = ()
+    knobs: tuple[Knob, ...] = ()

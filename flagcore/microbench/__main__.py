@@ -6,11 +6,12 @@ import importlib
 import os
 import socket
 import sys
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
 
-from flagcore.engines.megatron.trial import failures, ranks
+from flagcore.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory, run_ranks
 from flagcore.microbench.job import Job, load
 
 
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> int:
     if job.shared:
         os.environ["OMP_NUM_THREADS"] = str(job.threads)
         _import(job)  # once for all; a driver that was touched would not survive a fork, a plain CPU does
-    return ranks.run_ranks(job.devices, partial(_work, job))
+    return run_ranks(job.devices, partial(_work, job))
 
 
 def _import(job: Job) -> None:
@@ -38,8 +39,18 @@ def _work(job: Job, number: int, listener: socket.socket) -> int:
 
         measure(job, number, listener)
     except BaseException as error:
-        return failures.report(error)
+        return _report(error)
     return 0
+
+
+def _report(error: BaseException) -> int:
+    """Write a failure to stderr, running out of memory in its first line, and return the exit code."""
+    code = OUT_OF_MEMORY if ran_out_of_memory(error) else 1
+    if code == OUT_OF_MEMORY:
+        print(f"out of memory: {' '.join(str(error).splitlines()[:1])}", file=sys.stderr)
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    return code
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
 """
 
 from flagcore.plugins.entry_points import (
+    IMPORTERS,
     LAUNCHERS,
     STRATEGIES,
     WORKLOADS,
+    importer,
     kind_of,
     launcher,
     names,
@@ -22,12 +24,14 @@ from flagcore.plugins.loader import Plugin
 __all__ = [
     "DISABLE_VARIABLE",
     "GROUP",
+    "IMPORTERS",
     "LAUNCHERS",
     "STRATEGIES",
     "WORKLOADS",
     "LoadedPlugins",
     "Plugin",
     "PluginFailure",
+    "importer",
     "kind_of",
     "launcher",
     "load_plugins",

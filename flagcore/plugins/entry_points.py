@@ -6,17 +6,17 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from flagcore.contracts import Launcher, Strategy, Workload
+from flagcore.contracts import Importer, Launcher, Strategy, Workload
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
-from flagcore.engines.with_knobs import with_knobs
-from flagcore.errors import FlagError, NoDevice, SpecError
+from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
 from flagcore.plugins.validation import behaviour
 
 WORKLOADS = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
 STRATEGIES = "flagcore.strategies"
+IMPORTERS = "flagcore.importers"
 
 
 def names(group: str) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def workload(name: str, key: str = "engine") -> Workload:
 
 
 def workload_of(work: TrainSpec | ServeSpec) -> Workload:
-    """Return the engine that does `work`, with the knobs that plugins bring to a task.
+    """Return the engine that does `work`.
 
     Raises like `workload`, and SpecError for an engine of the other kind.
     """
@@ -44,13 +44,13 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
         does = {"serve": "trains", "train": "serves"}[kind]
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
-    return with_knobs(found)
+    return found
 
 
 def kind_of(engine: str) -> str:
     """Return what the engine of this name does, "train" or "serve"; empty if it is not installed or does not load."""
     try:
-        return str(getattr(workload(engine), "kind", "train"))
+        return workload(engine).kind
     except FlagError:
         return ""
 
@@ -64,6 +64,15 @@ def launcher(name: str) -> Launcher:
 def strategy(name: str) -> Strategy:
     """Return the strategy called `name`. Raises like `workload`."""
     found: Strategy = _named(STRATEGIES, "strategy", name, Strategy, "auto_tuner.strategy")
+    return found
+
+
+def importer(name: str | None = None) -> Importer:
+    """Return the importer called `name`; without a name, the only one that is installed. Raises like `workload`."""
+    installed_names = names(IMPORTERS)
+    if name is None and len(installed_names) != 1:
+        raise UsageError(f"several importers are installed, or none: {', '.join(installed_names) or 'none'}")
+    found: Importer = _named(IMPORTERS, "importer", name or installed_names[0], Importer, "importer")
     return found
 
 

@@ -7,25 +7,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
-from flagcore.contracts import CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
+from flagcore.contracts import CollectiveCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.domain.chip import Chip, Device, Support, bare
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.errors import UsageError
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
 from flagcore.plugins.capture_warnings import heard
 from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.fallback_costs import FilledCollectiveCosts, FilledKernelCosts
 from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
 from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
-from flagcore.plugins.plugin_proxy import proxied
+from flagcore.plugins.plugin_proxy import plugin_name, proxied
 
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
@@ -123,11 +123,13 @@ class LoadedPlugins:
         about = {"group": group, "engine": engine, "kind": kind_of(engine)}
         return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **about)
 
-    def kernel_costs(self, chip: Chip, engine: str) -> KernelCosts | None:
-        """Return the first plugin's answer, with the roofline where that is NaN; None for the roofline alone."""
+    def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
+        """Return the first plugin's costs and the roofline below them; None if no plugin has any."""
         about = {"chip": chip, "engine": engine, "kind": kind_of(engine)}
         table = self._first([chip], "flagcore_kernel_costs", validation.kernel_costs, **about)
-        return None if table is None else FilledKernelCosts(table, Roofline(chip=chip))
+        if table is None:
+            return None
+        return KernelCostStack(((f"plugin {plugin_name(table)}", table), (ROOFLINE, Roofline(chip=chip))))
 
     def collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | None:
         """Return the first plugin's answer, with the topology's where that is NaN; None for the topology alone."""
@@ -137,7 +139,7 @@ class LoadedPlugins:
             return validation.collective_costs(answer, levels)
 
         found = self._first([group.chip], "flagcore_collective_costs", check, group=group, engine=engine)
-        return None if found is None else FilledCollectiveCosts(found, Collectives(topology=levels))
+        return None if found is None else CollectiveCostStack((found, Collectives(topology=levels)))
 
     def environment(
         self, chip: Chip, engine: str, engine_version: str | None = None, task: Task | None = None
@@ -155,7 +157,7 @@ class LoadedPlugins:
             joined = {**found, **joined}
         return joined
 
-    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]:
+    def knobs(self, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
         """Return all plugins' knobs; where several have one of a name, that of the plugin asked first."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version}
         found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]

@@ -40,11 +40,16 @@ def proxied(plugin: str, hook: str, answer: T) -> T:
     return cast(T, PluginProxy(plugin, answer))
 
 
+def plugin_name(answer: object) -> str:
+    """Return the name of the plugin that answered with an object, empty if it is not a plugin's."""
+    return answer._owner if isinstance(answer, PluginProxy) else ""
+
+
 class PluginProxy:
     """Stands for a plugin's object. What its methods raise becomes NoDevice, with the way to do without the plugin."""
 
     def __init__(self, plugin: str, answer: object) -> None:
-        self._plugin, self._answer = plugin, answer
+        self._owner, self._answer = plugin, answer
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -60,8 +65,8 @@ class PluginProxy:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                whose = f"plugin {self._plugin}: {name} of {type(self._answer).__name__}"
-                hint = f"do without it by --no-plugin {self._plugin}"
+                whose = f"plugin {self._owner}: {name} of {type(self._answer).__name__}"
+                hint = f"do without it by --no-plugin {self._owner}"
                 raise NoDevice(f"{whose} raised {one_line(error)}; {hint}") from error
 
         return call

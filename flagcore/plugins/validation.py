@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, Mem
 from flagcore.domain.chip import Chip, Device, Fact
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.maturity import Maturity
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.curves import CollectiveTable, problem
 from flagcore.physics.collectives.model import KINDS
@@ -68,20 +68,21 @@ def environment(answer: object) -> dict[str, str]:
     return variables
 
 
-def knobs(answer: object) -> tuple[PluginKnob, ...]:
-    """Return `answer` as knobs: each has a name of its own, a source, and choices that differ from what is off."""
-    found = tuple(data(Sequence[PluginKnob], answer))
+def knobs(answer: object) -> tuple[Knob, ...]:
+    """Return `answer` as knobs: each has a valid name, a source, and effects of values that differ from the neutral."""
+    found = tuple(data(Sequence[Knob], answer))
     for knob in found:
         values = [(type(value), value) for value in knob.values]
-        if not re.fullmatch(r"[a-z][a-z0-9_]*", knob.name) or not knob.choices or not knob.source.detail.strip():
-            raise BadPlugin(f"answered the knob {knob.name!r}: it needs a name of small letters, choices and a source")
+        sourced = knob.source is not None and knob.source.detail.strip()
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", knob.name) or not knob.effects or not sourced:
+            raise BadPlugin(f"answered the knob {knob.name!r}: it needs a name of small letters, effects and a source")
         if len(set(values)) != len(values) or len({kind for kind, _ in values} - {type(None)}) > 1:
             raise BadPlugin(f"answered the knob {knob.name}, whose values {knob.values} are equal, or of several kinds")
-        for choice in knob.choices:
-            factors = (choice.time, choice.memory)
+        for effect in knob.effects.values():
+            factors = (effect.time, effect.memory)
             if not all(0 < each.low <= each.value <= each.high < math.inf for each in factors):
                 raise BadPlugin(f"answered the knob {knob.name}, whose factors are not 0 < low <= value <= high")
-            environment(choice.environment)
+            environment(effect.environment)
     return found
 
 
@@ -205,7 +206,13 @@ def _compare(kind: Any, value: object, where: str) -> None:
     origin, inner = get_origin(kind), get_args(kind)
     if kind is object:
         return
-    if origin in (Union, types.UnionType):
+    if origin is Literal:
+        if value not in inner:
+            raise BadPlugin(f"{where} {_shown(value)}, not one of {', '.join(map(str, inner))}")
+    elif origin is Callable:
+        if not callable(value):
+            raise BadPlugin(f"{where} {_shown(value)}, not a function")
+    elif origin in (Union, types.UnionType):
         if not any(_fits(option, value) for option in inner):
             nearest = [option for option in inner if is_dataclass(option) and isinstance(value, cast(type, option))]
             if nearest:

@@ -21,7 +21,7 @@ from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
 from flagcore.spec.settings import settings_of
 from flagcore.spec.units import parse_bytes
-from flagcore.spec.validate import checked
+from flagcore.spec.validate import checked, gathered, joined
 
 
 def document_as_spec(data: Any, *, file: str, base: Path, plugin_knobs: Collection[str] = ()) -> Spec:
@@ -34,20 +34,28 @@ def document_as_spec(data: Any, *, file: str, base: Path, plugin_knobs: Collecti
     try:
         document = checked(Document, data, file=file)
     except SpecError as error:
-        raise with_plugin_knobs(error, plugin_knobs) from None
+        problems = [with_plugin_knobs(each, plugin_knobs) for each in error.problems]
+    else:
+        return _training(document, beside, file, base)
+    raise joined(problems)
+
+
+def _training(document: Document, beside: dict[str, dict[str, Any]], file: str, base: Path) -> Spec:
     tuner = document.auto_tuner
-    return Spec(
-        cluster=_cluster(document.cluster, file, base),
-        control=_control(tuner.control, file),
-        envs=_environment(document.envs, file),
-        model=_model(document.model, file, base),
-        work=train_of(document.train, base),
-        space=space_of(tuner.space) | plugin_space(beside["space"], file),
-        baseline=None if tuner.baseline is None else candidate_of(tuner.baseline) | plugin_baseline(beside, file),
-        objective=tuner.objective,
-        strategy=tuner.strategy,
-        launcher=tuner.launcher,
+    parts = gathered(
+        {
+            "model": lambda: _model(document.model, file, base),
+            "cluster": lambda: _cluster(document.cluster, file, base),
+            "work": lambda: train_of(document.train, base),
+            "space": lambda: space_of(tuner.space) | plugin_space(beside["space"], file),
+            "baseline": lambda: (
+                None if tuner.baseline is None else candidate_of(tuner.baseline) | plugin_baseline(beside, file)
+            ),
+            "control": lambda: _control(tuner.control, file),
+            "envs": lambda: _environment(document.envs, file),
+        }
     )
+    return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
 
 
 def _serving(data: Any, file: str, base: Path) -> Spec:
@@ -61,21 +69,28 @@ def _serving(data: Any, file: str, base: Path) -> Spec:
             problem, fix = "are several, and this takes one", "give one of them; `flag tune` takes several"
             raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
         engine = engine[0]
-    check_sections(tuner.space, [engine], "space", file)
-    check_sections(tuner.baseline or {}, [engine], "baseline", file)
-    baseline = None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
-    return Spec(
-        cluster=_cluster(document.cluster, file, base),
-        control=Control(**tuner.control.model_dump()),
-        envs=_environment(document.envs, file),
-        model=_model(document.model, file, base),
-        work=serve_of(document.serve, engine, base, cards=tuner.cards, model=document.model, file=file),
-        space=space_of_engine(tuner.space, engine),
-        baseline=baseline,
-        objective=tuner.objective,
-        strategy=tuner.strategy,
-        launcher=tuner.launcher,
+    serve = document.serve
+
+    def space() -> dict[str, Any]:
+        check_sections(tuner.space, [engine], "space", file)
+        return space_of_engine(tuner.space, engine)
+
+    def baseline() -> dict[str, Any] | None:
+        check_sections(tuner.baseline or {}, [engine], "baseline", file)
+        return None if tuner.baseline is None else knobs_of_engine(tuner.baseline, engine)
+
+    parts = gathered(
+        {
+            "model": lambda: _model(document.model, file, base),
+            "cluster": lambda: _cluster(document.cluster, file, base),
+            "work": lambda: serve_of(serve, engine, base, cards=tuner.cards, model=document.model, file=file),
+            "space": space,
+            "baseline": baseline,
+            "control": lambda: Control(**tuner.control.model_dump()),
+            "envs": lambda: _environment(document.envs, file),
+        }
     )
+    return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
 
 
 def train_of(train: TrainSection, base: Path) -> TrainSpec:
@@ -172,8 +187,7 @@ def _control(control: ControlSection, file: str) -> Control:
 
 
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
-    for name in envs:
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            problem = "is not the name of an environment variable"
-            raise spec_error(("envs", name), problem, fix="use letters, digits and underscores", file=file)
+    problem, fix = "is not the name of an environment variable", "use letters, digits and underscores"
+    if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
+        raise joined([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
     return {name: str(value) for name, value in envs.items()}

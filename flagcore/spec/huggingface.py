@@ -17,7 +17,7 @@ from flagcore.errors import SpecError
 from flagcore.spec.limits import Layers, NoLayers, NoSize, Size
 from flagcore.spec.models import check_model
 from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.validate import checked
+from flagcore.spec.validate import checked, joined
 
 NAMES = {
     "num_layers": "num_hidden_layers",
@@ -260,7 +260,9 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
         found = error
     else:
         return model
-    raise spec_error(found.key, found.problem, value=found.value, fix=found.fix, file=file)
+    raise joined(
+        [spec_error(each.key, each.problem, value=each.value, fix=each.fix, file=file) for each in found.problems]
+    )
 
 
 def _experts(experts: int, topk: int, width: int) -> Fields:

@@ -1,21 +1,23 @@
-"""Plain data against a pydantic model; what is wrong is told in our own words, from the JSON Schema of the model."""
+"""Plain data against a pydantic model. Errors are worded from the JSON Schema of the model."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flagcore.errors import SpecError
+from flagcore.errors import SpecError, SpecErrors
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
 from flagcore.spec.units import BYTES_PATTERN
 
+MAX_PROBLEMS = 20
+"""Problems of one file that are listed."""
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
-CALLED = {
+ALIASES = {
     "num_hidden_layers": "num_layers",
     "n_layer": "num_layers",
     "n_embd": "hidden_size",
@@ -45,7 +47,7 @@ CALLED = {
     "backend": "engine",
     "framework": "engine",
 }
-"""What other tools and model files call a key, where its spelling does not show it; for sections that have the key."""
+"""Names of keys in other tools and model files, where spelling alone does not find them."""
 
 
 class Section(BaseModel):
@@ -57,16 +59,39 @@ class Section(BaseModel):
 
 
 def checked(kind: type[M], data: object, *, file: str = "", at: KeyPath = ()) -> M:
-    """Return `data` as a `kind`. `at` leads to `data` from the top of the file. Raises SpecError."""
+    """Return `data` as a `kind`. `at` leads to `data` from the top of the file. Raises SpecError with every problem."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        found = [(item["type"], item["loc"]) for item in error.errors(include_url=False, include_context=False)]
-    raise _explain(kind.model_json_schema(), data, found, file=file, at=at)
+        kinds: dict[KeyPath, str] = {}
+        for item in error.errors(include_url=False, include_context=False):
+            path = _in_data(data, item["loc"])
+            missing = item["type"] == "missing"
+            kinds.setdefault((*path, item["loc"][-1]) if missing else path, item["type"])
+    raise joined(_problems(kind.model_json_schema(), data, kinds, file, at))
+
+
+def gathered(parts: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
+    """Return what each of `parts` makes. Raises SpecError with the problems of all parts."""
+    made: dict[str, Any] = {}
+    found: list[SpecError] = []
+    for name, make in parts.items():
+        try:
+            made[name] = make()
+        except SpecError as error:
+            found += error.problems
+    if found:
+        raise joined(found)
+    return made
+
+
+def joined(problems: Sequence[SpecError]) -> SpecError:
+    """Return one error for all `problems`, of which there is at least one."""
+    return problems[0] if len(problems) == 1 else SpecErrors(problems)
 
 
 def describe(schema: Schema, root: Schema) -> str:
-    """Return in words what `schema`, a part of `root`, accepts."""
+    """Return the values that `schema`, a part of `root`, accepts, in words."""
     parts = list(_alternatives(schema, root))
     words = [word for part in parts if part.get("type") != "array" for word in _words_of(part)]
     for part in parts:
@@ -112,33 +137,35 @@ def _words_of(part: Schema) -> list[str]:
     return ["null" if kind == "null" else "a mapping"]
 
 
-def _explain(
-    root: Schema, data: object, found: list[tuple[str, tuple[int | str, ...]]], *, file: str, at: KeyPath
-) -> SpecError:
-    kinds: dict[KeyPath, str] = {}
-    for kind, location in found:
-        path = _in_data(data, location)
-        kinds.setdefault((*path, location[-1]) if kind == "missing" else path, kind)
-    deepest = [
-        path for path in kinds if not any(len(other) > len(path) and other[: len(path)] == path for other in kinds)
-    ]
-    deepest.sort(key=lambda path: kinds[path] != "extra_forbidden")
-    path, value, meant = deepest[0], None, ""
-    if kinds[path] == "missing":
-        problem, fix = "is missing", f"give {describe(_schema_at(root, path), root)}"
-    elif kinds[path] == "extra_forbidden":
-        value = _value_at(data, path)
-        value = None if isinstance(value, (dict, list)) else value
-        problem, fix = "is not a known key", _nearest(root, path, at)
-        meant = fix.split()[-1].removesuffix("?") if fix else ""
-    else:
-        value, schema = _value_at(data, path), _schema_at(root, path)
-        problem = f"{'is null but ' if value is None else ''}must be {describe(schema, root)}"
-        fix = _hint(value, list(_alternatives(schema, root)))
-    others = len([each for each in deepest[1:] if (each, kinds[each]) != ((*path[:-1], meant), "missing")])
-    more = f" (and {others} more)" if others else ""
-    fix, problem = (fix + more, problem) if fix else (fix, problem + more)
-    return spec_error((*at, *path), problem, value=value, fix=fix, file=file)
+def _problems(root: Schema, data: object, kinds: Mapping[KeyPath, str], file: str, at: KeyPath) -> list[SpecError]:
+    """Return each problem that pydantic found, unknown keys first.
+
+    The error of a section is left out where one of its keys has an error, and a missing key that an unknown one is
+    close to.
+    """
+    sections = {path[:size] for path in kinds for size in range(len(path))}
+    paths = [path for path in kinds if path not in sections]
+    paths.sort(key=lambda path: kinds[path] != "extra_forbidden")
+    found: list[SpecError] = []
+    meant: set[KeyPath] = set()
+    for path in paths:
+        if path in meant:
+            continue
+        if len(found) == MAX_PROBLEMS:
+            found.append(spec_error(at, f"has {len(paths) - MAX_PROBLEMS} more problems", file=file))
+            break
+        if kinds[path] == "missing":
+            value, problem, fix = None, "is missing", f"give {describe(_schema_at(root, path), root)}"
+        elif kinds[path] == "extra_forbidden":
+            value, problem, fix = _value_at(data, path), "is not a known key", _nearest(root, path, at)
+            value = None if isinstance(value, (dict, list)) else value
+            meant.add((*path[:-1], fix.split()[-1].removesuffix("?")))
+        else:
+            value, schema = _value_at(data, path), _schema_at(root, path)
+            problem = f"{'is null but ' if value is None else ''}must be {describe(schema, root)}"
+            fix = _hint(value, list(_alternatives(schema, root)))
+        found.append(spec_error((*at, *path), problem, value=value, fix=fix, file=file))
+    return found
 
 
 def _in_data(data: object, location: tuple[int | str, ...]) -> KeyPath:
@@ -186,8 +213,8 @@ def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
     elsewhere = [key for key in known if key[-1] == name]
     if elsewhere:
         return "it belongs under " + " or ".join(key_text((*at, *key[:-1])) for key in elsewhere[:2])
-    if CALLED.get(name.lower()) in here:
-        return f"did you mean {CALLED[name.lower()]}?"
+    if ALIASES.get(name.lower()) in here:
+        return f"did you mean {ALIASES[name.lower()]}?"
     if close := [key for key in here if name.lower() in _initials(key)] or difflib.get_close_matches(name, here, n=1):
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
@@ -197,14 +224,14 @@ def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
 
 
 def _initials(key: str) -> tuple[str, ...]:
-    """Return what the field may call a key for short: `tp` and `tmp` of `tensor_model_parallel_size`, `gbs`."""
+    """Return short names of a key: `tp` and `tmp` of `tensor_model_parallel_size`, `gbs` of `global_batch_size`."""
     words = key.split("_")
     shorter = [word for word in words if word != "model"]
     return tuple("".join(word[0] for word in some if word) for some in (words, shorter, shorter[:-1]))
 
 
 def _hint(value: object, options: list[Schema]) -> str:
-    """Return how to mend a value that is nearly right, or nothing."""
+    """Return how to fix a value that is nearly right, or nothing."""
     if value is None:
         return "give a value, or remove the key"
     options = [*options, *(option["items"] for option in options if "items" in option)]

@@ -15,18 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from flagcore.domain.engine import EngineSupport, Refused
 from flagcore.domain.space import Axis, BoolArray, Columns, IntArray, Merge, Rule, Space, decode
-from flagcore.domain.spec import Spec
-from flagcore.errors import NoDevice, SpecError
+from flagcore.errors import SpecError
 
 CHUNK = 1 << 15
 MOST_ROWS = 20_000_000
-
-JOB_KEYS = ("precision", "attention", "implementation")
-"""Keys of a job that a plugin may refuse values of."""
-SHARED = ("settings.", "engine_args.")
-"""What keys of settings begin with that all candidates share."""
 
 _OfRows: TypeAlias = "Callable[[IntArray], NDArray[Any]]"
 """Something that is said of each row, from the row's number."""
@@ -44,69 +37,6 @@ def build(axes: Sequence[Axis], rules: Sequence[Rule], merges: Sequence[Merge]) 
         equal = [merge for merge in merges if axis.knob in merge.knobs and known.issuperset(merge.knobs)]
         crossing.cross(ready, equal)
     return crossing.space()
-
-
-def refusals(axes: Sequence[Axis], support: EngineSupport, spec: Spec | None = None) -> tuple[Rule, ...]:
-    """Return a rule for each thing that a plugin says does not work on its chip: values of a knob, or of what `spec`
-    says for all candidates.
-
-    A word that the knob does not know is passed over: a plugin may know of more releases of an engine. Raises NoDevice
-    for what is neither a knob nor a key of a job.
-    """
-    by_knob = {axis.knob: axis for axis in axes}
-    rules = []
-    for refused in support.refused:
-        if refused.knob in by_knob:
-            rules.append(_of_knob(by_knob[refused.knob], refused))
-        elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED):
-            value = None if spec is None else _said(spec, refused.knob)
-            rules.append(_of_job(axes[0], refused.name, refused.knob, value, value in refused.values, refused.reason))
-        else:
-            problem = f"a plugin refuses values of {refused.knob}, which is no knob (rule {refused.name})"
-            raise NoDevice(f"{problem}; knobs: {', '.join(by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
-    for forced in support.forced:
-        value = None if spec is None else _said(spec, forced.setting)
-        reason = f"it must be {forced.value}: {forced.reason}"
-        wrong = value is not None and value != forced.value
-        rules.append(_of_job(axes[0], forced.name, forced.setting, value, wrong, reason))
-    return tuple(rules)
-
-
-def _of_knob(axis: Axis, refused: Refused) -> Rule:
-    known = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
-    codes = np.array([axis.encode(value) for value in known], dtype=np.int64)
-    most = np.inf if refused.above is None else refused.above
-    values = " or ".join([*map(str, refused.values), *([f"more than {most}"] if refused.above is not None else [])])
-    return Rule(
-        name=refused.name,
-        knobs=(axis.knob,),
-        message=f"{axis.knob} = {values}: {refused.reason}",
-        broken=lambda c: np.isin(c[axis.knob], codes) | (c[axis.knob] > most),
-    )
-
-
-def _of_job(first: Axis, name: str, key: str, value: object, wrong: bool, reason: str) -> Rule:
-    """Return a rule that every candidate breaks, or none: what it is of is the same for all."""
-    return Rule(
-        name=name,
-        knobs=(first.knob,),
-        message=f"{key} = {value}: {reason}" if wrong else f"{key}: {reason}",
-        broken=lambda c: np.full(c[first.knob].shape, wrong),
-    )
-
-
-def _said(spec: Spec, key: str) -> object:
-    """Return what a spec says of a key of a job or of a shared setting; None where it says nothing."""
-    where, _, name = key.partition(".")
-    if not name:
-        return getattr(spec.work, where, None)
-    flag = f"--{name.replace('_', '-')}"
-    words = list(spec.work.command or ())
-    if flag in words:
-        following = words[words.index(flag) + 1 :][:1]
-        return following[0] if following and not following[0].startswith("-") else True
-    given = getattr(spec.work, where, {})
-    return {each.lstrip("-").replace("-", "_"): value for each, value in given.items()}.get(name.replace("-", "_"))
 
 
 def check(columns: Columns, rules: Sequence[Rule], merges: Sequence[Merge]) -> tuple[dict[str, IntArray], list[Rule]]:

@@ -19,6 +19,7 @@ from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
@@ -82,7 +83,7 @@ def _costs_of(group: NodeGroup, plugins: Plugins, engine: str) -> Costs:
     run_slowdown = UNMEASURED_RUN_SLOWDOWN if known is None else known.run_slowdown()
     return Costs(
         memory=plugins.memory_model(group, engine) or PlainMemory.of(group),
-        kernels=known or Roofline(chip=group.chip),
+        kernels=known or KernelCostStack(((ROOFLINE, Roofline(chip=group.chip)),)),
         collectives=plugins.collective_costs(group, engine)
         or Collectives(topology=plugins.topology(group) or topology_of(group)),
         guessed=known is None,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from flagcore.contracts import Launcher, Platform, Running, Workload
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of, with_flags
 from flagcore.domain.launch import Launch
 
 
@@ -17,11 +18,17 @@ def launch(
     It is ended after `seconds`; where processes live in the machine's own memory, also when they outgrow
     the cluster's budget. Raises FlagError if it cannot be started.
     """
-    planned = prepared(platform, workload.launch(platform, candidate, folder))
+    planned = platform.prepared(planned_launch(platform, workload, candidate, folder))
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
     return launcher.start(limits)
 
 
-def prepared(platform: Platform, planned: Launch) -> Launch:
-    """Return `planned` as the plugins and the spec want it started."""
-    return platform.prepared(planned)
+def planned_launch(
+    platform: Platform, workload: Workload, candidate: Candidate, folder: str, *, for_real: bool = False
+) -> Launch:
+    """Return how the engine starts a candidate, with the flags and variables of the plugins' knobs."""
+    task = platform.task
+    effects = effects_of(task, candidate.as_dict())
+    bare = replace(platform, task=with_flags(engine_task(task), effects))
+    planned = workload.launch(bare, engine_candidate(task, candidate), folder, for_real=for_real)
+    return replace(planned, environment={**planned.environment, **environment_of(effects)})

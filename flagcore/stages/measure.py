@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from flagcore.contracts import Platform, Running, Telemetry, Workload
 from flagcore.domain.devices import SLOWER, SLOWER_CORES, slow_devices
+from flagcore.domain.effects import engine_task
 from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
 from flagcore.domain.launch import Exit
 from flagcore.domain.secrets import secrets_of, without_secrets
@@ -85,7 +86,7 @@ def _outcome(
 ) -> Trial:
     if (ended.code == 0 and ended.ended_by is None) or beaten_by:
         try:
-            measured = workload.read(platform.task, trial.candidate, folder, partial=beaten_by is not None)
+            measured = workload.read(engine_task(platform.task), trial.candidate, folder, partial=beaten_by is not None)
         except FlagError as error:
             return replace(trial, state=TrialState.FAILED, reason=str(error))
         if beaten_by:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flagcore.contracts import Costs, Workload
+import numpy as np
+
+from flagcore.contracts import Costs, Workload, memory_components
+from flagcore.domain.effects import engine_task, rows_by_effects, scaled
 from flagcore.domain.objective import told
 from flagcore.domain.prediction import ModelPart, Prediction, Predictions, RankPrediction
 from flagcore.domain.serving import ServeSpec, nested
-from flagcore.domain.space import Space
+from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task
 
 CHUNK = 1 << 16
@@ -33,7 +36,34 @@ FULL_SHARE = 0.9
 def predict(task: Task, workload: Workload, space: Space, costs: Costs) -> Predictions:
     """Return the predictions of all candidates, in the order of the space's rows."""
     pieces = space.chunks(CHUNK) if len(space) else [slice(0, 0)]
-    return Predictions.join((workload.predict(task, space.columns(rows), costs) for rows in pieces), len(space))
+    return Predictions.join(
+        (predict_columns(task, workload, space.columns(rows), costs) for rows in pieces), len(space)
+    )
+
+
+def predict_columns(task: Task, workload: Workload, columns: Columns, costs: Costs) -> Predictions:
+    """Return the engine's predictions of every row, with the settings and factors of the plugins' knobs."""
+    parts, order = [], []
+    for effects, some, rows in rows_by_effects(task, columns):
+        parts.append(scaled(workload.predict(engine_task(task, effects), some, costs), effects))
+        order.append(rows)
+    if len(parts) <= 1:
+        return parts[0] if parts else workload.predict(engine_task(task), columns, costs)
+    back: IntArray = np.argsort(np.concatenate(order), kind="stable").astype(np.int64)
+    return Predictions.join(parts).take(back)
+
+
+def predict_components(
+    task: Task, workload: Workload, columns: Columns, stages: IntArray, costs: Costs
+) -> dict[str, dict[str, FloatArray]]:
+    """Return the engine's figures by component with the settings of each row's knobs; factors are not split."""
+    found: dict[str, dict[str, FloatArray]] = {}
+    for effects, some, rows in rows_by_effects(task, columns):
+        components = memory_components(workload, engine_task(task, effects), some, stages[rows], costs)
+        for component, figures in components.items():
+            for name, values in figures.items():
+                found.setdefault(component, {}).setdefault(name, np.zeros(stages.size))[rows] = values
+    return found
 
 
 def limit(prediction: Prediction) -> str:

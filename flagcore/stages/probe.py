@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of
 from flagcore.domain.failure import classify, log_tail
 from flagcore.domain.launch import Exit
 from flagcore.domain.prediction import RankPrediction
@@ -54,9 +55,11 @@ def probe(
     cannot be started, and lets exceptions pass; either ends the processes.
     """
     task = platform.task
-    prober, columns = require_prober(workload), workload.columns(task, candidate.as_dict())
-    chosen = tuple(ranks) or prober.probe_ranks(task, candidate, platform.costs)
-    predicted = {rank: prober.rank(task, columns, rank, platform.costs) for rank in chosen}
+    prober, bare, own = require_prober(workload), engine_task(task), engine_candidate(task, candidate)
+    chosen = tuple(ranks) or prober.probe_ranks(bare, own, platform.costs)
+    columns = workload.columns(bare, own.as_dict())
+    as_set = engine_task(task, effects_of(task, candidate.as_dict()))
+    predicted = {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in chosen}
     done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
     waiting, playing = [rank for rank in chosen if rank not in done], list[_Playing]()
     ends = time.monotonic() + seconds
@@ -110,9 +113,11 @@ def _start(
         os.makedirs(where, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"{where} cannot be made: {error.strerror or error}") from None
-    planned = platform.prepared(
-        require_prober(workload).probe_launch(platform, candidate, blank.rank, where, blank.device)
-    )
+    task = platform.task
+    bare, own = replace(platform, task=engine_task(task)), engine_candidate(task, candidate)
+    planned = require_prober(workload).probe_launch(bare, own, blank.rank, where, blank.device)
+    variables = environment_of(effects_of(task, candidate.as_dict()))
+    planned = platform.prepared(replace(planned, environment={**planned.environment, **variables}))
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
     return _Playing(blank, launcher.start(limits), where)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import Choice, SearchContext, Strategy, Workload
+from flagcore.domain.effects import engine_task
 from flagcore.domain.experience import Features, Past
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned, SearchState
@@ -20,7 +21,7 @@ def rank(strategy: Strategy, context: SearchContext) -> Choice:
         return Choice(row=None, because="every candidate is settled")
     for trial in context.trials:
         if trial.state is TrialState.INTERRUPTED and (row := context.space.find(trial.candidate)) in context.open_rows:
-            return Choice(row=row, because="it was interrupted")
+            return Choice(row=row, because="interrupted before")
     return strategy.next(context)
 
 
@@ -38,7 +39,7 @@ def search_context(
 
     def of_rows(rows: IntArray) -> Features:
         columns = space.columns(rows)
-        return features(space.axes, columns, predictions.take(rows), workload.sizes(task, columns))
+        return features(space.axes, columns, predictions.take(rows), workload.sizes(engine_task(task), columns))
 
     return SearchContext(
         task=task,

@@ -16,8 +16,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Chip
-from flagcore.domain.plugin_knob import WHOLE_STEP, Factor, Need, PluginChoice, PluginKnob
+from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob, Requirement
 from flagcore.vendorkit.fields import Part, read_parts
 from flagcore.vendorkit.versions import concerns, versions_of
 
@@ -31,10 +32,10 @@ class Listed:
     engine: str
     chips: tuple[str, ...]
     versions: str
-    knob: PluginKnob
+    knob: Knob
 
 
-def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[PluginKnob, ...]:
+def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = None) -> tuple[Knob, ...]:
     """Return the knobs of `engine` on `chip`. Raises SpecError for a bad file."""
     return tuple(
         each.knob
@@ -60,20 +61,21 @@ def read_knobs(text: str, file: str) -> tuple[Listed, ...]:
 
 
 def _listed(part: Part) -> Listed:
-    off = part.content.pop("default", None)
+    neutral = part.content.pop("default", None)
+    effects = dict(_effect(each) for each in _each(part, "choices"))
     made = Listed(
         engine=part.required("engine", str),
         chips=tuple(part.listed("chips", str)),
         versions=versions_of(part),
-        knob=PluginKnob(
+        knob=Knob(
             name=part.required("name", str),
-            off=off,
-            choices=tuple(_choice(each) for each in _each(part, "choices")),
-            message=part.required("says", str),
+            neutral=neutral,
+            effects=effects,
+            help=part.required("says", str),
             claim=part.optional("claim", str, ""),
-            effect=part.source("effect") if "effect" in part.content else None,
-            needs=tuple(_need(each) for each in _each(part, "needs")),
-            of_experts=part.optional("of_experts", bool, False),
+            effect_source=part.source("effect") if "effect" in part.content else None,
+            requires=tuple(_requirement(each) for each in _each(part, "needs")),
+            experts_only=part.optional("of_experts", bool, False),
             source=part.source("source"),
         ),
     )
@@ -81,12 +83,12 @@ def _listed(part: Part) -> Listed:
     return made
 
 
-def _choice(part: Part) -> PluginChoice:
-    if part.content.get("value") is None:
+def _effect(part: Part) -> tuple[KnobValue, Effect]:
+    value: KnobValue = part.content.pop("value", None)
+    if value is None:
         raise part.wrong("value", "is missing")
     time, memory = part.part("time"), part.part("memory")
-    made = PluginChoice(
-        value=part.content.pop("value"),
+    made = Effect(
         settings=part.optional("settings", dict, {}),
         part=WHOLE_STEP if time is None else time.optional("part", str, WHOLE_STEP),
         time=_factor(time),
@@ -95,7 +97,7 @@ def _choice(part: Part) -> PluginChoice:
         environment=part.optional("environment", dict, {}),
     )
     part.finish()
-    return made
+    return value, made
 
 
 def _factor(part: Part | None) -> Factor:
@@ -108,8 +110,8 @@ def _factor(part: Part | None) -> Factor:
     return Factor(value=value, low=low, high=high)
 
 
-def _need(part: Part) -> Need:
-    made = Need(
+def _requirement(part: Part) -> Requirement:
+    made = Requirement(
         knob=part.required("knob", str),
         at_least=part.optional("at_least", int, None),
         at_most=part.optional("at_most", int, None),

@@ -11,9 +11,9 @@ from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.maturity import Maturity
-from flagcore.domain.plugin_knob import PluginKnob
 from flagcore.domain.spec import Task
 from flagcore.hooks import hookimpl
 from flagcore.physics.collectives.curves import CollectiveTable
@@ -113,7 +113,7 @@ class VendorPlugin:
         )
 
     @hookimpl
-    def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[PluginKnob] | None:
+    def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
         """Return the knobs of knobs.yaml."""
         if not self.owns(chip) or not files(self.package).joinpath(KNOBS).is_file():
             return None

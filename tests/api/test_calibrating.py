@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flagcore.api.common.machine_load import Load, busy
 from flagcore.api.hardware import calibration
-from flagcore.api.hardware.machine_load import Load, busy
 from flagcore.calibration import Calibration
 from flagcore.domain.chip import Chip, Device, Support
 from flagcore.domain.engine import EngineSupport

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.tuning.transfer import past
+from flagcore.api.common.transfer import past
 from flagcore.engines.megatron import WORKLOAD
 from flagcore.plugins import LoadedPlugins
 from tests import small

@@ -158,7 +158,7 @@ def test_memory_model_goes_from_the_largest_down_and_skips_what_is_too_large_or_
         ran.append(place)
         tuner.tell(1.0)
     assert ran == [1, 4]
-    told = {entry.values["data_parallel_size"]: (entry.pruned_by, entry.out_of_memory) for entry in tuner.history}
-    assert told[4] == ("memory_model", True)
-    assert told[3] == ("memory_utilization", False)
-    assert told[1] == ("memory_utilization", False)
+    by_size = {entry.values["data_parallel_size"]: (entry.pruned_by, entry.out_of_memory) for entry in tuner.history}
+    assert by_size[4] == ("memory_model", True)
+    assert by_size[3] == ("memory_utilization", False)
+    assert by_size[1] == ("memory_utilization", False)

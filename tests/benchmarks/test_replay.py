@@ -102,9 +102,9 @@ def test_never_tried_is_told_of_what_was_measured_of_legal_candidates_and_of_all
     figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--strategy", "predicted")
     assert (figures["mean_measured"], figures["mean_candidates"]) == (18, 18)
     assert figures["mean_combinations"] == 3**4
-    told = figures["figures"]["flagscale_priority_performance"]  # it runs a third: one micro batch of three
+    by_name = figures["figures"]["flagscale_priority_performance"]  # it runs a third: one micro batch of three
     for of, size in (("measured", 18), ("candidates", 18), ("combinations", 81)):
-        assert told[f"never_tried_of_{of}"] == pytest.approx(1 - 6 / size, abs=1e-3)
+        assert by_name[f"never_tried_of_{of}"] == pytest.approx(1 - 6 / size, abs=1e-3)
     part, _ = replay(tmp_path, sweep(best=(1, 4, 2))[1:], "--strategy", "predicted")
     assert (part["mean_measured"], part["mean_candidates"]) == (17, 18)  # what nobody ran is legal all the same
     assert part["figures"]["oracle"]["never_tried_of_candidates"] == pytest.approx(1 - 2 / 18, abs=1e-3)
@@ -126,13 +126,13 @@ def test_with_less_memory_the_rest_runs_out_of_it_for_every_search(tmp_path: Pat
 
 def test_a_model_that_is_wrong_is_wrong_for_the_sweep_at_hand_only_and_costs_trials(tmp_path: Path) -> None:
     figures, _ = replay(tmp_path, sweep(best=(1, 4, 2)), "--wrong", "--fitting", "0.8")
-    told = figures["figures"]
-    names = {name.split(": ")[1] for name in told}
+    by_name = figures["figures"]
+    names = {name.split(": ")[1] for name in by_name}
     assert names == {"learned", "learned, first run on a chip", "predicted"}
-    untried = {name: figures["never_tried_of_measured"] for name, figures in told.items()}
+    untried = {name: figures["never_tried_of_measured"] for name, figures in by_name.items()}
     assert untried["memory x 0.7: predicted"] < untried["nothing wrong: predicted"]  # it takes all of them to fit
-    right = told["nothing wrong: predicted"]["trials_to_within_1pct"]
-    assert told["all times x 3: predicted"]["trials_to_within_1pct"] == right
+    right = by_name["nothing wrong: predicted"]["trials_to_within_1pct"]
+    assert by_name["all times x 3: predicted"]["trials_to_within_1pct"] == right
 
 
 def test_parts_of_the_sweeps_are_replayed_by_themselves(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_probes_come_before_the_first_run_and_their_seconds_count(tmp_path: Path
     for each in records:
         each["measured"] |= {"probe": [probe(each["measured"]["step_time_s"])], "start_s": 2.0}
     figures, _ = replay(tmp_path, records, "--ablations")
-    told = figures["figures"]
-    alone, probed = (told[name]["trial_seconds_to_within_1pct"] for name in ("all of it", "3 probes first"))
-    trials = told["3 probes first"]["trials_to_within_1pct"]
+    by_name = figures["figures"]
+    alone, probed = (by_name[name]["trial_seconds_to_within_1pct"] for name in ("all of it", "3 probes first"))
+    trials = by_name["3 probes first"]["trials_to_within_1pct"]
     assert probed >= 3 * 20.0 + trials * (2.0 + 3 * 1.0)
     assert alone < 18 * (2.0 + 5 * 2.0)
 

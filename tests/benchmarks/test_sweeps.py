@@ -54,8 +54,8 @@ def records(**changes: Any) -> list[dict[str, Any]]:
 
 
 def test_every_source_that_a_curve_was_fitted_to_has_parameters_of_the_fit_without_it() -> None:
-    told = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))
-    for family in told.values():
+    fitted = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))
+    for family in fitted.values():
         for source in family["sources"].values():
             assert source["left_out_parameters"]["gemm_share"] > 0
 
@@ -68,9 +68,9 @@ def test_a_sweep_of_a_fitted_source_is_predicted_by_the_curve_of_the_fit_without
     (own,) = sweeps.read_sweeps(records(cluster=cluster, source=source), loaded)
     (strange,) = sweeps.read_sweeps(records(cluster=cluster), loaded)
     assert not np.allclose(own.problem.predictions.step_time_s, strange.problem.predictions.step_time_s, rtol=1e-6)
-    told = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))["ampere"]["sources"][source]
+    fitted = json.loads((BENCHMARKS / "fitted.json").read_text(encoding="utf-8"))["ampere"]["sources"][source]
     curve = own.problem.platform.costs.kernels.curve
-    assert {name: getattr(curve, name) for name in told["left_out_parameters"]} == told["left_out_parameters"]
+    assert {name: getattr(curve, name) for name in fitted["left_out_parameters"]} == fitted["left_out_parameters"]
 
 
 def test_a_sweep_is_predicted_as_its_records_are(sweeps: Any, loaded: LoadedPlugins) -> None:

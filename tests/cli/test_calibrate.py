@@ -31,6 +31,7 @@ def step_time(flag: Flag, spec: str) -> float:
     return float(json.loads(ran.out)[0]["step_time_s"]["value"])
 
 
+@pytest.mark.process
 def test_what_is_measured_is_kept_listed_used_and_forgotten(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -205,7 +205,7 @@ def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag
     others = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--json").out)
     untried = next(each["candidate"] for each in others if json.dumps(each["candidate"]) not in tried)
     open_one = told(project.run_dir, values_text(untried))
-    assert open_one["because"][0] == "it was not tried: the search ended because max_trials = 5 is reached"
+    assert open_one["because"][0] == "it was not tried: the search ended because max_trials = 5 reached"
     assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"]
     assert 1 <= len(open_one["nearest"]["differs"]) <= 2
     assert flag("explain", str(project.run_dir), "99").err.endswith("has no trial 99; it has 0, 1, 2, 3, 4, 5, 6\n")

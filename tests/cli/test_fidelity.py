@@ -17,6 +17,7 @@ from tests.cli.conftest import SPACE, Project, Ran
 from tests.cli.test_tune import books_balance
 
 Flag = Callable[..., Ran]
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training")]
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "train-1024-probe.yaml")
 CONTROL = {"train_iters": 2, "warmup_iters": 1, "max_time_per_task": 60, "max_trials": 3}
@@ -142,6 +143,7 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
 
 
 @needs_megatron
+@pytest.mark.long
 def test_killed_while_it_probes_it_leaves_nothing_running_and_repeats_no_finished_probe(project: Project) -> None:
     spec = world(project)
     arguments = ("tune", spec, "--run-dir", str(project.run_dir), "--fidelity", "probe", "--json", "-q")
@@ -165,6 +167,7 @@ def test_killed_while_it_probes_it_leaves_nothing_running_and_repeats_no_finishe
 
 
 @needs_megatron
+@pytest.mark.long
 def test_probes_go_before_real_runs(flag: Flag, project: Project) -> None:
     small = {**WORLD, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"}}
     spec = project.spec(**small, control={**CONTROL, "probes": 2, "max_trials": 2, "repeats": 0})
@@ -179,6 +182,7 @@ def test_probes_go_before_real_runs(flag: Flag, project: Project) -> None:
 
 
 @needs_megatron
+@pytest.mark.long
 def test_killed_while_it_probes_runs_or_repeats_it_goes_on_and_loses_nothing(project: Project) -> None:
     small = {**WORLD, "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"}}
     control = {**CONTROL, "probes": 2, "max_trials": 2, "repeats": 1}

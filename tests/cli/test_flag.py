@@ -117,6 +117,7 @@ def test_a_closed_stdout_is_no_failure() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.process
 def test_nohup_is_respected(project: Project) -> None:
     spec = project.spec(sleeps=0.1, control={"max_trials": 2, "repeats": 0})
     process = subprocess.Popen(

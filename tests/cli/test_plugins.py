@@ -11,6 +11,7 @@ import pytest
 from tests.cli.conftest import Project, Ran
 
 Flag = Callable[..., Ran]
+pytestmark = pytest.mark.process
 BROKEN = "raise ImportError('libdriver.so.1: cannot open shared object file')"
 NEWCOMER = """
 import os

@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.process
+
 SERVER = """
 import os, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer

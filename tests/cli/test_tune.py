@@ -21,6 +21,7 @@ import yaml
 from tests.cli.conftest import BEST, Project, Ran
 
 Flag = Callable[..., Ran]
+pytestmark = pytest.mark.process
 
 
 def tune(flag: Flag, project: Project, *more: str, **of_spec: Any) -> Ran:

@@ -18,7 +18,8 @@ from tests.cli.conftest import MODEL, Project, Ran
 from tests.cli.test_tune import books_balance
 
 Flag = Callable[..., Ran]
-SERVER = Path(__file__).parents[1] / "workloads" / "serving" / "trial" / "server.py"
+pytestmark = pytest.mark.process
+SERVER = Path(__file__).parents[1] / "engines" / "serving" / "trial" / "server.py"
 
 
 def spec(project: Project, *, behaviour: str = "known", slo: Any = None, **tuner: Any) -> str:

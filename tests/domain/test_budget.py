@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.budget import allowance, repeats_seconds, room_for, seconds_left, spent
+from flagcore.domain.budget import has_time_to_repeat, repeats_seconds, seconds_left, stop_reason, trial_timeout
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.noise import MORE_ROUNDS
 from flagcore.domain.search_state import SearchState
@@ -43,21 +43,21 @@ def search_state(*trials: Trial) -> SearchState:
 
 def test_the_number_of_trials_ends_a_run() -> None:
     known = [trial(0, role=Role.BASELINE), *(trial(n) for n in (1, 2, 3))]
-    assert spent(CONTROL, search_state(*known[:3]), 0.0) is None
-    assert spent(CONTROL, search_state(*known), 0.0) == "max_trials = 4 is reached"
+    assert stop_reason(CONTROL, search_state(*known[:3]), 0.0) is None
+    assert stop_reason(CONTROL, search_state(*known), 0.0) == "max_trials = 4 reached"
 
 
 def test_an_interrupted_trial_has_used_up_nothing() -> None:
     known = [trial(n) for n in range(4)]
     known[3] = replace(known[3], state=TrialState.INTERRUPTED, measurement=None)
-    assert spent(CONTROL, search_state(*known), 0.0) is None
+    assert stop_reason(CONTROL, search_state(*known), 0.0) is None
 
 
 def test_time_is_kept_for_the_repeats_and_one_more_trial() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE, seconds=20.0), trial(1, 2.0, seconds=10.0))
     assert repeats_seconds(CONTROL, known) == 30.0
-    assert spent(CONTROL, known, 49.0) is None
-    assert spent(CONTROL, known, 50.0) == "max_time = 100 s is spent"
+    assert stop_reason(CONTROL, known, 49.0) is None
+    assert stop_reason(CONTROL, known, 50.0) == "max_time = 100 s reached"
 
 
 def test_time_is_kept_for_the_repeats_of_rivals_too_and_more_rounds_may_come() -> None:
@@ -73,30 +73,30 @@ def test_time_is_kept_for_the_repeats_of_rivals_too_and_more_rounds_may_come() -
 
 
 def test_nothing_is_run_again_that_would_not_end_in_time() -> None:
-    assert room_for(CONTROL, trial(0, seconds=10.0), 90.0)
-    assert not room_for(CONTROL, trial(0, seconds=10.0), 91.0)
-    assert room_for(replace(CONTROL, max_time=None), trial(0, seconds=10.0), 1e9)
+    assert has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 90.0)
+    assert not has_time_to_repeat(CONTROL, trial(0, seconds=10.0), 91.0)
+    assert has_time_to_repeat(replace(CONTROL, max_time=None), trial(0, seconds=10.0), 1e9)
 
 
 def test_a_hang_does_not_eat_the_time_of_the_others() -> None:
     known = search_state(
         trial(0, 1.0, role=Role.BASELINE), replace(trial(1, None, seconds=30.0), state=TrialState.TIMED_OUT)
     )
-    assert spent(CONTROL, known, 80.0) is None
+    assert stop_reason(CONTROL, known, 80.0) is None
 
 
 def test_when_nothing_works_it_ends_early() -> None:
-    assert spent(replace(CONTROL, max_trials=99), search_state(*(trial(n, None) for n in range(5))), 0.0) == (
+    assert stop_reason(replace(CONTROL, max_trials=99), search_state(*(trial(n, None) for n in range(5))), 0.0) == (
         "the first 5 trials all failed"
     )
     memory = [replace(trial(n, None), state=TrialState.OUT_OF_MEMORY) for n in range(5)]
-    assert spent(replace(CONTROL, max_trials=99), search_state(*memory), 0.0) is None
+    assert stop_reason(replace(CONTROL, max_trials=99), search_state(*memory), 0.0) is None
 
 
 @pytest.mark.parametrize(("elapsed", "seconds"), [(0.0, 30.0), (90.0, 10.0), (100.0, 1.0), (500.0, 1.0)])
 def test_a_trial_gets_what_is_left_of_the_run(elapsed: float, seconds: float) -> None:
-    assert allowance(CONTROL, elapsed) == seconds
-    assert allowance(replace(CONTROL, max_time=None), elapsed) == 30.0
+    assert trial_timeout(CONTROL, elapsed) == seconds
+    assert trial_timeout(replace(CONTROL, max_time=None), elapsed) == 30.0
 
 
 def test_the_estimate_of_what_is_left_counts_trials_and_repeats() -> None:

@@ -9,7 +9,7 @@ import pytest
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, gains, off
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.report.text import learned_table
+from flagcore.report.plan_text import learned_table
 from flagcore.stages.learn import learn
 
 

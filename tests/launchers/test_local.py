@@ -1,4 +1,4 @@
-"""The local launcher with real processes. What is left behind is looked for by a marker in /proc/*/environ."""
+"""The local launcher with real processes. A marker in /proc/*/environ finds processes that are left."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 from flagcore.launchers.local import LAUNCHER, MARKER, free_port
+
+pytestmark = pytest.mark.process
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 STUBBORN = """
@@ -56,7 +58,7 @@ running.wait(60)
 
 
 class Marked:
-    """Processes that carry a word of their own in their environment."""
+    """Processes with a marker of this test in their environment."""
 
     def __init__(self) -> None:
         self.environment = {"TEST_MARK": uuid.uuid4().hex}
@@ -83,7 +85,7 @@ def marked() -> Iterator[Marked]:
 def wait_for(path: Path, text: str) -> None:
     deadline = time.monotonic() + 10
     while not (path.exists() and text in path.read_text()):
-        assert time.monotonic() < deadline, f"{path} never said {text}"
+        assert time.monotonic() < deadline, f"{path} lacks {text}"
         time.sleep(0.01)
 
 
@@ -92,7 +94,7 @@ def test_it_is_a_launcher_named_local() -> None:
     assert launcher.name == "local"
 
 
-def test_exit_code_logs_and_records_are_kept(tmp_path: Path) -> None:
+def test_exit_code_logs_and_records_are_written(tmp_path: Path) -> None:
     code = "import os, sys; print(os.getcwd()); print(os.environ['X'], file=sys.stderr); sys.stdin.read(); sys.exit(7)"
     running = LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path / "a"), environment={"X": "ä"}))
     ended = running.wait(10)
@@ -189,7 +191,7 @@ def test_a_full_folder_is_ended_as_disk(tmp_path: Path) -> None:
     assert (ended.code, ended.ended_by) == (-9, "disk")
 
 
-def test_stop_ends_the_tree_and_says_request(tmp_path: Path, marked: Marked) -> None:
+def test_stop_ends_the_tree_by_request(tmp_path: Path, marked: Marked) -> None:
     argv = ("/bin/sh", "-c", "sleep 60 & exec sleep 60")
     launch = Launch(argv=argv, folder=str(tmp_path), environment=marked.environment)
     running = LAUNCHER.start(launch)
@@ -201,7 +203,7 @@ def test_stop_ends_the_tree_and_says_request(tmp_path: Path, marked: Marked) -> 
     assert marked.alive() == []
 
 
-def test_the_end_is_told_within_20_ms(tmp_path: Path) -> None:
+def test_the_end_is_noticed_within_20_ms(tmp_path: Path) -> None:
     code = "import time; time.sleep(0.3); print(time.time(), flush=True)"
     late = []
     for attempt in range(3):
@@ -307,7 +309,7 @@ def test_ended_trials_leave_no_descriptor_and_no_zombie(tmp_path: Path) -> None:
     assert not any((kin := guard.family(pid)) and kin[0] == os.getpid() and kin[3] for pid in guard.all_processes())
 
 
-def test_binary_output_is_kept(tmp_path: Path) -> None:
+def test_binary_output_arrives_unchanged(tmp_path: Path) -> None:
     code = "import os; os.write(1, bytes(range(256)) * 3); os.write(2, b'\\xff\\x00')"
     LAUNCHER.start(Launch(argv=(*PYTHON, code), folder=str(tmp_path))).wait(10)
     assert (tmp_path / "stdout.log").read_bytes() == bytes(range(256)) * 3
@@ -351,7 +353,7 @@ def test_each_trial_has_a_port_of_its_own_unless_it_is_given(tmp_path: Path, mon
         ({"folder": "/etc/passwd"}, ("/etc/passwd", "cannot write")),
     ],
 )
-def test_what_cannot_be_started_is_told_in_one_line(
+def test_an_error_at_the_start_is_one_line_that_names_the_value(
     tmp_path: Path, change: dict[str, object], words: tuple[str, ...]
 ) -> None:
     launch = Launch(**{"argv": ("/bin/true",), "folder": str(tmp_path), **change})
@@ -363,7 +365,7 @@ def test_what_cannot_be_started_is_told_in_one_line(
         assert word in str(caught.value)
 
 
-def test_too_many_open_files_is_told_and_leaves_none_open(tmp_path: Path) -> None:
+def test_too_many_open_files_is_an_error_that_leaves_none_open(tmp_path: Path) -> None:
     code = """
 import os, resource, sys
 from flagcore.domain.launch import Launch

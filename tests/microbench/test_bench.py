@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="the micro-benchmark needs torch", exc_type=ImportError)
 
+pytestmark = pytest.mark.process
+
 ACCELERATOR = """
 import json, time
 from types import SimpleNamespace
@@ -64,20 +66,20 @@ print(json.dumps({"planned": len(items), "rows": rows,
 """
 
 
-def ask(program: str) -> Any:
+def run(program: str) -> Any:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_a_kernel_that_is_shorter_than_its_launch_is_timed_by_the_device() -> None:
-    assert ask(ACCELERATOR) == pytest.approx(5e-5, rel=0.3)
+    assert run(ACCELERATOR) == pytest.approx(5e-5, rel=0.3)
 
 
 def test_time_that_is_too_short_leaves_gaps_but_small_and_large_kernels() -> None:
-    said = ask(PLAN)
-    work = [row["m"] * row["n"] * row["k"] for row in said["rows"]]
-    assert 5 < len(work) < said["planned"]
+    found = run(PLAN)
+    work = [row["m"] * row["n"] * row["k"] for row in found["rows"]]
+    assert 5 < len(work) < found["planned"]
     assert max(work) > 100 * min(work)
-    assert said["unmultiplied"] == 0
-    assert all(row["repeats"] >= 3 and row["us"] > 0 for row in said["rows"])
+    assert found["unmultiplied"] == 0
+    assert all(row["repeats"] >= 3 and row["us"] > 0 for row in found["rows"])

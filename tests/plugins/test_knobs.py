@@ -15,45 +15,46 @@ import yaml
 
 from flagcore import api
 from flagcore.contracts import Pipelined
+from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.experience import Past
-from flagcore.domain.plugin_knob import Factor, Need, PluginChoice, PluginKnob
+from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.learning import features
 from flagcore.plugins import strategy, workload_of
-from flagcore.problem import Problem, build_problem
+from flagcore.problem import Problem, build_problem, candidate_columns
 from flagcore.spec import parse_spec
 from flagcore.stages.build import build
 from flagcore.stages.learn import learn
-from flagcore.stages.predict import predict
+from flagcore.stages.legality import legality
+from flagcore.stages.predict import predict, predict_columns, predict_components
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import search_context
 from tests import small
 from tests.plugins.conftest import Install
 
-FUSED = PluginChoice(value=True, part="tp_comm_s", time=Factor(value=0.5, low=0.4, high=0.8))
-KNOB = PluginKnob(
+FUSED = Effect(part="tp_comm_s", time=Factor(value=0.5, low=0.4, high=0.8))
+KNOB = Knob(
     name="acme_fused",
-    off=False,
-    choices=(FUSED,),
-    message="fuses",
+    neutral=False,
+    effects={True: FUSED},
+    help="fuses",
     source=small.SOURCE,
-    needs=(Need(knob="tensor_model_parallel_size", at_least=2),),
+    requires=(Requirement(knob="tensor_model_parallel_size", at_least=2),),
 )
-SCHEDULE = PluginKnob(
+SCHEDULE = Knob(
     name="acme_schedule",
-    off=None,
-    choices=(
-        PluginChoice(value="zb-h1", settings={"pipeline_schedule": "zb-h1"}),
-        PluginChoice(value="wait", environment={"ACME_WAIT": "1"}, memory=Factor(value=0.9, low=0.8, high=1.0)),
-    ),
-    message="orders",
+    effects={
+        "zb-h1": Effect(settings={"pipeline_schedule": "zb-h1"}),
+        "wait": Effect(environment={"ACME_WAIT": "1"}, memory=Factor(value=0.9, low=0.8, high=1.0)),
+    },
+    help="orders",
     source=small.SOURCE,
 )
 PLUGIN = """
     from flagcore.domain.chip import Source
-    from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
+    from flagcore.domain.knob import Effect, Factor, Knob
     from flagcore.hooks import hookimpl
 
     SOURCE = Source(kind="published", detail="made up")
@@ -62,13 +63,13 @@ PLUGIN = """
     def flagcore_knobs(chip, engine):
         if chip.name != "cpu" or engine != "megatron":
             return None
-        on = PluginChoice(value=True, flags=("--acme-fused",), time=Factor(value=0.9, low=0.8, high=1.0))
-        wait = PluginChoice(value=2, environment={"ACME_WAIT": "2"})
-        secret = PluginChoice(value=True)
+        on = Effect(flags=("--acme-fused",), time=Factor(value=0.9, low=0.8, high=1.0))
+        wait = Effect(environment={"ACME_WAIT": "2"})
+        secret = Effect()
         return [
-            PluginKnob(name="acme_fused", off=False, choices=(on,), message="fuses", source=SOURCE),
-            PluginKnob(name="acme_wait", off=None, choices=(wait,), message="waits", source=SOURCE),
-            PluginKnob(name="acme_secret", off=False, choices=(secret,), message="hides", source=SOURCE),
+            Knob(name="acme_fused", neutral=False, effects={True: on}, help="fuses", source=SOURCE),
+            Knob(name="acme_wait", effects={2: wait}, help="waits", source=SOURCE),
+            Knob(name="acme_secret", neutral=False, effects={True: secret}, help="hides", source=SOURCE),
         ]
 """
 SPEC: dict[str, Any] = {
@@ -104,13 +105,13 @@ def with_space(base: Path, **changes: Any) -> Path:
     return file
 
 
-def predicted(*knobs: PluginKnob, **values: Any) -> Any:
+def predicted(*knobs: Knob, **values: Any) -> Any:
     """Predict one candidate of TP 2 and PP 2 with values of knobs."""
     task = small.task(space={"acme_fused": "auto", "acme_schedule": (None, "zb-h1", "wait")})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=knobs)
     engine = workload_of(task.spec.work)
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    return engine.predict(task, engine.columns(task, {**own, **values}), small.costs(task)).row(0)
+    return predict_columns(task, engine, candidate_columns(task, engine, {**own, **values}), small.costs(task)).row(0)
 
 
 def test_an_effect_on_a_part_of_the_step_shifts_that_part_and_widens_the_interval() -> None:
@@ -127,7 +128,10 @@ def test_settings_of_a_choice_predict_with_the_cores_own_formula() -> None:
     task = small.task(settings={"pipeline_schedule": "zb-h1"})
     engine = workload_of(task.spec.work)
     own = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    assert on.step_time_s == engine.predict(task, engine.columns(task, own), small.costs(task)).row(0).step_time_s
+    assert (
+        on.step_time_s
+        == predict_columns(task, engine, candidate_columns(task, engine, own), small.costs(task)).row(0).step_time_s
+    )
 
 
 def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> None:
@@ -137,37 +141,38 @@ def test_the_pipeline_of_a_candidate_has_the_schedule_that_its_knob_sets() -> No
     assert isinstance(engine, Pipelined)
     for value, schedule in ((None, "interleaved"), ("zb-h1", "zb-h1")):
         values = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "acme_schedule": value}
-        passes = engine.passes(task, engine.columns(task, values), small.costs(task))
+        columns = candidate_columns(task, engine, values)
+        passes = engine.passes(engine_task(task, effects_of_row(task, columns)), columns, small.costs(task))
         assert passes is not None
         assert passes.schedule == schedule
 
 
 def test_what_the_setting_of_a_choice_forbids_is_illegal_where_it_is_chosen_and_nowhere_else() -> None:
     settings = {"pipeline_schedule": "dualpipev"}
-    knob = replace(SCHEDULE, choices=(PluginChoice(value="dualpipev", settings=settings),))
+    knob = replace(SCHEDULE, effects={"dualpipev": Effect(settings=settings)})
     task = small.task(space={"acme_schedule": (None, "dualpipev")}, global_batch_size=8)
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
     engine = workload_of(task.spec.work)
-    (rule,) = [each for each in engine.rules(task) if each.name == "acme_schedule_pipeline_schedule"]
+    (rule,) = [each for each in legality(task, engine).rules if each.name == "acme_schedule_pipeline_schedule"]
     own = {"data_parallel_size": 1, "pipeline_model_parallel_size": 4}
     cases = {(None, 8): False, ("dualpipev", 1): False, ("dualpipev", 2): True}
     for (value, size), broken in cases.items():
-        columns = engine.columns(task, {**own, "micro_batch_size": size, "acme_schedule": value})
+        columns = candidate_columns(task, engine, {**own, "micro_batch_size": size, "acme_schedule": value})
         assert rule.broken(columns).tolist() == [broken]
     assert "acme_schedule = dualpipev: pipeline_schedule: dualpipev needs" in rule.message
 
 
 def test_a_setting_that_a_choice_sets_anew_forbids_what_it_is_then_and_not_what_it_was() -> None:
-    anew = PluginChoice(value="zb-h1", settings={"pipeline_schedule": "zb-h1"})
-    more = PluginChoice(value="both", settings={"offload_stages": "0,3"})
-    knob = replace(SCHEDULE, choices=(anew, more))
+    anew = Effect(settings={"pipeline_schedule": "zb-h1"})
+    more = Effect(settings={"offload_stages": "0,3"})
+    knob = replace(SCHEDULE, effects={"zb-h1": anew, "both": more})
     task = small.task(settings={"pipeline_schedule": "dualpipe", "offload_stages": "0"}, global_batch_size=4)
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
     engine = workload_of(task.spec.work)
 
     def broken(value: str | None, **sizes: int) -> set[str]:
-        columns = engine.columns(task, {"micro_batch_size": 1, **sizes, "acme_schedule": value})
-        return {rule.name for rule in engine.rules(task) if rule.broken(columns).any()}
+        columns = candidate_columns(task, engine, {"micro_batch_size": 1, **sizes, "acme_schedule": value})
+        return {rule.name for rule in legality(task, engine).rules if rule.broken(columns).any()}
 
     four = {"pipeline_model_parallel_size": 4}
     assert "pipeline_schedule" in broken(None, **four)
@@ -178,21 +183,22 @@ def test_a_setting_that_a_choice_sets_anew_forbids_what_it_is_then_and_not_what_
 
 
 def test_memory_by_component_and_of_a_rank_is_that_of_the_schedule_that_the_knob_sets() -> None:
-    knob = replace(SCHEDULE, choices=(PluginChoice(value="zb-2p", settings={"pipeline_schedule": "zb-2p"}),))
+    knob = replace(SCHEDULE, effects={"zb-2p": Effect(settings={"pipeline_schedule": "zb-2p"})})
     task = small.task(space={"acme_schedule": (None, "zb-2p")})
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))
     engine, costs, first = workload_of(task.spec.work), small.costs(task), np.array([0])
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    off, on = (engine.columns(task, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
+    off, on = (candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in (None, "zb-2p"))
     both = {name: np.concatenate([on[name], off[name]]) for name in on}
-    held = engine.components(task, both, np.array([0, 0]), costs)["ffn"]["activation_bytes"]
-    alone = [engine.components(task, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
+    held = predict_components(task, engine, both, np.array([0, 0]), costs)["ffn"]["activation_bytes"]
+    alone = [predict_components(task, engine, one, first, costs)["ffn"]["activation_bytes"][0] for one in (on, off)]
     assert held.tolist() == alone
     assert held[0] == 1.5 * held[1]
     set_so = small.task(settings={"pipeline_schedule": "zb-2p"})
     bare = workload_of(set_so.spec.work)
-    expected = bare.rank(set_so, bare.columns(set_so, own), 0, small.costs(set_so))
-    assert engine.rank(task, on, 0, costs) == expected != engine.rank(task, off, 0, costs)
+    expected = bare.rank(set_so, candidate_columns(set_so, bare, own), 0, small.costs(set_so))
+    ranks = [engine.rank(engine_task(task, effects_of_row(task, one)), one, 0, costs) for one in (on, off)]
+    assert ranks[0] == expected != ranks[1]
 
 
 def test_an_effect_on_memory_moves_what_is_in_use() -> None:
@@ -206,23 +212,25 @@ def test_many_rows_are_predicted_in_their_own_order() -> None:
     task = Task(spec=task.spec, cluster=task.cluster, knobs=(SCHEDULE,))
     engine = workload_of(task.spec.work)
     own = {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    each = [engine.columns(task, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
+    each = [candidate_columns(task, engine, {**own, "acme_schedule": value}) for value in ("wait", None, "zb-h1", None)]
     columns = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-    alone = [engine.predict(task, one, small.costs(task)).row(0).step_time_s for one in each]
-    assert engine.predict(task, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(alone)
+    alone = [predict_columns(task, engine, one, small.costs(task)).row(0).step_time_s for one in each]
+    assert predict_columns(task, engine, columns, small.costs(task)).step_time_s.tolist() == pytest.approx(alone)
 
 
 def test_what_a_knob_needs_is_a_rule(install: Install) -> None:
     problem = posed(install, {"acme_fused": [False, True]})
     assert problem.space.illegal.get("acme_fused_needs_tensor_model_parallel_size", 0) == 0
-    rules = {rule.name for rule in workload_of(problem.platform.task.spec.work).rules(_with(problem, KNOB))}
+    rules = {rule.name for rule in legality(_with(problem, KNOB), workload_of(problem.platform.task.spec.work)).rules}
     assert "acme_fused_needs_tensor_model_parallel_size" in rules
 
 
 def test_a_knob_of_experts_is_illegal_where_it_is_on_and_the_model_has_none() -> None:
     task = small.task(space={"acme_fused": (False, True)})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, of_experts=True),))
-    (rule,) = [each for each in workload_of(task.spec.work).rules(task) if each.name == "acme_fused_without_experts"]
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, experts_only=True),))
+    (rule,) = [
+        each for each in legality(task, workload_of(task.spec.work)).rules if each.name == "acme_fused_without_experts"
+    ]
     assert rule.broken({"acme_fused": np.array([0, 1])}).tolist() == [False, True]
 
 
@@ -263,7 +271,7 @@ def test_what_nobody_can_switch_on_is_estimated_but_not_tuned(install: Install, 
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     file = with_space(tmp_path, space={"acme_secret": [False, True]})
     assert {each["candidate"]["acme_secret"] for each in api.estimate(file).candidates} == {False, True}
-    with pytest.raises(SpecError, match="nobody has published how it is switched on"):
+    with pytest.raises(SpecError, match="no source documents"):
         api.tune(file, run_dir=tmp_path / "run")
 
 
@@ -278,9 +286,10 @@ def test_explain_tells_every_knob_of_the_chip(install: Install, tmp_path: Path) 
 
 def test_what_a_trial_proves_holds_for_its_own_value_of_a_knob_and_errors_are_learned_over_it() -> None:
     task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, needs=()),))
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
     engine = workload_of(task.spec.work)
-    space = build(engine.axes(task), engine.rules(task), engine.merges(task))
+    legal = legality(task, engine)
+    space = build(legal.axes, legal.rules, legal.merges)
     foretold = predict(task, engine, space, small.costs(task))
     nothing = prune(space, foretold, engine, (), ())
     on = next(row for row in range(len(space)) if space.candidate(row).as_dict()["acme_fused"])
@@ -291,15 +300,16 @@ def test_what_a_trial_proves_holds_for_its_own_value_of_a_knob_and_errors_are_le
     assert space.columns(gone)["acme_fused"].all()
     rows = np.arange(len(space))
     columns = space.columns(rows)
-    known = features(space.axes, columns, foretold.take(rows), engine.sizes(task, columns))
+    known = features(space.axes, columns, foretold.take(rows), engine.sizes(engine_task(task), columns))
     assert known.knobs["acme_fused"].tolist() == columns["acme_fused"].tolist()
 
 
 def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> None:
     task = small.task(space={"acme_fused": (False, True), "micro_batch_size": (1, 2), "use_recompute": (False,)})
-    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, needs=()),))
+    task = Task(spec=task.spec, cluster=task.cluster, knobs=(replace(KNOB, requires=()),))
     engine = workload_of(task.spec.work)
-    space = build(engine.axes(task), engine.rules(task), engine.merges(task))
+    legal = legality(task, engine)
+    space = build(legal.axes, legal.rules, legal.merges)
     foretold = predict(task, engine, space, small.costs(task))
     pruned = prune(space, foretold, engine, (), ())
     off = [row for row in range(len(space)) if not space.candidate(row).as_dict()["acme_fused"]]
@@ -316,14 +326,14 @@ def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> 
 
 SERVES = """
     from flagcore.domain.chip import Source
-    from flagcore.domain.plugin_knob import Factor, PluginChoice, PluginKnob
+    from flagcore.domain.knob import Effect, Factor, Knob
     from flagcore.hooks import hookimpl
 
     @hookimpl
     def flagcore_knobs(chip, engine):
-        slow = PluginChoice(value=True, environment={"ACME_SLOW": "1"}, time=Factor(value=2.0, low=1.5, high=3.0))
+        slow = Effect(environment={"ACME_SLOW": "1"}, time=Factor(value=2.0, low=1.5, high=3.0))
         source = Source(kind="published", detail="made up")
-        return [PluginKnob(name="acme_slow", off=False, choices=(slow,), message="waits", source=source)]
+        return [Knob(name="acme_slow", neutral=False, effects={True: slow}, help="waits", source=source)]
 """
 
 
@@ -342,8 +352,10 @@ def test_an_engine_that_serves_has_plugins_knobs_too(install: Install, tmp_path:
     assert found[True]["tpot_s"]["p50"] == pytest.approx(2 * found[False]["tpot_s"]["p50"])
     assert found[True]["output_tokens_per_s"] == pytest.approx(found[False]["output_tokens_per_s"] / 2)
     file.write_text(yaml.safe_dump(spec | {"auto_tuner": {"space": {"wholly_else": True}}}))
-    with pytest.raises(SpecError, match=r"wholly_else is no knob of vllm.*plugins bring acme_slow"):
+    with pytest.raises(SpecError) as error:
         api.estimate(file)
+    assert error.value.key == "auto_tuner.space.wholly_else"
+    assert "acme_slow" in error.value.fix
 
 
 LAUNCH = '''
@@ -414,6 +426,6 @@ def posed(install: Install, space: dict[str, Any]) -> Problem:
     return build_problem(spec, loaded, workload_of(spec.work))
 
 
-def _with(problem: Problem, knob: PluginKnob) -> Task:
+def _with(problem: Problem, knob: Knob) -> Task:
     task = problem.platform.task
     return Task(spec=task.spec, cluster=task.cluster, knobs=(knob,))

@@ -20,7 +20,8 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
 from flagcore.stages import build as build_module
-from flagcore.stages.build import build, check, refusals
+from flagcore.stages.build import build, check
+from flagcore.stages.legality import refusals
 from tests import small
 
 MODELS = {

@@ -17,7 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
+    pytest.mark.process,
+    pytest.mark.xdist_group("training"),
+]
 
 ADD_ON = """
 from dataclasses import replace

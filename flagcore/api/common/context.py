@@ -10,10 +10,10 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.common.inputs import UNNAMED, SpecLike, given
 from flagcore.api.common.runs import SPEC, Run, load_run
+from flagcore.api.common.transfer import past as past_of
 from flagcore.api.common.warnings import loaded_plugins, parsed, tell_of_problem
-from flagcore.api.tuning.transfer import past as past_of
 from flagcore.calibration import Experience
-from flagcore.contracts import SearchContext, Workload, memory_components
+from flagcore.contracts import SearchContext, Workload
 from flagcore.domain.experience import Past
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import Pruned, SearchState
@@ -24,7 +24,7 @@ from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem, build_problem
 from flagcore.stages.learn import learn
 from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import record
+from flagcore.stages.predict import predict_columns, predict_components, record
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import search_context
 from flagcore.store import RunDirectory
@@ -52,14 +52,14 @@ class Known:
 
     def pruned_by(self, columns: Columns) -> list[str]:
         """Return what the rules say that call one candidate, in the space or not, not worth a trial."""
-        predicted = self.workload.predict(self.task, columns, self.problem.platform.costs)
+        predicted = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
         return [f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
 
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return what is predicted of one candidate, in the space or not, by component of its worst stage, too."""
         task, costs = self.task, self.problem.platform.costs
-        predicted = self.workload.predict(task, columns, costs)
-        components = memory_components(self.workload, task, columns, predicted.worst_stage, costs)
+        predicted = predict_columns(task, self.workload, columns, costs)
+        components = predict_components(task, self.workload, columns, predicted.worst_stage, costs)
         figures = replace(predicted.row(0), components=of_row(components, 0))
         why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
         return why | record(task, figures)

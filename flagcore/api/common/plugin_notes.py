@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from flagcore.contracts import Platform
-from flagcore.domain.plugin_knob import PluginChoice, PluginKnob
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Effect, Knob
 from flagcore.domain.spec import Task
-from flagcore.problem import why_not_launched
+from flagcore.problem import no_launch_reason
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
@@ -17,31 +18,32 @@ def plugin_notes(platform: Platform) -> tuple[str, ...]:
     return (*forced, *platform.support.notes)
 
 
-def knob_record(task: Task, knob: PluginKnob) -> dict[str, Any]:
+def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
     """Return a plugin's knob as plain data. `not_launched` says by value why no trial can have it."""
-    why = {choice.value: why_not_launched(task, knob, choice.value) for choice in knob.choices}
+    why = {value: no_launch_reason(task, knob, value) for value in knob.effects}
+    source = knob.source
     return {
         "knob": knob.name,
         "values": list(knob.values),
         "in_space": knob in task.knobs,
-        "says": knob.message,
+        "says": knob.help,
         "claim": knob.claim,
-        "effect": f"{knob.effect.kind}: {knob.effect.detail}" if knob.effect else None,
-        "needs": [str(need) for need in knob.needs] + ["a mixture of experts"] * knob.of_experts,
-        "effects": [_effect(choice) for choice in knob.choices],
+        "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
+        "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
+        "effects": [_effect(value, effect) for value, effect in knob.effects.items()],
         "not_launched": {str(value): reason for value, reason in why.items() if reason},
-        "source": f"{knob.source.kind}: {knob.source.detail}",
+        "source": f"{source.kind}: {source.detail}" if source else None,
     }
 
 
-def _effect(choice: PluginChoice) -> dict[str, Any]:
-    """Return what a value of a knob makes of predictions."""
+def _effect(value: KnobValue, effect: Effect) -> dict[str, Any]:
+    """Return what a value of a knob changes."""
     return {
-        "value": choice.value,
-        "part": choice.part,
-        "time": asdict(choice.time),
-        "memory": asdict(choice.memory),
-        "settings": dict(choice.settings),
-        "flags": list(choice.flags),
-        "environment": dict(choice.environment),
+        "value": value,
+        "part": effect.part,
+        "time": asdict(effect.time),
+        "memory": asdict(effect.memory),
+        "settings": dict(effect.settings),
+        "flags": list(effect.flags),
+        "environment": dict(effect.environment),
     }

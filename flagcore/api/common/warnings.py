@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.hardware.calibrated_plugins import CalibratedPlugins
+from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import InstalledVersion, Workload
 from flagcore.domain.chip import Support
@@ -17,7 +17,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
 from flagcore.errors import FlagError
 from flagcore.plugins import LoadedPlugins, load_plugins
-from flagcore.problem import Problem, shut_knobs
+from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.spec import parse_spec
 from flagcore.spec.knobs import SPACE_KNOBS
 from flagcore.spec.unused_keys import unused_in_space
@@ -60,7 +60,7 @@ def tell_of_problem(problem: Problem, workload: Workload) -> None:
         chip = task.cluster.chips
         tell([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
     tell(problem.platform.conflicts)
-    tell(shut_knobs(problem, workload))
+    tell(sizes_held_at_one(problem))
     tell(problem.pruned.broken_rules)
     if isinstance(task.spec.work, TrainSpec):
         tell(unused_in_space(task.spec.work.settings, task.spec.space))

@@ -12,8 +12,8 @@ from unicodedata import normalize
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import Axis, Columns, IntArray
-from flagcore.domain.spec import Task
 from flagcore.errors import SpecError, UsageError
+from flagcore.problem import Problem, candidate_columns
 from flagcore.report.text import RECOMPUTE, SHORT, USUALLY_ON
 from flagcore.stages.build import canonical
 
@@ -24,7 +24,7 @@ MOST = 80
 NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 
-def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
+def typed_columns(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
     """Return the columns of the one candidate that `text` says, and the knobs that it names: knob=value or knob value,
     with commas or blanks between.
 
@@ -32,7 +32,7 @@ def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, 
     does anything beside the named ones, else what the engine does without it; a data-parallel size is what the devices
     leave. Raises UsageError.
     """
-    axes = workload.axes(task)
+    task, axes = problem.platform.task, problem.legality.axes
     given = _given(text, axes)
     for axis in axes:
         value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
@@ -40,7 +40,7 @@ def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, 
             raise UsageError(f"{axis.knob} = {value} is no size; {_values(axis)}")
     fixed = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
-        whole, plain = workload.columns(task, {**fixed, **given}), workload.columns(task, given)
+        whole, plain = (candidate_columns(task, workload, values) for values in ({**fixed, **given}, given))
     except SpecError as error:
         wrong = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
         raise UsageError("; ".join([str(error), *map(_values, wrong)])) from None
@@ -50,7 +50,7 @@ def typed_columns(text: str, task: Task, workload: Workload) -> tuple[dict[str, 
         if axis.is_flag and axis.knob not in given and (axis.knob not in fixed or plain[axis.knob][0])
     ]
     columns = {axis.knob: (plain if axis.knob in implied else whole)[axis.knob] for axis in axes}
-    taken = canonical(columns, workload.merges(task))
+    taken = canonical(columns, problem.legality.merges)
     return {knob: (columns if knob in given else taken)[knob] for knob in columns}, frozenset(given)
 
 

@@ -85,8 +85,8 @@ def account(found: Known, name: str) -> Account:
     """Return all that is known of a candidate by its name, see `explain_candidate`. Raises UsageError."""
     columns, named = named_columns(found, name)
     space = found.problem.space
-    rules = broken_here(found.problem, found.workload, columns)
-    meant = columns if rules else canonical(columns, found.workload.merges(found.task))
+    rules = broken_here(found.problem, columns)
+    meant = columns if rules else canonical(columns, found.problem.legality.merges)
     same, asked = as_candidate(space.axes, meant), as_candidate(space.axes, columns)
     row = None if rules else space.find(same)
     predicted = None if rules else found.record(meant)
@@ -127,7 +127,7 @@ def named_columns(found: Known, name: str) -> tuple[Columns, frozenset[str]]:
     """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
     known_as = _by_name(found, name.strip().casefold())
     if known_as is None:
-        return typed_columns(name, found.task, found.workload)
+        return typed_columns(name, found.problem, found.workload)
     values = known_as.as_dict()
     axes = found.problem.space.axes
     return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}, frozenset()

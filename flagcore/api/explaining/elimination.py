@@ -10,16 +10,14 @@ import numpy as np
 from flagcore.api.common.context import Known
 from flagcore.api.explaining.candidate_parser import as_candidate
 from flagcore.api.explaining.neighbors import differing
-from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.noise import rivals
 from flagcore.domain.search_state import DOES_NOT_FIT
-from flagcore.domain.space import Columns, Rule
+from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.problem import Problem, fastest
 from flagcore.report.candidate_report import differs_text, seconds_text
 from flagcore.report.explanation import needs_text
-from flagcore.stages.build import refusals
 from flagcore.stages.prune import AS_MUCH_MEMORY, LEARNED, needed_share
 
 ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN = "illegal", "not in the space", "removed", "ran", "open"
@@ -33,18 +31,12 @@ LEGAL = {
 """What is said of a candidate outside the space, by whether it is predicted to fit."""
 
 
-def legality(problem: Problem, workload: Workload) -> Sequence[Rule]:
-    """Return the rules that make a candidate illegal: the engine's, and what plugins refuse on the chip."""
-    task = problem.platform.task
-    return (*workload.rules(task), *refusals(workload.axes(task), problem.platform.support, task.spec))
-
-
-def broken_here(problem: Problem, workload: Workload, columns: Columns) -> list[Mapping[str, Any]]:
+def broken_here(problem: Problem, columns: Columns) -> list[Mapping[str, Any]]:
     """Return the rules that one candidate breaks as plain data, each with the values that it looked at."""
     values = as_candidate(problem.space.axes, columns).as_dict()
     return [
         {"rule": rule.name, "says": rule.message, "values": {knob: values.get(knob) for knob in rule.knobs}}
-        for rule in legality(problem, workload)
+        for rule in problem.legality.rules
         if bool(rule.broken(columns).any())
     ]
 

@@ -10,7 +10,6 @@ from flagcore.api.common.context import known
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.common.plugin_notes import knob_record, plugin_notes
 from flagcore.api.common.runs import Run
-from flagcore.api.explaining.elimination import legality
 from flagcore.api.planning.estimate import before_trials
 from flagcore.domain.plan import Counts, count, lost_repeats
 from flagcore.domain.trial import RUN
@@ -54,7 +53,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     Raises the errors of `flagcore.errors`.
     """
     found = known(where, chip, without)
-    problem, workload, task = found.problem, found.workload, found.task
+    problem, task = found.problem, found.task
     counts, because, lost = before_trials(problem), None, dict[int, str]()
     if found.run is not None:
         lost = lost_repeats(found.run.repeats)
@@ -62,10 +61,8 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
             _kept(found.run) or count(problem.space, found.pruned, found.search_state),
             found.run.stopped_because,
         )
-    pruning = (*workload.pruning_rules(task), *problem.platform.pruning_rules)
-    says = {rule.name: rule.message for rule in legality(problem, workload)} | {
-        rule.name: rule.message for rule in pruning
-    }
+    says = {rule.name: rule.message for rule in problem.legality.rules}
+    says |= {rule.name: rule.message for rule in problem.rules}
     nothing_fits = None
     try:
         require_candidate(problem)

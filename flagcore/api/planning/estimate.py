@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.common.plugin_notes import plugin_notes
-from flagcore.contracts import Workload, memory_components, model_parts
+from flagcore.contracts import Workload, model_parts
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import SearchState
@@ -23,7 +23,7 @@ from flagcore.report.formats import lookup
 from flagcore.report.notebook import as_html
 from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import model_table, record
+from flagcore.stages.predict import model_table, predict_components, record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -134,7 +134,7 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
     """Return candidates with their predictions and, by component, what their worst stages hold."""
     task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
     stages = problem.predictions.worst_stage[rows]
-    components = memory_components(workload, task, columns, stages, problem.platform.costs)
+    components = predict_components(task, workload, columns, stages, problem.platform.costs)
     records = []
     for place, row in enumerate(rows):
         figures = replace(problem.predictions.row(int(row)), components=of_row(components, place))

@@ -26,8 +26,9 @@ from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
 from flagcore.spec.unused_keys import assumed_in_job, unused_in_job
-from flagcore.stages.build import canonical, refusals
+from flagcore.stages.build import canonical
 from flagcore.stages.discover import costs
+from flagcore.stages.legality import legality
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table, rank_record, record
 
@@ -79,7 +80,9 @@ def _job(line: Line) -> Job:
 
 def _refused(error: FlagError) -> Answer:
     """Return what is said of a record that cannot be predicted."""
-    return {"status": "invalid" if isinstance(error, SpecError) else "unknown", "reason": str(error)}
+    if isinstance(error, SpecError):
+        return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
+    return {"status": "unknown", "reason": str(error)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,7 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
     task = rows[0].task
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]
-    for rule in (*workload.rules(task), *refusals(workload.axes(task), platform.support, task.spec)):
+    for rule in legality(task, workload, platform.support).rules:
         for number in np.flatnonzero(rule.broken(columns)).tolist():
             if rule.name not in rows[number].noted:
                 broken[number].append(rule)

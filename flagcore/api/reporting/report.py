@@ -14,12 +14,12 @@ from flagcore.api.common.context import Known, known, run_home
 from flagcore.api.common.runs import SPEC, as_kept, told_trials
 from flagcore.api.common.warnings import tell
 from flagcore.contracts import Workload
-from flagcore.domain.plan import Plan, summarise
+from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.secrets import secrets_of, secrets_within
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.files import read_regular
-from flagcore.loop import Ending
+from flagcore.loop import TuneResult
 from flagcore.problem import Problem
 from flagcore.report.page.assembly import page
 from flagcore.report.page.html import as_html
@@ -49,7 +49,7 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
         raise RunError(f"{run_dir} holds a result that cannot be told ({error!r})") from error
 
 
-def keep_report(run_dir: Path, ending: Ending, workload: Workload, data: Mapping[str, Any]) -> bool:
+def keep_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
     """Write the page of a run that has just ended, and what it needs to be written again. Return whether it is there.
 
     A run is none the worse if that fails: it is told.
@@ -126,7 +126,7 @@ def _understood(folder: Path, without: Collection[str]) -> tuple[Known | None, s
 
 def _so_far(found: Known) -> Plan:
     """Return the plan of the trials that have ended."""
-    return summarise(found.task, found.problem.space, found.pruned, found.search_state, because="")
+    return summarize(found.task, found.problem.space, found.pruned, found.search_state, because="")
 
 
 def _predicted_again(understood: Known, found: Mapping[str, Any]) -> dict[str, Any]:

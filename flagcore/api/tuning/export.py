@@ -20,13 +20,14 @@ from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import plain_without_secrets, secrets_of, secrets_within, without_secrets
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
-from flagcore.loop import Ending
-from flagcore.problem import Problem, why_not_launched
+from flagcore.loop import TuneResult
+from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import as_yaml
 from flagcore.report.notebook import as_html
+from flagcore.report.plan_text import plan_text
 from flagcore.report.result import result
-from flagcore.report.text import candidate_text, plan_text
-from flagcore.stages.launch import prepared
+from flagcore.report.text import candidate_text
+from flagcore.stages.launch import planned_launch
 from flagcore.store.directory import writable, write
 
 
@@ -59,7 +60,7 @@ class Outcome:
         return as_html(repr(self).strip("<>"), [], {}, below=str(self))
 
 
-def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+def keep(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
@@ -74,8 +75,9 @@ def keep(ending: Ending, workload: Workload, run_dir: Path, spec: Mapping[str, A
             if cannot:
                 write(run_dir / "best.sh", excuse(plan, cannot))
             else:
-                planned = workload.launch(problem.platform, plan.best.candidate, str(folder), for_real=True)
-                launch = prepared(problem.platform, planned)
+                best = plan.best.candidate
+                planned = planned_launch(problem.platform, workload, best, str(folder), for_real=True)
+                launch = problem.platform.prepared(planned)
                 hidden = Hidden.of(launch)
                 write(folder / "launch.json", _as_json(launch, hidden), private=bool(hidden))
                 if hidden.kept:
@@ -127,7 +129,7 @@ def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str 
     """Return why the best of a plan cannot be started as it stands on any machine, None if it can."""
     platform, values = problem.platform, best.as_dict()
     for knob in platform.task.knobs:
-        if why := why_not_launched(platform.task, knob, values.get(knob.name, knob.off)):
+        if why := no_launch_reason(platform.task, knob, values.get(knob.name, knob.neutral)):
             return f"{knob.name} = {values[knob.name]}: {why}"
     try:
         workload.ready(platform.task.spec)

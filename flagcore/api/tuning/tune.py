@@ -10,11 +10,11 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.common.inputs import SpecLike, given
 from flagcore.api.common.run_folder import RUNS, anywhere, task_of, with_fidelity
+from flagcore.api.common.transfer import past as past_of
 from flagcore.api.common.warnings import loaded_plugins, parsed, tell, tell_of_problem
 from flagcore.api.reporting.report import keep_report, keep_report_of_engines
 from flagcore.api.tuning.export import Outcome, keep
 from flagcore.api.tuning.several_engines import each_engine
-from flagcore.api.tuning.transfer import past as past_of
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.experience import Past
@@ -23,12 +23,12 @@ from flagcore.domain.secrets import plain_without_secrets, secrets_within, witho
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
-from flagcore.loop import Ending, Parts
+from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
+from flagcore.report.plan_text import drift_text
 from flagcore.report.serving_text import impossible
-from flagcore.report.text import drift_text
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
@@ -127,7 +127,7 @@ def _tune(
             else spec.baseline
         )
         try:
-            parts = Parts(
+            parts = Dependencies(
                 plugins=loaded,
                 workload=workload,
                 launcher=launcher,
@@ -135,7 +135,7 @@ def _tune(
                 open_store=open_store,
                 on_event=on_event or _unseen,
                 past=past,
-                prober=plugins.strategy(PROBER),
+                probe_strategy=plugins.strategy(PROBER),
             )
             ending = run_loop(replace(spec, baseline=baseline), parts)
             tell(filter(None, [drift_text(ending.plan)]))
@@ -171,7 +171,7 @@ def _not_a_step_down(store: TrialStore, control: Control, run_dir: Path) -> None
         raise RunError(f"{run_dir} {told}: give another --run-dir, or --new")
 
 
-def _remember(experience: Experience, run: str, ending: Ending) -> None:
+def _remember(experience: Experience, run: str, ending: TuneResult) -> None:
     """Keep what was measured for the runs to come. A run is none the worse if that fails."""
     try:
         experience.keep(run, ending.problem.platform.task, ending.plan.trials)

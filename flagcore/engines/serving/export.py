@@ -12,7 +12,7 @@ import yaml
 
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, secrets_in
-from flagcore.engines.serving.profile.contract import PORT
+from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.job import Instance
 
 FRONT_PORT = 8000

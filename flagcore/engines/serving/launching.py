@@ -13,10 +13,10 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving import export
+from flagcore.engines.serving.common.heterogeneous import Seat, seats
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.traffic import in_flight, traffic
-from flagcore.engines.serving.profile.contract import Engine
-from flagcore.engines.serving.profile.heterogeneous import Seat, seats
-from flagcore.engines.serving.profile.place import Place
 from flagcore.engines.serving.trial.job import SERVE, Instance, Job, as_text
 from flagcore.errors import LaunchError, SpecError
 

@@ -12,19 +12,13 @@ from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.common.heterogeneous import Parts, alone
+from flagcore.engines.serving.common.sizes import parameters
+from flagcore.engines.serving.engine import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
-from flagcore.engines.serving.overheads import overheads_of, release
-from flagcore.engines.serving.profile.contract import Settings
-from flagcore.engines.serving.profile.heterogeneous import Parts, alone
-from flagcore.engines.serving.profile.sizes import parameters
-from flagcore.engines.serving.published import RECEIVE
 from flagcore.engines.serving.simulated import SearchContext, expected_figures, time_parts
-
-GRAPH_TOKENS, MORE_GRAPH_TOKENS, MORE_SINCE = 512, 1024, (0, 18)
-"""The largest batch that engines capture as a graph if nobody asks for more, and that of vLLM on chips that compute in
-4 bits (0.33: `config/vllm.py`). Since when is told by published points: 1,024 tokens took twice as long with 0.17."""
 
 STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
 STORED |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
@@ -49,25 +43,28 @@ NARROW = 1.9
 """Bytes of a weight below which a file of weights is not one of 16 bits."""
 
 GUESSED = 2.0
-"""How much wider, as a factor, intervals are where nobody measured the chip or fitted the engine."""
+"""How much wider, as a factor, intervals are if the chip was not measured or the engine not fitted."""
 
 
 def predict(
-    task: Task, settings: Settings, costs: Costs, overheads: Overheads | None = None, kinds: Parts | None = None
+    task: Task,
+    settings: Settings,
+    costs: Costs,
+    overheads: Overheads,
+    *,
+    graph_tokens: int = GRAPH_TOKENS,
+    untested: bool = False,
+    kinds: Parts | None = None,
 ) -> Predictions:
     """Return memory and figures of each candidate; times are NaN where the chip's facts do not allow an answer.
 
     `settings` are those of `kinds` of instances, or, without, of candidates whose instances are all alike. Memory is
-    that of the fullest device.
-    Of several load points a candidate's figures are those of one, as `flagcore.engines.serving.reading.read` tells
-    measured ones. `overheads` are those of the engine's release unless they are given.
+    that of the fullest device. Of several load points, a candidate's figures are those of one, chosen as in
+    `flagcore.engines.serving.reading.read`. Intervals are wider for an engine that is `untested`.
     """
     serve = task.spec.serve
-    over = overheads or overheads_of(serve.engine, serve.engine_version, on_host=costs.synchronous)
-    receive = serve.engine_args.get(RECEIVE)
-    over = replace(over, receive=receive) if isinstance(receive, int) and receive > 0 else over
-    serving = serving_of(task, costs.kernels, over)
-    split = split_of(settings, graph_tokens(task))
+    serving = serving_of(task, costs.kernels, overheads)
+    split = split_of(settings, graph_tokens)
     memory = memory_of(serving, split, settings, costs)
     times = iteration_costs(serving, split, costs)
     kinds = kinds or alone(settings.instances)
@@ -79,13 +76,14 @@ def predict(
         split=split,
         memory=memory,
         times=times,
-        overheads=over,
+        overheads=overheads,
     )
     figures = expected_figures(context)
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
     figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    return _predictions(task.spec.objective, figures, memory, settings, costs, kinds)
+    wider = GUESSED if costs.guessed or costs.synchronous or untested else 1.0
+    return _predictions(task.spec.objective, figures, memory, settings, costs, kinds, wider)
 
 
 def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
@@ -112,13 +110,6 @@ def _filed(task: Task) -> float | None:
         return None
     each = os.path.getsize(weights) / parameters(task.spec.model)
     return each if each < NARROW else None
-
-
-def graph_tokens(task: Task) -> int:
-    """Return the largest batch that a task's engine captures as a graph, if it captures any."""
-    serve, chip = task.spec.serve, task.cluster.groups[0].chip
-    newer = serve.engine == "vllm" and (release(serve.engine_version) or MORE_SINCE) >= MORE_SINCE
-    return MORE_GRAPH_TOKENS if newer and "fp4" in chip.dense_flops_per_second else GRAPH_TOKENS
 
 
 def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
@@ -176,6 +167,7 @@ def _predictions(
     settings: Settings,
     costs: Costs,
     kinds: Parts,
+    wider: float,
 ) -> Predictions:
     name = figure_name(objective)
     told = figures.get(name, figures["output_tokens_per_s"])
@@ -184,7 +176,6 @@ def _predictions(
     with np.errstate(divide="ignore"):
         time = 1.0 / told if is_rate(objective) else told
     low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
-    wider = GUESSED if costs.guessed or costs.synchronous else 1.0
     capacity = costs.memory.capacity_bytes()
     least = memory.weights + memory.activations + memory.graphs
     one = settings.context_len * memory.token

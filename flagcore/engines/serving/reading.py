@@ -13,7 +13,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.trial.job import METRICS, NOT_AS_AGREED
 from flagcore.errors import FlagError
 from flagcore.files import read_regular

@@ -11,6 +11,8 @@ import numpy as np
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.expected import MOST_REQUESTS, Expected
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
 from flagcore.engines.serving.model.iteration import IterationCosts
@@ -18,8 +20,6 @@ from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.parts import parts
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Overheads, Split
-from flagcore.engines.serving.profile.contract import Settings
-from flagcore.engines.serving.profile.heterogeneous import Parts
 
 MOST_SIMULATED = 4096
 """Of more candidates the best in closed form are simulated; the others are told by how these differ from it."""

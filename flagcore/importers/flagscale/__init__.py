@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagcore.contracts import History, Importer
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale.source import Note, Source
 
@@ -39,6 +40,20 @@ class Imported:
         from flagcore.importers.flagscale.written import with_comments
 
         return with_comments(self.data, self.notes)
+
+
+class FlagScale:
+    """Reads hydra trees and history.csv."""
+
+    name, title = "flagscale", "FlagScale"
+
+    def read_tree(self, directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
+        return read_tree(directory, name, overrides)
+
+    def read_history(self, path: Path) -> History:
+        from flagcore.importers.flagscale.history import read_history
+
+        return read_history(path)
 
 
 def read_tree(directory: Path, name: str, overrides: Sequence[str] = ()) -> Imported:
@@ -91,3 +106,6 @@ def _with_reason(error: SpecError, unresolved: Sequence[tuple[str, str]]) -> Spe
         if re.sub(r"\.(\d+)", r"[\1]", key) == error.key:
             return spec_error(error.key, f"cannot be resolved: {why}", fix=error.fix, file=error.file)
     return error
+
+
+IMPORTER: Importer = FlagScale()

@@ -22,8 +22,12 @@ def compose(directory: Path, name: str, overrides: Sequence[str], *, file: str) 
     `action=auto_tune` among the overrides is what happens anyway. What the top file and the overrides tell hydra
     itself stands under `hydra`. Raises SpecError, also for another action there.
     """
-    from hydra import compose as composed
-    from hydra import initialize_config_dir
+    try:
+        from hydra import compose as composed
+        from hydra import initialize_config_dir
+    except ImportError as error:
+        fix = 'pip install "flagcore[flagscale]"'
+        raise spec_error("--config-path", f"needs hydra to be read ({error})", value=str(directory), fix=fix) from None
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException

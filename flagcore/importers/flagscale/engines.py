@@ -80,7 +80,7 @@ KNOBS: dict[str, tuple[str, ...]] = {
         "kv_unified",
     ),
 }
-"""The knobs that `flagcore.engines.serving.profile` has; a test compares."""
+"""The knobs that `flagcore.engines.serving.common` has; a test compares."""
 
 SPELT = {"instance": "instances", "instace": "instances"}
 """Knobs that FlagScale's spaces call otherwise; the second one is a slip of its space of SGLang."""

@@ -11,9 +11,9 @@ import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from flagcore.contracts import History, HistoryRow
 from flagcore.domain.candidate import KnobValue
 from flagcore.errors import UsageError
 from flagcore.files import read_regular
@@ -58,38 +58,6 @@ LARGEST = 2**53
 """Whole numbers beyond it are none that a float has kept."""
 MIB = 2**20
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryRow:
-    """One task of FlagScale's. `line` is its place in the file, from 1 for the heading.
-
-    `step_s` are the mean seconds of a training step, `figures` those of a server by flagcore's names; `error` says why
-    there are none. `split` is whether its first or last pipeline stage has another number of layers, `cut` whether
-    FlagScale ended it. `refused` says why the row cannot be taken, nothing if it may.
-    """
-
-    line: int
-    index: int
-    knobs: Mapping[str, KnobValue]
-    engine: str | None
-    step_s: float | None
-    figures: Mapping[str, float]
-    reserved_bytes: int | None
-    out_of_memory: bool
-    error: str | None
-    elapsed_s: float
-    split: bool
-    cut: bool
-    refused: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """The rows of a history in the order in which they ran, and whether they are of servers."""
-
-    rows: tuple[HistoryRow, ...]
-    serves: bool
 
 
 def read_history(path: Path) -> History:

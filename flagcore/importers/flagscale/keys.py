@@ -9,6 +9,7 @@ from typing import Any
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, SPELT
 from flagcore.spec.plain_data import spec_error
+from flagcore.spec.validate import joined
 
 _RUNNER, _TUNER, _ITEM = "experiment.runner", "experiment.auto_tuner", "serve[0]"
 _MOVED = {
@@ -48,6 +49,10 @@ _PLACE = re.compile(r"(\[\d+\])+$")
 
 def in_words_of(tree: Mapping[str, Any], error: SpecError, file: str) -> SpecError:
     """Return an error of a spec with the tree's own key and its top `file`, if it is of a key that comes from there."""
+    return joined([_renamed(tree, each, file) for each in error.problems])
+
+
+def _renamed(tree: Mapping[str, Any], error: SpecError, file: str) -> SpecError:
     if error.file not in ("", file) or (key := _key_of(tree, error.key)) == error.key:
         return error
     return spec_error(key, error.problem, value=error.value, fix=error.fix, file=file)

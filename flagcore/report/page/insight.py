@@ -1,10 +1,10 @@
-"""What a report tells beside result.json, as plain data: it needs what was predicted of the whole space, which is there
-when a run ends and need not be later, on another machine, or with other plugins."""
+"""The data of a report beside result.json. It needs the predictions of the whole space, which are available at the end
+of a run, but not later, on another machine, or with other plugins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,12 @@ import numpy as np
 from flagcore.contracts import Pipelined, Prober, Workload, memory_components
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
+from flagcore.domain.effects import effects_of_row, engine_task
 from flagcore.domain.prediction import of_row
 from flagcore.domain.spec import Task
+from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.problem import Problem
 from flagcore.report.page.what_if import what_if
-from flagcore.stages.build import refusals
 from flagcore.stages.prune import LEARNED
 
 SCHEMA_VERSION = 1
@@ -24,13 +25,14 @@ GIB = 2**30
 
 
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
-    """Return what was known before any trial: rules, chips, environment and, of `best`, its stages and neighbours."""
+    """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
     row = None if best is None else problem.space.find(best)
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "says": _says(problem, workload),
+        "says": _says(problem),
         "chips": list(_chips(problem.platform.task)),
         "kernels_guessed": any(each.guessed for each in problem.platform.costs.groups),
+        "kernel_sources": {} if row is None else _kernel_sources(problem, workload, row),
         "environment": dict(problem.platform.environment),
     }
     if row is None:
@@ -42,26 +44,26 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
     }
 
 
-def _says(problem: Problem, workload: Workload) -> dict[str, str]:
-    """Return what each rule says that removed something."""
-    task, platform = problem.platform.task, problem.platform
-    rules = (*workload.rules(task), *refusals(workload.axes(task), platform.support))
-    says = {rule.name: rule.message for rule in rules} | {rule.name: rule.message for rule in problem.rules} | LEARNED
-    took = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
-    return {name: text for name, text in says.items() if name in took}
+def _says(problem: Problem) -> dict[str, str]:
+    """Return the description of each rule that eliminated something."""
+    legality = {rule.name: rule.message for rule in problem.legality.rules}
+    messages = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
+    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
+    return {name: text for name, text in messages.items() if name in used}
 
 
 def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
-    """Return what the first device of each pipeline stage holds, by component as far as the workload tells."""
+    """Return the memory of the first device of each pipeline stage, by component if the workload has them."""
     platform, task = problem.platform, problem.platform.task
     columns = problem.space.columns(np.array([row]))
+    as_set = engine_task(task, effects_of_row(task, columns))
     count = int(columns.get("pipeline_model_parallel_size", np.ones(1))[0])
     found = []
     if not isinstance(workload, Prober):
         return []
     for stage in range(count):
-        parts = memory_components(workload, task, columns, np.array([stage]), platform.costs)
-        held = workload.rank(task, columns, stage * (task.cluster.devices // count), platform.costs)
+        parts = memory_components(workload, as_set, columns, np.array([stage]), platform.costs)
+        held = workload.rank(as_set, columns, stage * (task.cluster.devices // count), platform.costs)
         found.append(
             {
                 "stage": stage,
@@ -82,16 +84,26 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
     return found
 
 
+def _kernel_sources(problem: Problem, workload: Workload, row: int) -> dict[str, list[str]]:
+    """Return the sources of the times of kernels of one candidate, by kind of kernel."""
+    costs = problem.platform.costs
+    if not isinstance(costs.kernels, KernelCostStack):
+        return {}
+    kernels = costs.kernels.recording()
+    workload.predict(problem.platform.task, problem.space.columns(np.array([row])), replace(costs, kernels=kernels))
+    return {kind: sorted(names) for kind, names in (kernels.answered or {}).items()}
+
+
 def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] | None:
     if not isinstance(workload, Pipelined):
         return None
-    platform = problem.platform
-    passes = workload.passes(platform.task, problem.space.columns(np.array([row])), platform.costs)
+    task, columns = problem.platform.task, problem.space.columns(np.array([row]))
+    passes = workload.passes(engine_task(task, effects_of_row(task, columns)), columns, problem.platform.costs)
     return None if passes is None or len(passes.forward_s) < 2 else asdict(passes)
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
-    """Yield the chips of a task with every fact that is known of them, in base units, and its source."""
+    """Yield the chips of a task with their facts in base units, each with its source."""
     for group in task.cluster.groups:
         yield {
             "name": group.chip.name,

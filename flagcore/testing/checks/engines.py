@@ -15,7 +15,7 @@ from flagcore.errors import SpecError
 from flagcore.plugins import workload
 from flagcore.spec.limits import PRECISIONS
 from flagcore.spec.settings import Settings, settings_of
-from flagcore.stages.build import JOB_KEYS, SHARED
+from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flagcore.domain.chip import Chip
-from flagcore.domain.plugin_knob import Factor, PluginKnob
+from flagcore.domain.knob import Factor, Knob
 from flagcore.plugins import workload
 from flagcore.testing.examples import task_on
 from flagcore.testing.problem import Problem, Skip
@@ -23,7 +23,7 @@ def knobs_are_valid(plugin: Subject) -> Iterator[Problem]:
 
 def knobs_have_help(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
-        if not knob.message.strip():
+        if not knob.help.strip():
             yield Problem(
                 message=f"flagcore_knobs: {knob.name} of {engine} says nothing",
                 fix="give says: a sentence that `flag explain` prints",
@@ -42,8 +42,8 @@ def knob_names_differ_from_engine_knobs(plugin: Subject) -> Iterator[Problem]:
 
 def knob_effects_have_intervals(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
-        for choice in knob.choices:
-            for what, factor in (("time", choice.time), ("memory", choice.memory)):
+        for effect in knob.effects.values():
+            for what, factor in (("time", effect.time), ("memory", effect.memory)):
                 if factor.value != 1.0 and factor.low == factor.high:
                     yield Problem(
                         message=f"flagcore_knobs: {knob.name} of {engine} scales {what} by {factor.value:g} for sure",
@@ -53,8 +53,9 @@ def knob_effects_have_intervals(plugin: Subject) -> Iterator[Problem]:
 
 def knob_effects_have_sources(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
-        factors = [factor for choice in knob.choices for factor in (choice.time, choice.memory)]
-        if knob.effect is None and knob.source.kind != "estimated" and any(each != Factor() for each in factors):
+        factors = [factor for effect in knob.effects.values() for factor in (effect.time, effect.memory)]
+        estimated = knob.source is not None and knob.source.kind == "estimated"
+        if knob.effect_source is None and not estimated and any(each != Factor() for each in factors):
             yield Problem(
                 message=f"flagcore_knobs: {knob.name} of {engine} does not say where its factors are from",
                 fix="give effect: {kind: estimated, method: WHY}, or the source that published these very figures",
@@ -72,7 +73,7 @@ def knobs_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
             )
 
 
-def _knobs(plugin: Subject) -> list[tuple[Chip, str, PluginKnob]]:
+def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     plugin.implements("flagcore_knobs")
     pairs = [(chip, engine) for chip in plugin.own_chips() for engine in plugin.engines]
     found = [(chip, engine, knob) for chip, engine in pairs for knob in plugin.loaded.knobs(chip, engine)]

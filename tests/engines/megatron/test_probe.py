@@ -15,6 +15,8 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training"), pytest.mark.timeout(900)]
+
 SHAPE = {"hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8, "num_query_groups": 4}
 TRAIN = {"seq_length": 256, "global_batch_size": 8, "train_iters": 3, "balanced_routing": True}
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
@@ -35,14 +37,23 @@ WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
         (7,),
     ),
 }
-CASES = [(name, rank) for name, (_, _, ranks) in WORLDS.items() for rank in ranks]
+CASES = [
+    pytest.param(name, rank, marks=() if name == "dense" else pytest.mark.long)
+    for name, (_, _, ranks) in WORLDS.items()
+    for rank in ranks
+]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Metrics of the real worlds, by name, and of the probes, by name and rank; two probes at a time, for company."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Metrics of the real worlds of the chosen tests, by name, and of the probes, by name and rank.
+
+    Two probes run at a time, for company.
+    """
     folder = tmp_path_factory.mktemp("probes")
-    jobs = {name: _job(folder, name, None) for name in WORLDS}
+    mine = [item for item in request.session.items if item.path == request.path and "found" in item.fixturenames]
+    chosen = {name for item in mine if hasattr(item, "callspec") for name in [item.callspec.params["name"]]} | {"dense"}
+    jobs = {name: _job(folder, name, None) for name in chosen}
     codes, stderr = trial_jobs.run_jobs(folder, jobs)
     assert set(codes.values()) == {0}, stderr
 
@@ -52,13 +63,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         codes, stderr = trial_jobs.run_jobs(where, {name: probes[name]})
         assert codes == {name: 0}, stderr
 
-    probes = {f"{name} {rank}": _job(folder, name, rank) for name, rank in CASES}
+    probes = {f"{name} {rank}": _job(folder, name, rank) for name in chosen for rank in WORLDS[name][2]}
     probes["long"] = _job(folder, "dense", 0)
     probes["long"]["output"] = str(folder / "long")
     probes["long"]["train"]["global_batch_size"] *= 4
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(probe, probes))
-    return {name: json.loads((folder / name / "metrics.json").read_text()) for name in (*WORLDS, *probes)}
+    return {name: json.loads((folder / name / "metrics.json").read_text()) for name in (*chosen, *probes)}
 
 
 def _job(folder: Path, name: str, rank: int | None) -> Any:
@@ -80,18 +91,18 @@ def test_rank_computes_about_as_long_as_in_its_world(found: dict[str, Any], name
     assert probed == pytest.approx(real, rel=0.5)  # the machine that runs this test may have other work
 
 
-def test_rank_holds_its_part_of_the_model(found: dict[str, Any]) -> None:
-    for name, rank in CASES:
-        assert found[f"{name} {rank}"]["parameters"] == found[name]["ranks"][rank]["parameters"]
-        assert found[f"{name} {rank}"]["effective"]["data_parallel_size"] == WORLDS[name][1]["data_parallel_size"]
+@pytest.mark.parametrize(("name", "rank"), CASES)
+def test_rank_holds_its_part_of_the_model(found: dict[str, Any], name: str, rank: int) -> None:
+    assert found[f"{name} {rank}"]["parameters"] == found[name]["ranks"][rank]["parameters"]
+    assert found[f"{name} {rank}"]["effective"]["data_parallel_size"] == WORLDS[name][1]["data_parallel_size"]
 
 
-def test_phases_are_told_apart(found: dict[str, Any]) -> None:
-    for name, rank in CASES:
-        probed = found[f"{name} {rank}"]
-        peaks = probed["peak_forward_backward_bytes"], probed["peak_optimizer_bytes"]
-        assert 0 < probed["static_bytes"] <= min(peaks)
-        assert max(peaks) == probed["peak_allocated_bytes"]
+@pytest.mark.parametrize(("name", "rank"), CASES)
+def test_phases_are_measured_apart(found: dict[str, Any], name: str, rank: int) -> None:
+    probed = found[f"{name} {rank}"]
+    peaks = probed["peak_forward_backward_bytes"], probed["peak_optimizer_bytes"]
+    assert 0 < probed["static_bytes"] <= min(peaks)
+    assert max(peaks) == probed["peak_allocated_bytes"]
 
 
 def test_only_as_many_microbatches_are_run_as_show_what_further_ones_cost(found: dict[str, Any]) -> None:

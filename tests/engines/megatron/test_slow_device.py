@@ -15,7 +15,11 @@ from tests.engines.megatron.test_tune_for_real import SPEC
 from tests.plugins.conftest import Install
 from tests.plugins.conftest import install as install
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+pytestmark = [
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
+    pytest.mark.process,
+    pytest.mark.xdist_group("training"),
+]
 
 SLOWED = '''
 """The trial program on a machine whose second device is slow: its products take longer."""

@@ -1,7 +1,7 @@
 """Every way to split the model trains the same model: losses and gradient norms agree with one process.
 
-A loss that merely goes down proves nothing, since a wrong schedule or reduction trains too. All jobs run once,
-in one warm process, and each test compares two of them.
+A loss that merely goes down proves nothing, since a wrong schedule or reduction trains too. The jobs of all chosen
+tests run once, in one warm process, and each test compares two of them.
 
 bf16 and fp16 are looser: layouts round in other places, and experts may then be given other tokens. Latent
 attention under tensor parallelism is looser because Megatron-core 0.16's own layers do not sum the gradient of
@@ -21,6 +21,8 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS, LATENT
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training"), pytest.mark.timeout(900)]
 
 TIED = {**DENSE, "untie_embeddings_and_output_weights": False, "qk_layernorm": True}
 PLAIN = {**DENSE, "gated_linear_unit": False}
@@ -128,17 +130,47 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]
     "dense in fp16": (DENSE, {"precision": "fp16"}, LOW_PRECISION_LAYOUTS, 1e-3),
     "experts in bf16": (EXPERTS, {"precision": "bf16"}, {"expert": {**DP2, **EP2}}, 5e-3),
 }
-CASES = [(model, layout) for model, (_, _, layouts, _) in MODELS.items() for layout in layouts]
+SHORT = {
+    "dense": {
+        "data, distributed optimizer",
+        "tensor, sequence",
+        "interleaved pipeline",
+        "context, distributed optimizer, recomputation",
+        "uneven first stage",
+        "full recomputation, block",
+    },
+    "experts": {"expert, distributed optimizer", "tensor, sequence, expert", "experts recomputed"},
+    "tied embeddings": {"interleaved pipeline"},
+    "dense in bf16": {"data, distributed optimizer"},
+}
+"""What each way to split a model needs at the least; the other cases are long."""
+
+
+def case(*values: str, short: bool) -> Any:
+    return pytest.param(*values, marks=() if short else pytest.mark.long, id=" / ".join(values))
+
+
+CASES = [
+    case(model, layout, short=layout in SHORT.get(model, ()))
+    for model, (_, _, layouts, _) in MODELS.items()
+    for layout in layouts
+]
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Run all jobs; {"model / layout": its steps}. What failed has no steps; why is in the captured output."""
+def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Run the jobs of the chosen tests; {"model / layout": its steps}.
+
+    What failed has no steps; why is in the captured output.
+    """
     folder = tmp_path_factory.mktemp("parity")
+    chosen = [item.callspec.params for item in request.session.items if item.path == request.path]
+    wanted = {(each["model"], layout) for each in chosen for layout in ("one process", each.get("layout"))}
     jobs: dict[str, Any] = {}
     for model, (shape, train, layouts, _) in MODELS.items():
         for layout, knobs in {"one process": {}, **layouts}.items():
-            jobs[f"{model} / {layout}"] = trial_jobs.make_job(folder / str(len(jobs)), shape, train=train, **knobs)
+            if (model, layout) in wanted:
+                jobs[f"{model} / {layout}"] = trial_jobs.make_job(folder / str(len(jobs)), shape, train=train, **knobs)
     codes, stderr = trial_jobs.run_jobs(folder, jobs)
     print(stderr)
     return {
@@ -148,7 +180,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     }
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES, ids=[f"{model} / {layout}" for model, layout in CASES])
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layout_trains_like_one_process(steps: dict[str, list[dict[str, Any]]], model: str, layout: str) -> None:
     tolerance = MODELS[model][3]
     expected, found = steps[f"{model} / one process"], steps[f"{model} / {layout}"]
@@ -158,7 +190,7 @@ def test_layout_trains_like_one_process(steps: dict[str, list[dict[str, Any]]], 
     assert [s["grad_norm"] for s in found] == pytest.approx(norms, rel=10 * tolerance)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [case(model, short=model in SHORT) for model in MODELS])
 def test_one_process_learns(steps: dict[str, list[dict[str, Any]]], model: str) -> None:
     losses = [step["loss"] for step in steps[f"{model} / one process"]]
     assert losses[-1] < losses[0]

@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.megatron.trial import failures, ranks
+from flagcore import forked_ranks as ranks
+from flagcore.engines.megatron.trial import failures
 from flagcore.engines.megatron.trial.job import JobError, parse_job
 from tests.engines.megatron import trial_jobs
 from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training")]
 
 PROGRAM = ["-m", "flagcore.engines.megatron.trial"]
 ENDLESS = {"train_iters": 100_000}

@@ -92,8 +92,9 @@ def run_jobs(folder: Path, jobs: dict[str, Any]) -> tuple[dict[str, int], str]:
 
 
 def _main(path: str) -> None:
+    from flagcore import forked_ranks as ranks
     from flagcore.engines.megatron.trial import __main__ as program
-    from flagcore.engines.megatron.trial import failures, ranks
+    from flagcore.engines.megatron.trial import failures
     from flagcore.engines.megatron.trial.job import JobError, parse_job
 
     codes = {}

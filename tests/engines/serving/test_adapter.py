@@ -12,10 +12,12 @@ from flagcore.contracts import require_prober
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.registered import LLAMACPP, SGLANG, VLLM
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
+from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
+from flagcore.engines.serving.vllm.profile import WORKLOAD as VLLM
 from flagcore.errors import SpecError
 from flagcore.stages.build import build
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import costs
 
 ALL = pytest.mark.parametrize("workload", [LLAMACPP, SGLANG, VLLM], ids=lambda each: each.name)

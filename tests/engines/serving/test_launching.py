@@ -17,10 +17,10 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Launch
 from flagcore.domain.serving import Load
 from flagcore.engines.serving import export
-from flagcore.engines.serving.registered import LLAMACPP
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.trial.job import Instance, Job, as_text, read_job
 from flagcore.errors import SpecError
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import platform as small_platform
 
 VISIBLE = "SOME_VISIBLE_DEVICES"

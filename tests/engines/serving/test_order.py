@@ -8,7 +8,8 @@ import numpy as np
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.prediction import Predictions
-from flagcore.engines.serving.dominance import SloImpossible, needs_at_least, takes_at_least
+from flagcore.engines.serving.dominance import SloImpossible
+from flagcore.engines.serving.vllm.profile import WORKLOAD
 
 
 def columns(**values: list[int]) -> dict[str, Any]:
@@ -36,7 +37,9 @@ def predictions(ttft: list[float], low: float) -> Predictions:
 
 def test_more_sequences_need_at_least_as_much_memory_all_else_being_equal() -> None:
     failed = Candidate.of({"max_num_seqs": 64, "instances": 1})
-    assert needs_at_least(columns(max_num_seqs=[32, 64, 128, 128], instances=[1, 1, 1, 2]), failed).tolist() == [
+    assert WORKLOAD.needs_at_least(
+        columns(max_num_seqs=[32, 64, 128, 128], instances=[1, 1, 1, 2]), failed
+    ).tolist() == [
         False,
         True,
         True,
@@ -45,8 +48,8 @@ def test_more_sequences_need_at_least_as_much_memory_all_else_being_equal() -> N
 
 
 def test_graphs_need_at_least_as_much_memory_as_eager_mode() -> None:
-    assert needs_at_least(columns(enforce_eager=[0, 1]), Candidate.of({"enforce_eager": True})).all()
-    assert needs_at_least(columns(enforce_eager=[0, 1]), Candidate.of({"enforce_eager": False})).tolist() == [
+    assert WORKLOAD.needs_at_least(columns(enforce_eager=[0, 1]), Candidate.of({"enforce_eager": True})).all()
+    assert WORKLOAD.needs_at_least(columns(enforce_eager=[0, 1]), Candidate.of({"enforce_eager": False})).tolist() == [
         True,
         False,
     ]
@@ -54,16 +57,16 @@ def test_graphs_need_at_least_as_much_memory_as_eager_mode() -> None:
 
 def test_a_knob_that_is_left_to_the_engine_has_no_order() -> None:
     failed = Candidate.of({"max_num_seqs": None})
-    assert needs_at_least(columns(max_num_seqs=[0, 64]), failed).tolist() == [True, False]
-    assert not needs_at_least(columns(max_num_seqs=[0]), Candidate.of({"max_num_seqs": 8})).any()
+    assert WORKLOAD.needs_at_least(columns(max_num_seqs=[0, 64]), failed).tolist() == [True, False]
+    assert not WORKLOAD.needs_at_least(columns(max_num_seqs=[0]), Candidate.of({"max_num_seqs": 8})).any()
 
 
 def test_words_have_no_order() -> None:
-    assert not needs_at_least(columns(kv_cache_type=[1, 2]), Candidate.of({"kv_cache_type": "f16"})).any()
+    assert not WORKLOAD.needs_at_least(columns(kv_cache_type=[1, 2]), Candidate.of({"kv_cache_type": "f16"})).any()
 
 
 def test_a_schedulers_knobs_have_no_order_in_time() -> None:
-    assert not takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
+    assert not WORKLOAD.takes_at_least(columns(max_num_seqs=[1, 64]), Candidate.of({"max_num_seqs": 1})).any()
 
 
 def test_what_surely_breaks_the_slo_is_pruned_and_what_may_keep_it_is_not() -> None:

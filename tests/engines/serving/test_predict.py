@@ -16,14 +16,16 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import expected, simulated
+from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.common.overheads import UNFITTED, overheads_of
+from flagcore.engines.serving.common.sizes import parameters
+from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.model.parts import PARTS
-from flagcore.engines.serving.overheads import overheads_of
-from flagcore.engines.serving.predict import graph_tokens, predict
-from flagcore.engines.serving.profile.contract import Settings
-from flagcore.engines.serving.profile.heterogeneous import Parts
-from flagcore.engines.serving.profile.sizes import parameters
-from flagcore.engines.serving.published import RECEIVE, published
+from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
+from flagcore.engines.serving.sglang.profile import RECEIVE
+from flagcore.engines.serving.vllm.profile import ENGINE as VLLM
 from flagcore.physics.kernels.roofline import Roofline
+from tests.engines.serving.engines.tasks import predict, published
 from tests.served import CHIP, DENSE, EXPERTS, costs
 
 LOAD = Load(input_len=1024, output_len=128, concurrency=32, num_prompts=64)
@@ -221,9 +223,16 @@ def test_weights_in_a_narrow_file_are_as_large_as_the_file_says(tmp_path: Path) 
 
 
 def test_releases_have_overheads_of_their_own() -> None:
-    assert overheads_of("vllm", "0.20.2").iteration < overheads_of("vllm", "0.19.1").iteration
-    assert overheads_of("vllm", None) == overheads_of("vllm", "0.33")
-    assert not overheads_of("sglang", "0.5.9").mixes
+    known = {each: overheads_of(VLLM.overheads, each, None, False) for each in ("0.20.2", "0.19.1", None, "0.33")}
+    assert known["0.20.2"].iteration < known["0.19.1"].iteration
+    assert known[None] == known["0.33"]
+    assert not overheads_of(SGLANG.overheads, "0.5.9", None, False).mixes
+
+
+def test_an_engine_without_overheads_has_no_other_engines() -> None:
+    assert overheads_of((), "0.5.9", None, False) == UNFITTED
+    bare = replace(VLLM, overheads=(), host_times=None, untested="no run yet")
+    assert bare.overheads_for(task(), on_host=True) == UNFITTED
 
 
 def test_a_host_that_computes_itself_schedules_at_its_own_expense() -> None:
@@ -315,9 +324,9 @@ def test_a_trace_without_times_has_the_usual_clients(tmp_path: Path) -> None:
 
 
 def test_newer_releases_capture_larger_graphs_on_chips_that_compute_in_4_bits() -> None:
-    told = [graph_tokens(fp4_task("vllm", engine_version=version)) for version in ("0.17.0", "0.19.0", None)]
-    assert told == [512, 1024, 1024]
-    assert graph_tokens(task()) == graph_tokens(fp4_task("sglang")) == 512
+    versions = ("0.17.0", "0.19.0", None)
+    assert [VLLM.graph_tokens(fp4_task("vllm", engine_version=each)) for each in versions] == [512, 1024, 1024]
+    assert VLLM.graph_tokens(task()) == SGLANG.graph_tokens(fp4_task("sglang")) == 512
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:

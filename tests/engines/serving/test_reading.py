@@ -12,9 +12,9 @@ import pytest
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.reading import NoMetrics
-from flagcore.engines.serving.registered import LLAMACPP
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 
 
 def task(objective: str = "output_tokens_per_s", **slo: float) -> Task:

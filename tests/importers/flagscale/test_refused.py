@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,10 @@ def test_a_spec_beside_a_tree_is_refused() -> None:
     done = CliRunner().invoke(flag, ["estimate", "spec.yaml", "--config-path", "train_dense", "--config-name", "tune"])
     assert done.exit_code == 2
     assert "spec.yaml is no override (a.b=c), and --config-path takes the place of SPEC" in done.output
+
+
+def test_a_tree_without_hydra_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    with pytest.raises(SpecError) as caught:
+        read_tree(tmp_path, "tune")
+    assert caught.value.fix == 'pip install "flagcore[flagscale]"'

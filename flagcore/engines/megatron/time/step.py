@@ -19,7 +19,7 @@ from flagcore.engines.megatron.time.layer import embedding_time, head_time, laye
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime, quiet
 from flagcore.engines.megatron.time.pipeline import message_seconds, pipeline_time, sender_waits, together
-from flagcore.physics.kernels.scaled import LongerKernels
+from flagcore.physics.cost_stack import slowed
 
 ACCUMULATION_BYTES, FUSED_ACCUMULATION_BYTES = 12.0, 8.0
 """Memory traffic a parameter and micro-batch to add a weight's gradient to its fp32 buffer: the 16-bit gradient
@@ -143,7 +143,7 @@ def rank_time(train: Training, layout: Layout, costs: Costs, index: FloatArray) 
 
 def _in_a_run(costs: Costs) -> Costs:
     """Return costs whose kernels are as long as in a run on many devices."""
-    kernels = costs.kernels if costs.run_slowdown == 1.0 else LongerKernels(costs.kernels, costs.run_slowdown)
+    kernels = costs.kernels if costs.run_slowdown == 1.0 else slowed(costs.kernels, costs.run_slowdown)
     return replace(costs, kernels=kernels, further={start: _in_a_run(each) for start, each in costs.further.items()})
 
 

@@ -16,7 +16,8 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-from flagcore.engines.megatron.trial import failures, ranks
+from flagcore import forked_ranks as ranks
+from flagcore.engines.megatron.trial import failures
 from flagcore.engines.megatron.trial.job import Job, JobError, load_job
 
 

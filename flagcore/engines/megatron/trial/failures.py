@@ -7,10 +7,10 @@ import traceback
 from types import TracebackType
 
 from flagcore.engines.megatron.trial.job import JobError
+from flagcore.forked_ranks import OUT_OF_MEMORY, ran_out_of_memory
 
 FAILED = 1
 INVALID = 2
-OUT_OF_MEMORY = 3
 
 
 def report(error: BaseException) -> int:
@@ -36,11 +36,7 @@ def classify(error: BaseException) -> int:
     A configuration is invalid when this program's own checks or Megatron's refuse it. Some of Megatron's
     checks run only in the first step (schedules, token dispatch), so what counts is who raised it, not when.
     """
-    text = str(error).lower()
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if "OutOfMemoryError" in names or isinstance(error, MemoryError):
-        return OUT_OF_MEMORY
-    if isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text):
+    if ran_out_of_memory(error):
         return OUT_OF_MEMORY
     if isinstance(error, JobError):
         return INVALID

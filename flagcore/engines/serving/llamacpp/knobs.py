@@ -6,39 +6,37 @@ Flags and defaults: llama.cpp `tools/server/README.md` (00dc8057).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
+from dataclasses import replace
 
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.serving import EngineArg
+from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
+from flagcore.engines.serving.common import engine_args, knobs
+from flagcore.engines.serving.common.names import INSTANCES, PP, TP
+from flagcore.engines.serving.common.place import Place, longest
+from flagcore.engines.serving.common.sizes import cache_bytes_per_token
+from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.llamacpp.flags import FLAGS, KV_TYPES, SPLIT_MODES
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import INSTANCES, PP, TP, Settings
-from flagcore.engines.serving.profile.knob import FLAG, WORD, Knob, column, powers_of_two
-from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
-from flagcore.engines.serving.profile.sizes import cache_bytes_per_token
-from flagcore.errors import FlagError, SpecError
+from flagcore.errors import FlagError
 from flagcore.spec import gguf
 
 PARALLEL, CONTEXT, THREADS, BATCH_THREADS = "parallel", "context_len", "threads", "threads_batch"
 N_BATCH, N_UBATCH, FLASH, KV = "batch_size", "ubatch_size", "flash_attention", "kv_cache_type"
 SPLIT, LAYERS, UNIFIED, PREFIX = "split_mode", "n_gpu_layers", "kv_unified", "enable_prefix_caching"
 
-
-OURS: Mapping[str, str] = {
-    "model": "serve.weights names it",
-    "host": "servers listen on this machine only",
-    "port": "each trial has a free one of its own",
-    "metrics": "it is always on: figures of a trial are read there",
-    "props": "nobody but flagcore asks the server of a trial",
+RESERVED: Mapping[str, str] = {
+    **engine_args.RESERVED,
+    "model": "serve.weights sets it",
+    "metrics": "flagcore reads /metrics",
+    "props": "only flagcore sends requests to the server of a trial",
     "slots": "it is always on",
-    "log-disable": "values are read back from the log",
-    "log-file": "the log is kept in the trial's folder",
+    "log-disable": "flagcore reads the log",
+    "log-file": "the log is in the folder of the trial",
 }
-"""Flags that flagcore gives itself, and why the user cannot."""
+"""Flags that the user cannot set, and why."""
 AUTO_SLOTS, MOST_SLOTS, SLOT_GRAIN = 4, 256, 256
 """Slots if nobody sets them, the most that llama.cpp takes, and what the context of a slot is rounded up to."""
 BATCH, UBATCH = 2048, 512
@@ -49,102 +47,133 @@ KV_BYTES |= {"q4_0": 18 / 32, "iq4_nl": 18 / 32}
 PLAIN_KV = ("f32", "f16", "bf16")
 
 
-def _devices(task: Task) -> tuple[int, ...]:
-    place = Place.of(task)
-    return (1,) if place.on_cores else knobs.divisors(place.cards)
-
-
-def _slots(task: Task) -> tuple[int, ...]:
-    """Return powers of two up to the requests in flight, the last six."""
-    most = max(1, most_in_flight(task.spec.serve.loads))
-    return powers_of_two(1, min(MOST_SLOTS, 1 << (most - 1).bit_length()))[-6:]
-
-
 def _threads(task: Task) -> tuple[KnobValue, ...]:
-    place = Place.of(task)
-    return knobs.divisors(place.cards) if place.on_cores else (None,)
+    return knobs.divisors(task) if Place.of(task).on_cores else (None,)
 
 
-def _layers(task: Task) -> tuple[int, ...]:
-    layers = task.spec.model.num_layers
-    return (-1,) if Place.of(task).on_cores else (layers + 1,)
+def _not_on_cores(task: Task) -> tuple[int, ...]:
+    return (1,) if Place.of(task).on_cores else knobs.divisors(task)
 
 
 KNOBS = (
-    Knob(name=INSTANCES, neutral=1, auto=knobs.instances),
-    Knob(name=TP, neutral=1, auto=_devices),
-    knobs.UNEQUAL,
-    Knob(name=PP, neutral=1, auto=_devices),
+    knobs.INSTANCES_KNOB,
+    replace(
+        knobs.TP_KNOB,
+        help="Devices that split each layer's matrices by rows.",
+        auto=_not_on_cores,
+        auto_help="divisors of the devices; on cores 1",
+    ),
+    knobs.SIZES_KNOB,
+    replace(knobs.PP_KNOB, auto=_not_on_cores, auto_help="divisors of the devices; on cores 1"),
     Knob(
         name=SPLIT,
-        kind=WORD,
+        help="How devices split a model: whole layers, rows of matrices, or rows and the cache (tensor).",
+        label="split",
+        kind="word",
         words=SPLIT_MODES,
-        flags=("split-mode",),
-        auto=lambda task: (None,) if Place.of(task).on_cores else (None, "layer", "row"),
+        flags=(Flag(name="split-mode"),),
+        auto=knobs.by_place((None,), (None, "layer", "row")),
+        auto_help="not set, layer, row; on cores not set",
     ),
     Knob(
         name=LAYERS,
+        help="Layers on the device, counting the output head as one; `auto` is -1, `all` is 9999. With fewer than all, "
+        "memory is predicted and time is not.",
+        label="GPU layers",
         neutral=-1,
-        codes={"auto": -1, "all": 9999},
-        flags=("n-gpu-layers", "gpu-layers", "ngl"),
-        auto=_layers,
+        minimum=-1,
+        spellings={"auto": -1, "all": 9999},
+        flags=(Flag(name="n-gpu-layers"), Flag(name="gpu-layers"), Flag(name="ngl")),
+        auto=lambda task: (-1,) if Place.of(task).on_cores else (task.spec.model.num_layers + 1,),
+        auto_help="all; on cores auto",
     ),
     Knob(
         name=PARALLEL,
-        flags=("parallel", "np", "max-num-seqs"),
-        meant=("max_num_seqs", "max_running_requests"),
-        auto=_slots,
+        help="Slots: most sequences at once. If not set, 4 slots share one cache.",
+        flags=(Flag(name="parallel"), Flag(name="np"), Flag(name="max-num-seqs")),
+        aliases=("max_num_seqs", "max_running_requests"),
+        auto=lambda task: knobs.in_flight(task, last=6, most=MOST_SLOTS),
+        auto_help="six powers of two up to the requests in flight",
+        memory_order=1,
     ),
-    Knob(name=CONTEXT, auto=lambda task: (None,), flags=("max-model-len",)),
-    Knob(name=THREADS, flags=("threads", "t"), auto=_threads),
-    Knob(name=BATCH_THREADS, flags=("threads-batch", "tb"), auto=lambda task: (None, *_threads(task))),
+    replace(
+        knobs.CONTEXT_KNOB,
+        help="Tokens of one sequence, prompt and answer, in one slot: `--ctx-size` is this times the slots.",
+        flags=(Flag(name="max-model-len"),),
+    ),
+    Knob(
+        name=THREADS,
+        help="Threads of an instance for answers.",
+        flags=(Flag(name="threads"), Flag(name="t")),
+        auto=_threads,
+        auto_help="on cores their divisors; else not set",
+    ),
+    Knob(
+        name=BATCH_THREADS,
+        help="Threads of an instance for prompts; if not set, as `threads`.",
+        flags=(Flag(name="threads-batch"), Flag(name="tb")),
+        auto=lambda task: (None, *_threads(task)),
+        auto_help="as threads, and not set",
+    ),
     Knob(
         name=N_BATCH,
-        flags=("batch-size", "b"),
-        meant=("max_num_batched_tokens", "chunked_prefill_size"),
+        help="Most tokens of one iteration.",
+        flags=(Flag(name="batch-size"), Flag(name="b")),
+        aliases=("max_num_batched_tokens", "chunked_prefill_size"),
         auto=lambda task: (512, 2048),
+        auto_help="512, 2048",
+        memory_order=1,
     ),
-    Knob(name=N_UBATCH, flags=("ubatch-size", "ub"), auto=lambda task: (128, 512, 2048)),
-    Knob(name=FLASH, kind=WORD, words=("on", "off", "auto"), flags=("flash-attn", "fa"), auto=lambda _: ("on", "off")),
-    Knob(name=KV, kind=WORD, words=KV_TYPES, auto=lambda task: ("f16", "q8_0")),
-    Knob(name=UNIFIED, kind=WORD, words=("on", "off"), auto=lambda task: ("on", "off")),
     Knob(
-        name=PREFIX,
-        kind=FLAG,
-        neutral=True,
-        flags=("cache-prompt",),
-        off=("no-cache-prompt",),
-        auto=lambda task: (True, False),
+        name=N_UBATCH,
+        help="Most tokens of one pass through the model; an iteration may have several.",
+        flags=(Flag(name="ubatch-size"), Flag(name="ub")),
+        auto=lambda task: (128, 512, 2048),
+        auto_help="128, 512, 2048",
+        memory_order=1,
     ),
+    Knob(
+        name=FLASH,
+        help="Fused attention.",
+        label="flash attention",
+        kind="word",
+        words=("on", "off", "auto"),
+        flags=(Flag(name="flash-attn"), Flag(name="fa")),
+        auto=lambda task: ("on", "off"),
+        auto_help="on, off",
+    ),
+    replace(knobs.KV_KNOB, words=KV_TYPES, auto=lambda task: ("f16", "q8_0"), auto_help="f16, q8_0"),
+    Knob(
+        name=UNIFIED,
+        help="One cache that all slots share, instead of one for each.",
+        label="unified KV cache",
+        kind="word",
+        words=("on", "off"),
+        auto=lambda task: ("on", "off"),
+        auto_help="on, off",
+    ),
+    knobs.with_flags(knobs.PREFIX_KNOB, "cache-prompt", off="no-cache-prompt"),
 )
-"""`context_len` is that of one slot, for llama.cpp counts all of them together; `kv_cache_type` is of keys and values.
-"""
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-def fixed_arguments(spec: Spec) -> tuple[dict[str, KnobValue], dict[str, EngineArg]]:
-    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for one that cannot be given.
+def parse_args(spec: Spec) -> knobs.EngineArgs:
+    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError.
 
-    Flags are known where the wheel serves; a user's own llama-server may be of any age, so its own word counts.
+    Flags are checked for the embedded server only: a user's own llama-server may be of any release.
     """
-    fixed, others = knobs.split_arguments(spec.serve.engine_args, KNOBS)
+    found = knobs.split_arguments(spec.serve.engine_args, KNOBS)
     known = {name.lstrip("-"): flag for flag in FLAGS for name in (*flag.names, *flag.off)}
-    for name in others:
-        key = f"serve.engine_args.{name}"
+    for name in found.others:
         spelt = known[name].names[-1].lstrip("-") if name in known else name
-        reason = OURS.get(name) or OURS.get(spelt) or OURS.get(name.removeprefix("no-"))
-        if reason:
-            raise SpecError(key=key, problem=f"is a flag that flagcore gives itself: {reason}", fix="leave it out")
-        if spec.serve.command is None and name not in known:
-            near = get_close_matches(name, known, n=1)
-            fix = f"did you mean {near[0]}?" if near else "leave it out, or give a serve.command that knows it"
-            raise SpecError(key=key, problem="is no flag of the embedded llama-server", fix=fix)
-    return fixed, others
+        engine_args.check([spelt], RESERVED, (), "llama-server")
+        engine_args.check([name], RESERVED, known if spec.serve.command is None else (), "embedded llama-server")
+    return found
 
 
 def total_context(task: Task) -> int:
     """Return the context of all slots that `engine_args` fix; 0 where it follows from the slots."""
-    others = fixed_arguments(task.spec)[1]
+    others = parse_args(task.spec).others
     given = others.get("ctx-size", others.get("c"))
     return given if isinstance(given, int) and not isinstance(given, bool) else 0
 
@@ -156,7 +185,7 @@ def slot_context(task: Task, context: int | None) -> int:
 
 def slot_share(columns: Columns, total: int) -> IntArray:
     """Return what a slot has of a fixed total context: a share, or all where the cache is unified."""
-    slots, on = columns[PARALLEL], BY_NAME[UNIFIED].words.index("on") + 1
+    slots, on = columns[PARALLEL], knobs.code(BY_NAME[UNIFIED], "on")
     whole = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     share: IntArray = np.where(whole, total, total // np.maximum(slots, 1))
     return share
@@ -173,8 +202,7 @@ def trained_context(spec: Spec) -> int | None:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what llama.cpp makes of candidates. Slots are sequences; an iteration is a logical batch."""
-    fixed, _ = fixed_arguments(task.spec)
-    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS}
+    get = knobs.all_columns(columns, KNOBS, parse_args(task.spec).fixed)
     place, total = Place.of(task), total_context(task)
     slots = np.where(get[PARALLEL] > 0, get[PARALLEL], AUTO_SLOTS)
     batch = np.where(get[N_BATCH] > 0, get[N_BATCH], BATCH)

@@ -9,6 +9,10 @@ import numpy as np
 
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.place import Place, longest
+from flagcore.engines.serving.common.rules import context_rule, split_rules
 from flagcore.engines.serving.llamacpp.flags import KV_TYPES, SPLIT_MODES
 from flagcore.engines.serving.llamacpp.knobs import (
     AUTO_SLOTS,
@@ -32,10 +36,6 @@ from flagcore.engines.serving.llamacpp.knobs import (
     slot_share,
     total_context,
 )
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, split_rules
-from flagcore.engines.serving.profile.contract import INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.profile.place import Place, longest
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
@@ -46,7 +46,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
     off = BY_NAME[FLASH].words.index("off") + 1
     return (
         *split_rules(task, data=False),
-        *at_least_one(PARALLEL, THREADS, BATCH_THREADS, N_BATCH, N_UBATCH),
         Rule(
             name="cores_are_not_split",
             knobs=(TP, PP),

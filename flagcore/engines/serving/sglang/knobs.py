@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.profile import engine_flags, program
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP, Settings
-from flagcore.engines.serving.profile.knob import FLAG, SHARE, WORD, Knob, column, powers_of_two
-from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
-from flagcore.engines.serving.profile.sizes import cache_bytes_per_token
-from flagcore.errors import FlagError
+from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.place import Place, longest, most_in_flight
+from flagcore.engines.serving.common.sizes import cache_bytes_per_token
+from flagcore.engines.serving.engine import Settings
 
 PROGRAM = ("python3", "-m", "sglang.launch_server")
 PACKAGE = "sglang"
@@ -28,17 +27,15 @@ _FIELDS = ("device", "disagg", "exec_", "lora", "memory", "mm", "model", "observ
 FLAG_FIELDS = tuple(f"sglang/srt/arg_groups/fields/{name}.py" for name in (*_FIELDS, "serving", "spec"))
 FLAG_FILES = ("sglang/srt/server_args.py", *FLAG_FIELDS)
 """Up to about 0.5.9 flags are literals of one file; in 0.5.23 they are fields, with literals for other spellings."""
-OURS: Mapping[str, str] = {
-    "model-path": "serve.weights names it",
-    "model": "serve.weights names it",
-    "host": "servers listen on this machine only",
-    "port": "each trial has a free one of its own",
-    "api-key": "the load client has no key; servers listen on this machine only",
-    "enable-metrics": "it is always on: figures of a trial are read there",
+RESERVED: Mapping[str, str] = {
+    **engine_args.RESERVED,
+    "model-path": "serve.weights sets it",
+    "model": "serve.weights sets it",
+    "enable-metrics": "flagcore reads /metrics",
     "nnodes": "an instance is one server on one machine",
     "node-rank": "an instance is one server on one machine",
 }
-"""Flags that flagcore gives itself, and why the user cannot."""
+"""Flags that the user cannot set, and why."""
 
 PAGE, CHUNK, PREFILL = "page_size", "chunked_prefill_size", "max_prefill_tokens"
 RUNNING, CONTEXT, MEMORY, KV = "max_running_requests", "context_len", "mem_fraction_static", "kv_cache_type"
@@ -60,94 +57,123 @@ _MEMORY_STEPS = (
 _LARGEST = (16384, 512, 512)
 
 
-def _divisors(task: Task) -> tuple[int, ...]:
-    return knobs.divisors(Place.of(task).cards)
-
-
-def _experts(task: Task) -> tuple[int, ...]:
-    return _divisors(task) if task.spec.model.num_moe_experts else (1,)
-
-
-def _running(task: Task) -> tuple[int, ...]:
-    """Return powers of two up to the requests in flight, the last four."""
-    most = max(1, most_in_flight(task.spec.serve.loads))
-    return powers_of_two(1, 1 << (most - 1).bit_length())[-4:]
-
-
 KNOBS = (
-    Knob(name=INSTANCES, neutral=1, auto=knobs.instances),
-    Knob(name=TP, neutral=1, flags=("tp-size", "tensor-parallel-size", "tp"), auto=_divisors),
-    knobs.UNEQUAL,
-    Knob(name=PP, neutral=1, flags=("pp-size", "pipeline-parallel-size", "pp"), auto=_divisors),
-    Knob(name=DP, neutral=1, flags=("attn-dp-size",), auto=_experts),
-    Knob(name=EP, neutral=1, flags=("ep-size", "expert-parallel-size", "ep"), auto=_experts),
-    Knob(name=PAGE, flags=("page-size",), meant=("block_size",), auto=lambda task: (1, 32, 64)),
+    knobs.INSTANCES_KNOB,
+    replace(
+        knobs.with_flags(knobs.TP_KNOB, "tp-size", "tensor-parallel-size", "tp"),
+        help="Devices that split each layer's matrices; SGLang's own tp-size also counts attention groups.",
+    ),
+    knobs.SIZES_KNOB,
+    knobs.with_flags(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp"),
+    replace(
+        knobs.with_flags(knobs.DP_KNOB, "attn-dp-size"),
+        help="Attention data parallelism: groups inside one instance that each hold the attention of some sequences; "
+        "`--dp-size` with `--enable-dp-attention` in releases without attn-dp-size.",
+    ),
+    knobs.with_flags(knobs.EP_KNOB, "ep-size", "expert-parallel-size", "ep"),
+    Knob(
+        name=PAGE,
+        help="Tokens of one page of the cache.",
+        flags=(Flag(name="page-size"),),
+        aliases=("block_size",),
+        auto=lambda task: (1, 32, 64),
+        auto_help="1, 32, 64",
+    ),
     Knob(
         name=CHUNK,
-        flags=("chunked-prefill-size",),
-        meant=("max_num_batched_tokens",),
-        codes={"off": -1},
-        auto=lambda task: (512, 2048) if Place.of(task).on_cores else (2048, 4096, 8192, 16384),
+        help="Most prompt tokens in one iteration; -1 (`off`): whole prompts.",
+        flags=(Flag(name="chunked-prefill-size"),),
+        aliases=("max_num_batched_tokens",),
+        minimum=-1,
+        spellings={"off": -1},
+        auto=knobs.by_place((512, 2048), (2048, 4096, 8192, 16384)),
+        auto_help="2048 to 16384; on cores 512, 2048",
+        memory_order=1,
     ),
-    Knob(name=PREFILL, flags=("max-prefill-tokens",), auto=lambda task: (None,)),
-    Knob(name=RUNNING, flags=("max-running-requests",), meant=("max_num_seqs",), auto=_running),
-    Knob(name=CONTEXT, flags=("context-length",), auto=lambda task: (None,)),
+    Knob(
+        name=PREFILL,
+        help="Most tokens of the prompts that start in one iteration.",
+        flags=(Flag(name="max-prefill-tokens"),),
+        auto=lambda task: (None,),
+        auto_help="not set",
+        memory_order=1,
+    ),
+    Knob(
+        name=RUNNING,
+        help="Most sequences in one iteration, over all attention groups.",
+        flags=(Flag(name="max-running-requests"),),
+        aliases=("max_num_seqs",),
+        auto=lambda task: knobs.in_flight(task, last=4),
+        auto_help="four powers of two up to the requests in flight",
+        memory_order=1,
+    ),
+    knobs.with_flags(knobs.CONTEXT_KNOB, "context-length"),
     Knob(
         name=MEMORY,
-        kind=SHARE,
-        flags=("mem-fraction-static",),
-        auto=lambda task: (None,) if Place.of(task).on_cores else (None, "0.85", "0.9"),
+        help="Share of a device's memory for weights and cache only.",
+        label="memory share",
+        kind="share",
+        flags=(Flag(name="mem-fraction-static"),),
+        auto=knobs.by_place((None,), (None, "0.85", "0.9")),
+        auto_help="not set, 0.85, 0.9; on cores not set",
     ),
-    Knob(
-        name=KV,
-        kind=WORD,
+    replace(
+        knobs.with_flags(knobs.KV_KNOB, "kv-cache-dtype"),
         words=KV_TYPES,
-        flags=("kv-cache-dtype",),
         auto=lambda task: ("auto", "fp8_e4m3") if Place.of(task).fp8 else ("auto",),
+        auto_help="auto, and fp8_e4m3 if the chip supports it",
+    ),
+    knobs.with_flags(knobs.PREFIX_KNOB, off="disable-radix-cache"),
+    knobs.with_flags(knobs.EAGER_KNOB, "disable-cuda-graph"),
+    Knob(
+        name=POLICY,
+        help="Which waiting request is next: the first, the one with the longest cached prefix, and others.",
+        label="policy",
+        kind="word",
+        words=POLICIES,
+        flags=(Flag(name="schedule-policy"),),
+        auto=lambda task: ("fcfs", "lpm"),
+        auto_help="fcfs, lpm",
     ),
     Knob(
-        name=PREFIX,
-        kind=FLAG,
-        neutral=True,
-        off=("disable-radix-cache",),
-        auto=lambda task: (True, False),
+        name=MIXED,
+        help="Chunks of prompts and answers share iterations.",
+        label="mixed chunks",
+        kind="flag",
+        neutral=False,
+        flags=(Flag(name="enable-mixed-chunk"),),
+        auto=lambda task: (False, True),
+        auto_help="false, true",
     ),
-    Knob(name=EAGER, kind=FLAG, neutral=False, flags=("disable-cuda-graph",), auto=lambda task: (False, True)),
-    Knob(name=POLICY, kind=WORD, words=POLICIES, flags=("schedule-policy",), auto=lambda task: ("fcfs", "lpm")),
-    Knob(name=MIXED, kind=FLAG, neutral=False, flags=("enable-mixed-chunk",), auto=lambda task: (False, True)),
 )
-"""`data_parallel_size` is attention DP, and `tensor_model_parallel_size` counts what splits one attention head's layer:
-SGLang's own tp-size is the product of both."""
+"""`tensor_model_parallel_size` is the split of one attention group: SGLang's own tp-size is its product with
+`data_parallel_size`."""
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
 def version_of(spec: Spec) -> str:
-    """Return the version that would start: as the spec plans it, else of the installed package; empty if unknown."""
+    """Return the version of the spec, or of the installed package; empty if unknown."""
     return spec.serve.engine_version or program.installed_version(spec, PROGRAM, PACKAGE)
 
 
 def installed_flags(spec: Spec) -> frozenset[str]:
-    """Return the flags of the installed SGLang, by its source; none if it is not here."""
-    try:
-        command = program.found(spec, PROGRAM)
-    except FlagError:
-        return frozenset()
-    return engine_flags.flags_in_source(program.package_folders(command[0]), FLAG_FILES, FLAG_FIELDS)
+    """Return the flags of the installed SGLang, by its source; none if it is not installed."""
+    return engine_args.installed_flags(spec, PROGRAM, FLAG_FILES, FLAG_FIELDS)
 
 
-def fixed_arguments(spec: Spec) -> tuple[dict[str, KnobValue], dict[str, EngineArg]]:
-    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for one that cannot be given.
+def parse_args(spec: Spec) -> knobs.EngineArgs:
+    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError.
 
-    A tp-size given together with attention DP counts both, as SGLang means it.
+    A tp-size given together with attention DP counts both, as in SGLang.
     """
-    fixed, others = knobs.split_arguments(spec.serve.engine_args, KNOBS)
-    if not others.keys() <= {"device", "max-total-tokens"}:
-        engine_flags.check(others, OURS, installed_flags(spec), "SGLang")
-    tensor, data = fixed.get(TP), fixed.get(DP)
-    by_flag = any(knobs.bare(key) in BY_NAME[TP].flags for key in spec.serve.engine_args)
+    found = knobs.split_arguments(spec.serve.engine_args, KNOBS)
+    if not found.others.keys() <= {"device", "max-total-tokens"}:
+        engine_args.check(found.others, RESERVED, installed_flags(spec), "SGLang")
+    tensor, data = found.fixed.get(TP), found.fixed.get(DP)
+    by_flag = any(knobs.bare(key) in {flag.name for flag in BY_NAME[TP].flags} for key in spec.serve.engine_args)
     if by_flag and isinstance(tensor, int) and isinstance(data, int) and data > 1 and tensor % data == 0:
-        fixed[TP] = tensor // data
-    return fixed, others
+        found.fixed[TP] = tensor // data
+    return found
 
 
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
@@ -189,8 +215,8 @@ def pool_tokens(task: Task, instances: int) -> int:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what SGLang makes of candidates: with attention DP it divides chunks and requests among the groups."""
-    fixed, others = fixed_arguments(task.spec)
-    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS}
+    fixed, others = parse_args(task.spec)
+    get = knobs.all_columns(columns, KNOBS, fixed)
     place = Place.of(task)
     chunk = chunk_sizes(task, get)
     prefill = np.where(get[PREFILL] > 0, get[PREFILL], PREFILL_TOKENS)

@@ -13,8 +13,8 @@ from typing import Any
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.profile import metrics
-from flagcore.engines.serving.profile.contract import DP, EP, PP, TP
+from flagcore.engines.serving.common import metrics
+from flagcore.engines.serving.common.names import DP, EP, PP, TP
 from flagcore.engines.serving.sglang.knobs import (
     CHUNK,
     CONTEXT,

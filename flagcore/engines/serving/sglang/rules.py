@@ -9,10 +9,10 @@ import numpy as np
 
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.profile.contract import DP, EP, TP
-from flagcore.engines.serving.profile.place import Place, longest
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import DP, EP, TP
+from flagcore.engines.serving.common.place import Place, longest
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.sglang.knobs import (
     CHUNK,
     CONTEXT,
@@ -24,9 +24,8 @@ from flagcore.engines.serving.sglang.knobs import (
     POLICY,
     PREFILL,
     PREFILL_TOKENS,
-    RUNNING,
     chunk_sizes,
-    fixed_arguments,
+    parse_args,
 )
 
 PAGES = {
@@ -45,18 +44,11 @@ def rules(task: Task) -> tuple[Rule, ...]:
     need = longest(task.spec.serve.loads)
     return (
         *split_rules(task, data=True),
-        *at_least_one(PAGE, PREFILL, RUNNING, CONTEXT),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
             message=f"{EP} must divide {TP} x {DP} (SGLang's tp-size), and the {experts} experts",
             broken=lambda c: (c[EP] > 1) & (((c[TP] * c[DP]) % c[EP].clip(1) != 0) | (experts % c[EP].clip(1) != 0)),
-        ),
-        Rule(
-            name="chunk_positive",
-            knobs=(CHUNK,),
-            message=f"{CHUNK} must be at least 1, or -1 for whole prompts",
-            broken=lambda c: c[CHUNK] < -1,
         ),
         Rule(
             name="chunk_of_pages",
@@ -77,7 +69,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 
 def _pages(task: Task) -> tuple[Rule, ...]:
-    backend = str(fixed_arguments(task.spec)[1].get("attention-backend") or "").lower()
+    backend = str(parse_args(task.spec)[1].get("attention-backend") or "").lower()
     sizes = PAGES.get(backend)
     if sizes is None:
         return ()
@@ -93,7 +85,7 @@ def _pages(task: Task) -> tuple[Rule, ...]:
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return values that SGLang has by itself, and knobs without effect."""
-    backend = fixed_arguments(task.spec)[1].get("attention-backend")
+    backend = parse_args(task.spec)[1].get("attention-backend")
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     own_page = same_as_unset(PAGE, 1, "by_default")
     return (

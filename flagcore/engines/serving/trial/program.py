@@ -15,9 +15,9 @@ from typing import Any
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.common.metrics import joined
+from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load import LoadResult, ProblemKind, Target, goodput, measure, quantiles_of
-from flagcore.engines.serving.profile.contract import Engine
-from flagcore.engines.serving.profile.metrics import joined
 from flagcore.engines.serving.trial.client import ask_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
 from flagcore.engines.serving.trial.job import METRICS, Job, plain_load
@@ -64,7 +64,7 @@ def run(job: Job, folder: Path) -> None:
 @contextlib.contextmanager
 def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
     """Give the servers while all of them are healthy, and stop them in any event."""
-    patterns = (*engine.failure_patterns(), *job.patterns)
+    patterns = (*engine.failures, *job.patterns)
     servers = [Server(number, each, folder, patterns) for number, each in enumerate(job.instances)]
     try:
         for server in servers:
@@ -223,7 +223,7 @@ def _model(server: Server) -> str:
 
 def _counters(engine: Engine, server: Server) -> Mapping[str, float]:
     try:
-        return engine.counters(server.fetch)
+        return engine.read_counters(server.fetch)
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

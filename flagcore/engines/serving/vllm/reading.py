@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.profile import metrics
-from flagcore.engines.serving.profile.contract import DP, PP, TP
+from flagcore.engines.serving.common import metrics
+from flagcore.engines.serving.common.names import DP, PP, TP
 from flagcore.engines.serving.vllm.knobs import BLOCK, CHUNKED, CONTEXT, EAGER, KV, MEMORY, PREFIX, SEQS, TOKENS
 
 _ENGINE_LINE = re.compile(r"Initializing a V1 LLM engine .*")

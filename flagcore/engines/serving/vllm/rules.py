@@ -12,10 +12,10 @@ import numpy as np
 
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.profile import heterogeneous
-from flagcore.engines.serving.profile.common_rules import at_least_one, context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.profile.contract import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.profile.place import Place
+from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.vllm.knobs import (
     BLOCK,
     CHUNKED,
@@ -29,8 +29,8 @@ from flagcore.engines.serving.vllm.knobs import (
     THREADS,
     TOKENS,
     batch_defaults,
-    fixed_arguments,
     limits,
+    parse_args,
 )
 
 BLOCKS: Mapping[str, tuple[int, ...]] = {
@@ -51,7 +51,6 @@ def rules(task: Task) -> tuple[Rule, ...]:
     place = Place.of(task)
     return (
         *split_rules(task, data=True),
-        *at_least_one(BLOCK, SEQS, TOKENS, CONTEXT, THREADS),
         Rule(
             name="expert_parallel",
             knobs=(TP, DP, EP),
@@ -84,7 +83,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
 
 def _blocks(task: Task) -> Rule:
     """Return which block sizes attention kernels take: by the backend that `engine_args` name, or any backend."""
-    backend = str(fixed_arguments(task.spec)[1].get("attention-backend") or "").upper()
+    backend = str(parse_args(task.spec)[1].get("attention-backend") or "").upper()
     if Place.of(task).on_cores:
         grain, what = 16, "vLLM's CPU kernels for latent attention take 16 only"
         if not task.spec.model.multi_latent_attention:

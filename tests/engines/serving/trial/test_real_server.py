@@ -21,6 +21,8 @@ from tests.engines.serving.trial.test_misbehaving_servers import all_gone
 pytest.importorskip("xllamacpp")
 pytest.importorskip("gguf")
 
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("llama-server")]
+
 MAKER = Path(__file__).parents[4] / "examples" / "tiny_gguf.py"
 MODEL = Model(
     name="tiny",

@@ -15,11 +15,11 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import Load
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Role, Trial, TrialState
-from flagcore.engines.serving.registered import LLAMACPP
+from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
-from tests.engines.serving.profile.tasks import serving
+from tests.engines.serving.engines.tasks import serving
 from tests.small import platform as small_platform
 
 SERVER = Path(__file__).with_name("server.py")

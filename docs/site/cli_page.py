@@ -1,0 +1,112 @@
+"""Writes the synopsis and the options of every command into docs/cli.md.
+
+Usage: `python docs/site/cli_page.py`. The text between `<!-- flag NAME -->` and `<!-- end -->` comes from click; all
+other text of the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from flagcore.cli.main import flag
+
+PAGE = Path(__file__).parents[1] / "cli.md"
+BLOCK = re.compile(r"<!-- (flag[ \w-]*|common options) -->\n.*?<!-- end -->", re.DOTALL)
+COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name", "help")
+"""Options that several commands share. They are described once."""
+SHARED_FROM = ("tune", "estimate")
+"""Commands whose help describes the shared options; the first one that has the option is used."""
+
+
+def page(text: str) -> str:
+    """Return the page with its generated parts made again."""
+    return BLOCK.sub(lambda found: _block(found[1]), text)
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield every command with its path, groups first."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands(below, (*path, name))
+
+
+def _block(name: str) -> str:
+    if name == "common options":
+        lines = [_table(_shared().values())]
+    else:
+        path = tuple(name.split()[1:])
+        command = dict(commands(flag))[path]
+        lines = [*_command(path, command)]
+    return "\n".join([f"<!-- {name} -->", "", *lines, "", "<!-- end -->"])
+
+
+def _command(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
+    context = click.Context(command, info_name=" ".join(("flag", *path)))
+    usage = command.collect_usage_pieces(context)
+    yield f"```text\n{context.info_name} {' '.join(usage)}\n```\n"
+    yield _prose(command.help or "")
+    if isinstance(command, click.Group):
+        listed = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
+        rows = [(f"`{name}`", _first_sentence(below)) for name, below in listed if below]
+        yield f"\n{_table(rows, ('command', 'what it does'))}"
+    shared = _shared()
+    records = _records(command, context)
+    own = [(spelling, text) for key, (spelling, text) in records.items() if shared.get(key) != (spelling, text)]
+    common = [f"`{key}`" for key in records if key in shared and shared[key] == records[key] and key != "--help"]
+    if own:
+        yield f"\n{_table(own)}"
+    if common:
+        yield f"\n[Common options](#common-options): {', '.join(common)}."
+
+
+def _records(command: click.Command, context: click.Context) -> dict[str, tuple[str, str]]:
+    """Return the options by their longest name: how they are spelled, and their help."""
+    found = {}
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is not None and record[1]:
+            name = max(parameter.opts, key=len)
+            found[name] = (f"`{_cell(record[0])}`", _cell(" ".join(record[1].split())))
+    return found
+
+
+def _shared() -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    every = dict(commands(flag))
+    for name in SHARED_FROM:
+        command = every[(name,)]
+        for key, record in _records(command, click.Context(command)).items():
+            if key.removeprefix("--") in COMMON:
+                found.setdefault(key, record)
+    return found
+
+
+def _first_sentence(command: click.Command) -> str:
+    text = " ".join((command.help or "").split())
+    return _cell(text.partition(". ")[0].rstrip(".") + ".")
+
+
+def _prose(text: str) -> str:
+    paragraphs = re.split(r"\n\s*\n", text.replace("\b", "").strip())
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
+
+
+def _table(rows: object, heads: tuple[str, str] = ("option", "meaning")) -> str:
+    lines = [heads, ("---", "---"), *rows]  # type: ignore[misc]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "&#124;") if "`" in text else text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

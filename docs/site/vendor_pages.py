@@ -1,0 +1,222 @@
+"""Writes docs/vendors/*.md and the table of docs/vendors.md from the plugins' files.
+
+Usage: `python docs/site/vendor_pages.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.knob import Factor
+from flagcore.domain.maturity import Claim, Maturity
+from flagcore.vendorkit.chip_file import load_chips
+from flagcore.vendorkit.knobs import all_knobs
+from flagcore.vendorkit.maturity import read_maturity
+from flagcore.vendorkit.quirks import read_quirks
+from flagcore.vendorkit.scope import Scope
+from flagcore.vendorkit.variables import read_variables
+
+DOCS = Path(__file__).parents[1]
+OVERVIEW = DOCS / "vendors.md"
+TABLE = re.compile(r"<!-- maturity -->\n.*?<!-- end -->", re.DOTALL)
+VENDORS = {
+    "nvidia": "NVIDIA",
+    "metax": "MetaX",
+    "iluvatar": "Iluvatar CoreX",
+    "cambricon": "Cambricon",
+}
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of every generated page by its file."""
+    found = {DOCS / "vendors" / f"{name}.md": _page(name) for name in VENDORS}
+    return {OVERVIEW: _overview(OVERVIEW.read_text(encoding="utf-8")), **found}
+
+
+def _overview(text: str) -> str:
+    rows = [
+        [
+            f"[{shown}](vendors/{name}.md)",
+            _maturity_of(f"flagcore_{name}").word,
+            str(len(chips(f"flagcore_{name}"))),
+            ", ".join(each.name for each in chips(f"flagcore_{name}")),
+        ]
+        for name, shown in VENDORS.items()
+    ]
+    made = table(["vendor", "maturity", "chips", "names"], rows)
+    return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{made}\n\n<!-- end -->", text)
+
+
+def _page(name: str) -> str:
+    """Return the page of one vendor."""
+    head = (
+        f"# {VENDORS[name]}\n\n"
+        f"This page is generated from the data files of the plugin `flagcore-{name}`. [Vendors](../vendors.md)\n"
+        "explains the columns. Values that nobody published or measured are absent.\n"
+    )
+    package = f"flagcore_{name}"
+    sources = Sources()
+    parts = [head, *_maturity(_maturity_of(package)), *_vendor(package, sources.number)]
+    parts += ["\n## Sources\n", *(f"{number}. {text}" for text, number in sources.numbers.items())]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+class Sources:
+    """Numbers the sources of a page in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def number(self, source: Source) -> str:
+        """Return the kind of a source and its number."""
+        text = f"{source.kind}: {' '.join(source.detail.split())}"
+        return f"{source.kind} [{self.numbers.setdefault(text, len(self.numbers) + 1)}]"
+
+
+def _maturity_of(package: str) -> Maturity:
+    return read_maturity(package) or Maturity()
+
+
+def _maturity(known: Maturity) -> Iterator[str]:
+    yield "## Maturity\n"
+    rows = [["run on hardware", text] for text in _claims(known.run_on_hardware)]
+    rows += [["checked on transcripts", text] for text in _claims(known.checked_on_transcripts)]
+    rows += [["from documents", text] for text in _claims(known.from_documents)]
+    rows += [["not checked", each] for each in known.not_checked]
+    yield table(["level", "what"], rows)
+
+
+def _claims(claims: Sequence[Claim]) -> Iterator[str]:
+    for each in claims:
+        details = [text for text in (each.by, ", ".join(each.chips)) if text]
+        yield f"{each.what} ({'; '.join(details)})" if details else each.what
+
+
+def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
+    yield "\n## Chips\n"
+    rows = []
+    for chip in chips(package):
+        found = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
+        rows += found or [[chip.name, "no published values", "", ""]]
+    yield table(["chip", "fact", "value", "source"], rows)
+    quirks = read_quirks(package)
+    where = [[*_scope(each.scope), each.value.reason, source(each.source)] for each in quirks.support]
+    refused = [
+        [
+            each.value.name,
+            *_scope(each.scope),
+            f"`{each.value.knob}`: {_values(each.value.values, each.value.above)}",
+            each.value.reason,
+            source(each.source),
+        ]
+        for each in quirks.refused
+    ]
+    refused += [
+        [
+            each.value.name,
+            *_scope(each.scope),
+            f"`{each.value.setting}` must be {each.value.value}",
+            each.value.reason,
+            source(each.source),
+        ]
+        for each in quirks.forced
+    ]
+    notes = [[*_scope(each.scope), each.value, source(each.source)] for each in quirks.notes]
+    yield from _section("Engines", ["engine", "applies to", "status", "source"], where)
+    yield from _section(
+        "Rejected and forced values", ["rule", "engine", "applies to", "value", "reason", "source"], refused
+    )
+    yield from _section("Notes", ["engines", "applies to", "note", "source"], notes)
+    yield from _section(
+        "Knobs", ["knob", "value", "time", "peak memory", "enabled by", "description"], list(_knobs(package, source))
+    )
+    rows = [
+        [
+            f"`{each.name}`",
+            f"`{each.value}`" if each.value else f"not set by flagcore; the source sets `{each.used}`",
+            ", ".join(filter(None, [", ".join((*each.scope.engines, *each.scope.kinds)), each.condition])) or "always",
+            each.meaning,
+            source(each.source),
+        ]
+        for each in read_variables(package)
+    ]
+    yield from _section("Environment variables", ["variable", "value", "when", "meaning", "source"], rows)
+    failures = [
+        [f"`{pattern.pattern}`", pattern.state.value, pattern.advice, source(each.source)]
+        for each in quirks.failures
+        for pattern in (each.value.pattern,)
+    ]
+    yield from _section("Failure patterns", ["log line", "state", "advice", "source"], failures)
+
+
+def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    if rows:
+        yield f"\n## {title}\n"
+        yield table(headings, rows)
+
+
+def chips(package: str) -> Sequence[Chip]:
+    """Return the chips of a plugin."""
+    return load_chips(package)
+
+
+def facts(chip: Chip) -> Iterator[tuple[str, Fact]]:
+    """Yield every fact of a chip with its key."""
+    for field in fields(chip):
+        value = getattr(chip, field.name)
+        if isinstance(value, Fact):
+            yield field.name, value
+        elif isinstance(value, dict):
+            yield from ((f"{field.name}.{name}", fact) for name, fact in value.items() if isinstance(fact, Fact))
+    if chip.link:
+        yield f"link.bytes_per_second ({chip.link.name}, {chip.link.topology})", chip.link.bytes_per_second
+
+
+def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]:
+    try:
+        listed = all_knobs(package)
+    except FileNotFoundError:
+        listed = ()
+    for each in listed:
+        for value, choice in each.knob.effects.items():
+            how = " ".join([*choice.flags, *(f"{name}={text}" for name, text in choice.environment.items())])
+            formula = f"as {', '.join(f'{key}: {value}' for key, value in choice.settings.items())}; "
+            yield [
+                each.knob.name,
+                str(value).lower(),
+                f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
+                _factor(choice.memory),
+                f"`{how}`" if how else "unknown: for planning only",
+                f"{each.knob.help}. {each.knob.claim} ({source(each.knob.source) if each.knob.source else ''})",
+            ]
+
+
+def _factor(factor: Factor) -> str:
+    return f"{factor.value:g} ({factor.low:g} to {factor.high:g})" if factor != Factor() else "1"
+
+
+def _values(values: Iterable[object], above: int | None) -> str:
+    return ", ".join([*map(str, values), *([f"above {above}"] if above is not None else [])])
+
+
+def _scope(scope: Scope) -> tuple[str, str]:
+    """Return the engines and the chips and releases that an entry applies to."""
+    releases = [f"releases {scope.versions}"] if scope.versions else []
+    return ", ".join(scope.engines) or "all", ", ".join([*(scope.chips or ("all chips",)), *releases])
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    cells = [[" ".join(cell.split()).replace("|", "&#124;") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+if __name__ == "__main__":
+    (DOCS / "vendors").mkdir(exist_ok=True)
+    for file, text in pages().items():
+        file.write_text(text, encoding="utf-8")

@@ -1,0 +1,103 @@
+"""What earlier runs teach: their measurements beside what is predicted of them today."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Plugins, Workload
+from flagcore.domain.chip import Chip
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.effects import engine_task
+from flagcore.domain.experience import Observed, Past
+from flagcore.domain.knob import Knob
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.errors import FlagError
+from flagcore.learning import features
+from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.problem import candidate_columns
+from flagcore.spec import read_job
+from flagcore.stages.build import canonical
+from flagcore.stages.discover import costs
+from flagcore.stages.legality import legality
+from flagcore.stages.predict import predict_columns
+
+GIB = 2**30
+MOST = 300
+"""Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
+FARTHEST = 3.0
+"""A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
+
+
+def past(
+    records: Iterable[Mapping[str, Any]],
+    chip: Chip,
+    plugins: Plugins,
+    workload: Workload,
+    objective: str,
+    knobs: Sequence[Knob] = (),
+) -> Past:
+    """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over, and so is
+    one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may have."""
+    tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
+    for record in islice(records, MOST):
+        with suppress(FlagError, KeyError, TypeError, ValueError):
+            kind = record["kind"]
+            told = dict(record[kind])
+            command = tuple(told.pop("command", None) or ()) or None  # a job record has no key for it
+            if kind == "serve" and record["measured"]["objective"] != objective:
+                continue
+            beside = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
+            for knob, value in beside.items():
+                knob.parse(value, knob.name)
+            names = {knob.name for knob in beside}
+            own = {name: value for name, value in record["candidate"].items() if name not in names}
+            job = read_job({**record, kind: told, "candidate": own})
+            work = replace(job.work, command=command)
+            nodes = job.devices // job.devices_per_node
+            group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
+            spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=work, objective=objective)
+            task = Task(spec=spec, cluster=Cluster(groups=(group,)), knobs=tuple(beside))
+            candidate = {**job.candidate, **{knob.name: value for knob, value in beside.items()}}
+            tasks[repr((job.model, work, group, sorted(names)))].append((task, candidate, record["measured"]))
+    found = []
+    for number, members in enumerate(tasks.values(), start=1):
+        with suppress(FlagError, TypeError, ValueError, ArithmeticError):
+            found.append(_observed(number, members, plugins, workload))
+    return Past(
+        time=Observed.join([time for time, _ in found]),
+        memory=Observed.join([memory for _, memory in found]),
+    )
+
+
+def _observed(
+    number: int,
+    members: list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]],
+    plugins: Plugins,
+    workload: Workload,
+) -> tuple[Observed, Observed]:
+    """Return times and memory of the records of one task."""
+    task = members[0][0]
+    legal = legality(task, workload)
+    each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]
+    columns = {knob: np.concatenate([some[knob] for some in each]) for knob in each[0]}
+    columns = canonical(columns, legal.merges)
+    predicted = predict_columns(task, workload, columns, costs(task.cluster, plugins, task.spec.work.engine))
+    known = features(legal.axes, columns, predicted, workload.sizes(engine_task(task), columns))
+    figures = (("step_time_s", predicted.step_time_s, 1.0), ("device_used_gib", predicted.device_used_bytes, GIB))
+    both = []
+    for name, expected, unit in figures:
+        measured = np.array([float(each.get(name) or math.nan) * unit for _, _, each in members])
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.log(measured) - np.log(expected)
+        rows = np.flatnonzero(np.abs(ratio) < FARTHEST)
+        least = LEAST_NOISE if unit == 1.0 else MEMORY_NOISE
+        both.append(Observed(known.take(rows), ratio[rows], np.full(rows.size, least), np.full(rows.size, number)))
+    return both[0], both[1]

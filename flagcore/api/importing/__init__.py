@@ -1,0 +1,1 @@
+"""Take over what another tuner has: its configuration, and what it measured."""

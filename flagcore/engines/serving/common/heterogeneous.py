@@ -1,0 +1,223 @@
+"""Unequal splits: instances of several sizes on one set of cards, in a word such as 4+2+2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.objective import is_rate
+from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.spec import Task
+from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.place import CORES, Place
+from flagcore.errors import SpecError
+
+MOST_PARTS = 16
+"""Of more cards than this, sizes are counted in the smallest power of two of cards of which there are no more."""
+_WORD = re.compile(r"\d{1,6}(\+\d{1,6})+")
+
+
+def sizes(word: str) -> tuple[int, ...]:
+    """Return the devices of each instance, the largest first."""
+    return tuple(sorted((int(part) for part in word.split("+")), reverse=True))
+
+
+def parse_sizes(given: object, key: str) -> str:
+    """Return what a spec or a record has under `key` as a word, the largest instance first. Raises SpecError."""
+    fix = f"give the devices of each instance, such as 4+2+2; equal ones are {INSTANCES} and {TP}"
+    if not isinstance(given, str) or not _WORD.fullmatch(given.replace(" ", "")):
+        raise SpecError(key=key, value=given, problem=f"is no value of {SIZES}", fix=fix)
+    parts = sizes(given.replace(" ", ""))
+    if not parts[-1] or len(set(parts)) == 1:
+        problem = "has an instance without devices" if not parts[-1] else "has instances of one size"
+        raise SpecError(key=key, value=given, problem=problem, fix=fix)
+    return "+".join(map(str, parts))
+
+
+def words(task: Task) -> tuple[str, ...]:
+    """Return every word of a task, in the order of their codes: what its cards allow, then what its spec names."""
+    spec, place = task.spec, Place.of(task)
+    flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in spec.serve.engine_args.items()}
+    named = {"auto_tuner.space": spec.space, "auto_tuner.baseline": spec.baseline or {}, "serve.engine_args": flags}
+    found = [(given[SIZES], f"{where}.{SIZES}") for where, given in named.items() if SIZES in given]
+    several = [(each, key) for value, key in found for each in (value if isinstance(value, tuple) else (value,))]
+    asked = [parse_sizes(each, key) for each, key in several if each not in (None, "auto")]
+    return tuple(dict.fromkeys((*_of(place.cards), *asked)))
+
+
+def worth_trying(task: Task) -> tuple[KnobValue, ...]:
+    """Return none, and for a rate all that split the cards without a rest into powers of two."""
+    if not is_rate(task.spec.objective):
+        return (None,)
+    cards = Place.of(task).cards
+    return (None, *(word for word in _of(cards) if sum(sizes(word)) == cards and _doubling(sizes(word))))
+
+
+@lru_cache(maxsize=16)
+def _of(cards: int) -> tuple[str, ...]:
+    """Return the unequal splits of at most `cards`: of up to MOST_PARTS all, of more those of large powers of two."""
+    unit = 1
+    while cards // unit > MOST_PARTS:
+        unit *= 2
+    found: list[tuple[int, ...]] = []
+
+    def grow(parts: tuple[int, ...], left: int, most: int) -> None:
+        if len(parts) > 1 and len(set(parts)) > 1:
+            found.append(parts)
+        for part in range(min(left, most), 0, -1):
+            if unit == 1 or part & (part - 1) == 0:
+                grow((*parts, part), left - part, part)
+
+    grow((), cards // unit, cards // unit)
+    return tuple("+".join(str(part * unit) for part in parts) for parts in found)
+
+
+def _doubling(parts: tuple[int, ...]) -> bool:
+    return all(part & (part - 1) == 0 for part in parts)
+
+
+def rules(task: Task, *, heads: bool) -> tuple[Rule, ...]:
+    """Return what makes a split illegal. `heads` says that tensor ranks have whole attention heads."""
+    place, model = Place.of(task), task.spec.model
+    known = [(), *(sizes(word) for word in words(task))]
+    groups, latent = model.num_query_groups, model.multi_latent_attention
+
+    def uneven(size: int) -> bool:
+        whole = model.num_attention_heads % size == 0 and (latent or groups % size == 0 or size % groups == 0)
+        return heads and not place.on_cores and not whole
+
+    others = tuple(knob for knob in (PP, DP, EP) if knob == PP or heads)
+    return (
+        Rule(
+            name="cards_of_sizes",
+            knobs=(SIZES,),
+            message=f"the instances of {SIZES} must not have more than the {place.cards} devices together",
+            broken=_told(known, lambda parts: sum(parts) > place.cards),
+        ),
+        Rule(
+            name="heads_of_sizes",
+            knobs=(SIZES,),
+            message=f"each of {SIZES} must divide num_attention_heads = {model.num_attention_heads}, and be a multiple "
+            f"or a divisor of num_query_groups = {groups}",
+            broken=_told(known, lambda parts: any(uneven(size) for size in parts)),
+        ),
+        Rule(
+            name="sizes_are_tensor_ranks",
+            knobs=(SIZES, *others),
+            message=f"{' and '.join(others)} must be 1 beside {SIZES}, whose devices split matrices",
+            broken=lambda c: (c[SIZES] > 0) & np.logical_or.reduce([c[knob] > 1 for knob in others]),
+        ),
+    )
+
+
+def _told(known: list[tuple[int, ...]], of: Callable[[tuple[int, ...]], bool]) -> Callable[[Columns], BoolArray]:
+    table = np.array([of(parts) for parts in known], dtype=np.bool_)
+    return lambda columns: table[columns[SIZES]]
+
+
+def merges(*threads: str) -> tuple[Merge, ...]:
+    """Return that sizes stand for the number of instances, their devices and, on cores, the knobs of `threads`."""
+
+    def alone(knob: str, code: int) -> Callable[[Columns], Columns]:
+        return lambda c: {knob: np.where(c[SIZES] > 0, code, c[knob])}
+
+    own = ((INSTANCES, 1), (TP, 1), *((knob, 0) for knob in threads))
+    return tuple(Merge(name=f"{knob}_of_sizes", knobs=(knob, SIZES), canonical=alone(knob, code)) for knob, code in own)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One instance of a candidate: its own knob values, and its devices, `width` of them from `first` on."""
+
+    values: Mapping[str, KnobValue]
+    first: int
+    width: int
+
+
+def seats(task: Task, values: Mapping[str, KnobValue]) -> tuple[Seat, ...]:
+    """Return the instances of a candidate, each with the next devices; cores are shared evenly but for SIZES."""
+    place, word = Place.of(task), values.get(SIZES)
+    if isinstance(word, str):
+        widths = sizes(word)
+        each = [{**values, SIZES: None, INSTANCES: len(widths), TP: 1 if place.on_cores else width} for width in widths]
+    else:
+        count = _size(values, INSTANCES)
+        ranks = _size(values, TP) * _size(values, PP) * _size(values, DP)
+        widths = (max(1, place.cards // count) if place.on_cores else ranks,) * count
+        each = [dict(values)] * count
+    firsts = np.cumsum([0, *widths])
+    return tuple(Seat(own, int(first), width) for own, first, width in zip(each, firsts, widths, strict=False))
+
+
+def _size(values: Mapping[str, KnobValue], knob: str) -> int:
+    value = values.get(knob)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Instances that are alike, in `columns` one row a kind: `count` of them, of candidate `owner`, ascending.
+
+    Of a candidate's kinds the largest is first.
+    """
+
+    owner: IntArray
+    count: IntArray
+    columns: Columns
+
+    @property
+    def size(self) -> int:
+        """How many candidates there are."""
+        return int(self.owner[-1]) + 1 if self.owner.size else 0
+
+    @property
+    def firsts(self) -> IntArray:
+        """The row of each candidate's first kind, the largest."""
+        return np.searchsorted(self.owner, np.arange(self.size))
+
+    @property
+    def members(self) -> list[range]:
+        """The rows of each candidate."""
+        return [range(*edges) for edges in pairwise([*self.firsts.tolist(), self.owner.size])]
+
+    def total(self, values: FloatArray | IntArray) -> FloatArray:
+        """Return the sum of `values`, which are of one instance, over all instances of each candidate."""
+        return np.bincount(self.owner, weights=self.count * values, minlength=self.size).astype(np.float64)
+
+    def worst(self, values: FloatArray) -> IntArray:
+        """Return the row of the kind whose value is largest, of each candidate."""
+        order = np.lexsort((values, self.owner))
+        return order[np.searchsorted(self.owner, np.arange(self.size), side="right") - 1]
+
+
+def alone(instances: IntArray) -> Parts:
+    """Return candidates whose instances are all alike."""
+    return Parts(np.arange(instances.size, dtype=np.int64), np.maximum(instances, 1), {})
+
+
+def parts(task: Task, columns: Columns) -> Parts:
+    """Return the kinds of instances of each row: one, or with SIZES one a size. There INSTANCES counts all of them."""
+    codes = columns.get(SIZES)
+    rows = np.arange(next(iter(columns.values())).size, dtype=np.int64)
+    if codes is None or not codes.any():
+        return Parts(rows, np.maximum(columns.get(INSTANCES, np.ones_like(rows)), 1), columns)
+    known, on_cores = [(), *(sizes(word) for word in words(task))], Place.of(task).on_cores
+    kinds = [
+        (row, size, known[code].count(size))
+        for row, code in enumerate(codes.tolist())
+        for size in dict.fromkeys(known[code]) or (0,)
+    ]
+    owner, size, count = np.array(kinds, dtype=np.int64).T
+    made, split = {knob: column[owner] for knob, column in columns.items()}, size > 0
+    count = np.where(split, count, np.maximum(made[INSTANCES], 1))
+    several = np.bincount(owner, weights=count).astype(np.int64)[owner]
+    made[INSTANCES] = np.where(split, several, made[INSTANCES])
+    made[CORES if on_cores else TP] = np.where(split, size, 0 if on_cores else made[TP])
+    made[SIZES] = np.zeros_like(owner)
+    return Parts(owner, count, made)

@@ -1,0 +1,158 @@
+"""A serving engine is one record: its knobs, rules, command line, log lines and overheads. All else is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Knob
+from flagcore.domain.launch import FailurePattern
+from flagcore.domain.serving import EngineArg
+from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, Merge, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.engines.serving.common import knobs as common_knobs
+from flagcore.engines.serving.common import metrics
+from flagcore.engines.serving.common.names import TP
+from flagcore.engines.serving.common.overheads import HostTimes, Releases, overheads_of
+from flagcore.engines.serving.common.sizes import fewest_devices
+from flagcore.engines.serving.model.work import Overheads
+
+PORT = "{port}"
+"""Placeholder in a command line for the port, which is chosen when the server starts."""
+
+GRAPH_TOKENS = 512
+"""The largest batch that engines capture as a graph by default."""
+
+Fetch = Callable[[str], str]
+"""Returns the text behind a path of a running server. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an engine does with candidates, by columns, with the engine's own defaults for knobs that are not set.
+
+    Sizes count devices, sequences and tokens. `devices` are those of one instance: tensor x pipeline x data, or, where
+    devices are CPU cores, its threads. `graphs` False is eager mode. `memory_fraction` is the share of a device's
+    memory for weights, activations and cache; NaN if the cache has `cache_bytes` of its own on each device, which are
+    NaN otherwise. `max_batched_tokens` bounds the prompt tokens of one iteration, and all its tokens if the engine
+    counts both; `max_running` bounds its sequences; both are of one attention DP group. `context_len` bounds one
+    sequence. `pass_tokens` is what one pass through the model takes: a larger iteration has several. If `chunked` is
+    False a prompt is computed in one piece. `on_device` is the share of the layers, counting the output head as one,
+    that devices have if the host has the others; None: all.
+    """
+
+    instances: IntArray
+    devices: IntArray
+    tensor: IntArray
+    pipeline: IntArray
+    data: IntArray
+    expert: IntArray
+    max_running: IntArray
+    max_batched_tokens: IntArray
+    pass_tokens: IntArray
+    block_size: IntArray
+    context_len: IntArray
+    chunked: IntArray
+    graphs: IntArray
+    prefix_caching: IntArray
+    memory_fraction: FloatArray
+    cache_bytes: FloatArray
+    cache_element_bytes: FloatArray
+    on_device: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """How one instance is started. `argv` has `PORT` in place of the port."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRuns:
+    """Settings of published runs that their job records leave out.
+
+    `cache_type` is the 8-bit cache of runs with narrow weights on chips that compute in 4 bits. `memory_flag` is the
+    flag for the share of memory, which runs raise if weights fill most of a device. `release` is that of the time in
+    which such points were measured. `engine_args` are other flags that the published recipes have.
+    """
+
+    cache_type: KnobValue = None
+    memory_flag: str = ""
+    release: str = ""
+    engine_args: Mapping[str, EngineArg] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One serving engine. Knows no vendor. If releases differ, the version of the spec decides."""
+
+    name: str
+    title: str
+    """The engine's name as its own pages write it."""
+    modules: Mapping[str, str]
+    """What its program imports, and the pip requirement that installs it."""
+    knobs: tuple[Knob, ...]
+    parse_args: Callable[[Spec], common_knobs.EngineArgs]
+    """Returns the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
+    ready: Callable[[Spec], None]
+    """Returns if servers can be started here. Raises SpecError or NoDevice with the problem and the fix."""
+    version: Callable[[Spec], str]
+    """Returns the version that would start, without starting it; empty if unknown."""
+    rules: Callable[[Task], tuple[Rule, ...]]
+    """Returns what the engine rejects."""
+    settings: Callable[[Task, Columns], Settings]
+    server: Callable[[Task, Mapping[str, KnobValue], tuple[int, ...]], Server]
+    """Returns how one instance with its own knob values is started, on some CPU cores if devices are cores."""
+    merges: Callable[[Task], tuple[Merge, ...]] = lambda task: ()
+    """Returns which candidates are the same to the engine."""
+    effective: Callable[[Fetch, str], Mapping[str, KnobValue]] = lambda fetch, log: {}
+    """Returns, from a running server and its log, the knob values in use; a knob that is not reported is left out."""
+    memory: Callable[[str], Mapping[str, float]] = lambda log: {}
+    """Returns from a log weights_gib, kv_cache_gib, graphs_gib and compute_gib (GiB on the fullest device) and
+    kv_cache_tokens (of the whole instance), as far as they are reported."""
+    counters: Mapping[str, str] = field(default_factory=dict)
+    """The samples of /metrics that explain a score, and their names in a trial's figures."""
+    failures: tuple[FailurePattern, ...] = ()
+    """What the engine's log lines mean, from specific to general."""
+    health: str = "/health"
+    """Path that answers 200 when requests are served."""
+    split_by: str = TP
+    """The knob that by default takes as many devices as the weights need."""
+    overheads: Releases = ()
+    """What the engine adds to its kernels, by the release from which on it holds, the newest first."""
+    host_times: HostTimes | None = None
+    """The same where devices are CPU cores."""
+    receive_flag: str = ""
+    """The flag for the iterations between two looks at new requests."""
+    graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
+    """Returns the largest batch that the engine captures as a graph."""
+    published: PublishedRuns = PublishedRuns()
+    untested: str = ""
+    """Why figures of this engine are less certain than others; empty: it was run and measured."""
+
+    def axes(self, task: Task) -> tuple[Axis, ...]:
+        """Return the knobs and the values of a task, in the order in which they are crossed. Raises SpecError."""
+        return common_knobs.axes(task, self.knobs, self.parse_args(task.spec).fixed)
+
+    def parse(self, values: Mapping[str, object]) -> dict[str, KnobValue]:
+        """Return knob values of a spec or a job record as values of the axes. Raises SpecError."""
+        return common_knobs.parse(values, self.knobs, self.name)
+
+    def defaults(self, task: Task) -> dict[str, KnobValue]:
+        """Return the candidate that runs if no knob is set, on as many devices as the weights need."""
+        neutral = {knob.name: knob.neutral for knob in self.knobs}
+        return neutral | {self.split_by: fewest_devices(task)} | self.parse_args(task.spec).fixed
+
+    def read_counters(self, fetch: Fetch) -> Mapping[str, float]:
+        """Return the counters of a running server; none if it does not answer."""
+        return metrics.counters(fetch, self.counters)
+
+    def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
+        """Return the overheads for a task. `on_host`: the CPU that schedules also computes."""
+        serve = task.spec.serve
+        found = overheads_of(self.overheads, serve.engine_version, self.host_times if on_host else None, on_host)
+        receive = serve.engine_args.get(self.receive_flag)
+        return replace(found, receive=receive) if isinstance(receive, int) and receive > 0 else found

@@ -1,0 +1,185 @@
+"""legality: the axes, rules and merges of a task, those of plugins' knobs and refusals included."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from flagcore.contracts import Workload
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.effects import engine_task, plugin_axis
+from flagcore.domain.engine import EngineSupport, Refused
+from flagcore.domain.knob import Effect, Knob, Requirement
+from flagcore.domain.space import Axis, BoolArray, Columns, Legality, Rule
+from flagcore.domain.spec import Spec, Task
+from flagcore.errors import NoDevice
+
+JOB_KEYS = ("precision", "attention", "implementation")
+"""Keys of a job that a plugin may refuse values of."""
+SHARED = ("settings.", "engine_args.")
+"""The prefixes of settings that all candidates share."""
+
+_Setting: TypeAlias = tuple[str, KnobValue, int, Effect]
+"""A knob's name, one of its values that changes the engine's settings, its code and its effect."""
+
+
+def legality(task: Task, workload: Workload, support: EngineSupport | None = None) -> Legality:
+    """Return the axes, rules and merges of `task`: the engine's, those of plugins' knobs, and what plugins refuse.
+
+    Raises SpecError for a space that the engine cannot read.
+    """
+    bare = engine_task(task)
+    own = workload.axes(bare)
+    axes = (*own, *(plugin_axis(task, knob) for knob in task.knobs))
+    rules = workload.rules(bare)
+    if task.knobs:
+        required = [rule for knob in task.knobs for rule in _requirements(task, knob, own)]
+        rules = (*_with_settings(task, rules), *required, *_rules_of_settings(task, workload, rules))
+    refused = () if support is None else refusals(axes, support, task.spec)
+    return Legality(axes=axes, rules=(*rules, *refused), merges=workload.merges(bare))
+
+
+def refusals(axes: Sequence[Axis], support: EngineSupport, spec: Spec | None = None) -> tuple[Rule, ...]:
+    """Return a rule for each thing that plugins report as broken on the chip: values of a knob, or of a key of `spec`.
+
+    A word that the knob does not have is skipped: a plugin may cover more releases of an engine. Raises NoDevice for
+    what is neither a knob nor a key of a job.
+    """
+    by_knob = {axis.knob: axis for axis in axes}
+    rules = []
+    for refused in support.refused:
+        if refused.knob in by_knob:
+            rules.append(_refused_knob(by_knob[refused.knob], refused))
+        elif refused.knob in JOB_KEYS or refused.knob.startswith(SHARED):
+            value = None if spec is None else _value_of(spec, refused.knob)
+            broken = value in refused.values
+            rules.append(_refused_job(axes[0], refused.name, refused.knob, value, broken, refused.reason))
+        else:
+            problem = f"a plugin refuses values of {refused.knob}, which is not a knob (rule {refused.name})"
+            raise NoDevice(f"{problem}; knobs: {', '.join(by_knob)}; or {', '.join(JOB_KEYS)}, settings.NAME")
+    for forced in support.forced:
+        value = None if spec is None else _value_of(spec, forced.setting)
+        reason = f"it must be {forced.value}: {forced.reason}"
+        broken = value is not None and value != forced.value
+        rules.append(_refused_job(axes[0], forced.name, forced.setting, value, broken, reason))
+    return tuple(rules)
+
+
+def _refused_knob(axis: Axis, refused: Refused) -> Rule:
+    known = [value for value in refused.values if not isinstance(value, str) or value in axis.words]
+    codes = np.array([axis.encode(value) for value in known], dtype=np.int64)
+    most = np.inf if refused.above is None else refused.above
+    values = " or ".join([*map(str, refused.values), *([f"more than {most}"] if refused.above is not None else [])])
+    return Rule(
+        name=refused.name,
+        knobs=(axis.knob,),
+        message=f"{axis.knob} = {values}: {refused.reason}",
+        broken=lambda c: np.isin(c[axis.knob], codes) | (c[axis.knob] > most),
+    )
+
+
+def _refused_job(first: Axis, name: str, key: str, value: object, broken: bool, reason: str) -> Rule:
+    """Return a rule that every candidate breaks, or none: all candidates share the key."""
+    return Rule(
+        name=name,
+        knobs=(first.knob,),
+        message=f"{key} = {value}: {reason}" if broken else f"{key}: {reason}",
+        broken=lambda c: np.full(c[first.knob].shape, broken),
+    )
+
+
+def _value_of(spec: Spec, key: str) -> object:
+    """Return the value of a key of a job or of a shared setting; None if the spec does not give it."""
+    section, _, name = key.partition(".")
+    if not name:
+        return getattr(spec.work, section, None)
+    flag = f"--{name.replace('_', '-')}"
+    words = list(spec.work.command or ())
+    if flag in words:
+        following = words[words.index(flag) + 1 :][:1]
+        return following[0] if following and not following[0].startswith("-") else True
+    settings = getattr(spec.work, section, {})
+    return {each.lstrip("-").replace("-", "_"): value for each, value in settings.items()}.get(name.replace("-", "_"))
+
+
+def _requirements(task: Task, knob: Knob, own: Sequence[Axis]) -> Iterator[Rule]:
+    """Yield what must hold where a knob is not neutral. A requirement on a knob that the engine lacks never holds."""
+    by_name, neutral = {axis.knob: axis for axis in own}, plugin_axis(task, knob).encode(knob.neutral)
+    if knob.experts_only and task.spec.model.num_moe_experts is None:
+        yield Rule(
+            name=f"{knob.name}_without_experts",
+            knobs=(knob.name,),
+            message=f"{knob.name} is for mixture-of-experts models, and the model is dense",
+            broken=lambda c: c[knob.name] != neutral,
+        )
+    for requirement in knob.requires:
+        axis = by_name.get(requirement.knob)
+        yield Rule(
+            name=f"{knob.name}_needs_{requirement.knob}",
+            knobs=(knob.name, requirement.knob) if axis else (knob.name,),
+            message=f"{knob.name} needs {requirement}: {knob.help}",
+            broken=partial(_fails, knob.name, neutral, requirement, axis),
+        )
+
+
+def _fails(knob: str, neutral: int, requirement: Requirement, axis: Axis | None, columns: Columns) -> BoolArray:
+    used: BoolArray = columns[knob] != neutral
+    if axis is None:
+        return used
+    values, holds = columns[requirement.knob], np.ones(used.shape, dtype=np.bool_)
+    if requirement.at_least is not None:
+        holds &= values >= requirement.at_least
+    if requirement.at_most is not None:
+        holds &= values <= requirement.at_most
+    if requirement.one_of:
+        holds &= np.isin(values, [axis.encode(each) for each in requirement.one_of])
+    return used & ~holds
+
+
+def _settings(task: Task) -> list[_Setting]:
+    """Return the values of plugins' knobs that change the engine's settings."""
+    return [
+        (knob.name, value, plugin_axis(task, knob).encode(value), effect)
+        for knob in task.knobs
+        for value, effect in knob.effects.items()
+        if effect.settings
+    ]
+
+
+def _with_settings(task: Task, rules: Sequence[Rule]) -> Iterator[Rule]:
+    """Yield the engine's rules. The rule of a setting, which has its name, does not hold where a knob overrides it."""
+    settings = _settings(task)
+    for rule in rules:
+        overrides = [(knob, code) for knob, _, code, effect in settings if rule.name in effect.settings]
+        if overrides:
+            knobs = tuple(dict.fromkeys([*rule.knobs, *(knob for knob, _ in overrides)]))
+            rule = replace(rule, knobs=knobs, broken=partial(_broken_unless, overrides, rule))
+        yield rule
+
+
+def _rules_of_settings(task: Task, workload: Workload, own: Sequence[Rule]) -> Iterator[Rule]:
+    """Yield the rules that the engine has only with the settings of an effect; they hold where it applies."""
+    known: Container[tuple[str, str]] = {(rule.name, rule.message) for rule in own}
+    for knob, value, code, effect in _settings(task):
+        for rule in workload.rules(engine_task(task, [effect])):
+            if rule.name in effect.settings or (rule.name, rule.message) not in known:
+                yield Rule(
+                    name=f"{knob}_{rule.name}",
+                    knobs=(knob, *rule.knobs),
+                    message=f"{knob} = {value}: {rule.message}",
+                    broken=partial(_broken_where, knob, code, rule),
+                )
+
+
+def _broken_unless(overrides: Sequence[tuple[str, int]], rule: Rule, columns: Columns) -> BoolArray:
+    broken: BoolArray = rule.broken(columns) & ~np.any([columns[knob] == code for knob, code in overrides], axis=0)
+    return broken
+
+
+def _broken_where(knob: str, code: int, rule: Rule, columns: Columns) -> BoolArray:
+    broken: BoolArray = (columns[knob] == code) & rule.broken(columns)
+    return broken

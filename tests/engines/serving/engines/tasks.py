@@ -1,0 +1,83 @@
+"""Small made-up serving tasks: one load on cards or on cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flagcore.contracts import Costs
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.chip import Fact, Link
+from flagcore.domain.cluster import Cluster, NodeGroup
+from flagcore.domain.model import Model
+from flagcore.domain.prediction import Predictions
+from flagcore.domain.serving import Load, ServeSpec
+from flagcore.domain.space import Space
+from flagcore.domain.spec import ClusterSpec, Spec, Task
+from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.engine import Engine, Settings
+from flagcore.engines.serving.predict import predict as predict_engine
+from flagcore.engines.serving.published import published as complete
+from flagcore.plugins import workload
+from flagcore.stages.build import build, canonical
+from tests.small import CHIP, DENSE, SOURCE
+
+SHARED = Link(name="loopback", topology="shared-memory", bytes_per_second=Fact(value=2e9, source=SOURCE))
+CORE = replace(CHIP, name="core", link=SHARED, memory_bytes=Fact(value=8e9, source=SOURCE))
+LOAD = Load(input_len=128, output_len=64, concurrency=16)
+
+
+def serving(
+    engine: str,
+    *,
+    devices: int = 4,
+    on_cores: bool = False,
+    model: Model = DENSE,
+    memory: int | None = None,
+    **given: Any,
+) -> Task:
+    """A task on one node; `space` and `baseline` go to the spec, the rest to its serving job."""
+    outer = {key: given.pop(key) for key in ("space", "baseline") if key in given}
+    work = ServeSpec(engine=engine, **{"loads": (LOAD,), **given})
+    spec = Spec(model=model, cluster=ClusterSpec(), work=work, **outer)
+    group = NodeGroup(chip=CORE if on_cores else CHIP, nodes=1, devices_per_node=devices, memory_bytes=memory)
+    return Task(spec=spec, cluster=Cluster(groups=(group,)))
+
+
+def predict(task: Task, settings: Settings, costs: Costs, kinds: Parts | None = None) -> Predictions:
+    """What the task's engine is predicted to do with settings."""
+    engine = workload(task.spec.serve.engine).engine  # type: ignore[attr-defined]
+    over, graphs = engine.overheads_for(task, on_host=costs.synchronous), engine.graph_tokens(task)
+    return predict_engine(task, settings, costs, over, graph_tokens=graphs, untested=bool(engine.untested), kinds=kinds)
+
+
+def published(task: Task, values: Mapping[str, str]) -> tuple[Task, dict[str, KnobValue]]:
+    """A job record of the task's engine, completed."""
+    engine = workload(task.spec.serve.engine).engine  # type: ignore[attr-defined]
+    return complete(task, engine.parse(values), engine.published)
+
+
+def space_of(engine: Engine, task: Task) -> Space:
+    """The space of a task."""
+    return build(engine.axes(task), engine.rules(task), engine.merges(task))
+
+
+def row(engine: Engine, task: Task, **values: KnobValue) -> dict[str, Any]:
+    """Columns of one candidate: the engine's defaults but for `values`."""
+    axes = engine.axes(replace(task, spec=replace(task.spec, baseline=values)))
+    wanted = {**engine.defaults(task), **values}
+    return {axis.knob: np.array([axis.encode(wanted[axis.knob])]) for axis in axes}
+
+
+def broken(engine: Engine, task: Task, **values: KnobValue) -> list[str]:
+    """The names of the rules that a candidate breaks."""
+    columns = row(engine, task, **values)
+    return [rule.name for rule in engine.rules(task) if rule.broken(columns).any()]
+
+
+def merged(engine: Engine, task: Task, **values: KnobValue) -> dict[str, int]:
+    """The codes of a candidate after merging."""
+    return {knob: int(codes[0]) for knob, codes in canonical(row(engine, task, **values), engine.merges(task)).items()}

@@ -1,0 +1,125 @@
+"""llama.cpp for real: the wheel's server, started by what the adapter says, on a small model of random weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagcore.domain.trial import TrialState
+from flagcore.engines.serving.llamacpp.profile import ENGINE
+from flagcore.errors import SpecError
+from flagcore.spec.gguf import context_length, shape
+from tests.engines.serving.engines.starting import started
+from tests.engines.serving.engines.tasks import serving
+
+pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
+pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
+
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("llama-server")]
+
+MAKER = Path(__file__).parents[4] / "examples/tiny_gguf.py"
+SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "vocab": 1024, "context": 2048}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    sizes = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
+    subprocess.run([sys.executable, str(MAKER), str(file), *sizes], check=True, timeout=60)
+    return str(file)
+
+
+def test_a_candidate_is_served_as_it_was_asked_for_and_stops_on_a_signal(model: str, tmp_path: Path) -> None:
+    task = serving("llamacpp", on_cores=True, devices=2, weights=model)
+    asked = {
+        "parallel": 2,
+        "threads": 1,
+        "threads_batch": 2,
+        "batch_size": 256,
+        "ubatch_size": 64,
+        "flash_attention": "on",
+        "kv_cache_type": "q8_0",
+        "kv_unified": "off",
+        "context_len": 512,
+    }
+    with started(ENGINE, task, asked, tmp_path) as server:
+        assert server.wait() is None, server.log
+        assert ENGINE.effective(server.fetch, server.log) == asked
+        assert server.completion_tokens(9) == 9
+        counted = ENGINE.read_counters(server.fetch)
+        assert counted["output_tokens"] == 9
+        assert counted["prompt_tokens"] == 3
+        assert counted["requests_waiting"] == 0
+    assert server.process.returncode == 0
+
+
+def test_llama_cpps_own_defaults_are_read_back_too(model: str, tmp_path: Path) -> None:
+    task = serving("llamacpp", on_cores=True, devices=2, weights=model)
+    with started(ENGINE, task, {}, tmp_path) as server:
+        assert server.wait() is None, server.log
+        told = ENGINE.effective(server.fetch, server.log)
+    assert (told["parallel"], told["batch_size"], told["ubatch_size"], told["kv_unified"]) == (4, 2048, 512, "on")
+    expected = ENGINE.settings(task, {})
+    assert told["kv_cache_type"] == "f16"
+    assert expected.max_running.item() == 4
+    assert expected.context_len.item() == SIZES["context"]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"kv_cache_type": "q8_0", "flash_attention": "off"}, "quantized V cache requires flash_attn"),
+        ({"parallel": 300}, "n_seq_max must be <="),
+        ({"parallel": 64, "batch_size": 16}, "GGML_ASSERT"),
+    ],
+)
+def test_values_that_the_rules_forbid_do_not_run(model: str, tmp_path: Path, values: dict[str, Any], says: str) -> None:
+    task = serving("llamacpp", on_cores=True, devices=2, weights=model)
+    with started(ENGINE, task, values, tmp_path) as server:
+        state, reason = server.failure()
+    assert state is TrialState.INVALID
+    assert says in reason
+
+
+def test_weights_that_cannot_be_read_are_named_by_the_first_line_that_knows(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(64))
+    task = serving("llamacpp", on_cores=True, devices=2, weights=str(broken))
+    with started(ENGINE, task, {}, tmp_path) as server:
+        state, reason = server.failure()
+    assert state in (TrialState.INVALID, TrialState.FAILED)
+    assert "gguf" in reason
+
+
+def test_the_shape_comes_from_the_header(model: str) -> None:
+    assert context_length(model) == SIZES["context"]
+    assert shape(model) == {
+        "num_layers": 2,
+        "hidden_size": 128,
+        "ffn_hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 32,
+        "vocab_size": 1024,
+        "gated_linear_unit": True,
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": True,
+        "add_qkv_bias": False,
+    }
+
+
+@pytest.mark.parametrize("bytes_of", [b"", b"GGUF", b"GGUF" + bytes(64), b"no model" * 100])
+def test_a_file_that_is_no_model_is_one_clear_error(bytes_of: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "file.gguf"
+    file.write_bytes(bytes_of)
+    with pytest.raises(SpecError, match="gguf"):
+        shape(str(file))
+
+
+def test_the_version_is_told_without_starting_anything(model: str) -> None:
+    assert ENGINE.version(serving("llamacpp", weights=model).spec).startswith("20")
+    ENGINE.ready(serving("llamacpp", weights=model).spec)

@@ -1,0 +1,105 @@
+"""Plants one fault at a time in a copy of the sources, and reports which of them the nearest tests notice.
+
+`python tools/mutations.py [NAME ...]` plants all faults of `mutations.yaml`, or those named. Each is a text that
+stands once in a file, what replaces it, and the tests that should fail then. Exits 1 if a fault goes unnoticed, or if
+its text is no longer there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tools" / "mutations.yaml"
+LIMIT_SECONDS = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """A fault: `old`, which stands once in `file`, becomes `new`; one of `tests` should fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+    def is_current(self) -> bool:
+        """Return whether the text that the fault replaces stands once in its file."""
+        path = ROOT / self.file
+        return path.is_file() and path.read_text(encoding="utf-8").count(self.old) == 1
+
+
+def main() -> None:
+    """Plant the faults and print a line on each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a fault of the table (default: all)")
+    parser.add_argument("--check", action="store_true", help="only check that the texts of the table are there")
+    arguments = parser.parse_args()
+    table = [Mutation(**row) for row in yaml.safe_load(TABLE.read_text(encoding="utf-8"))]
+    chosen = [each for each in table if not arguments.names or each.name in arguments.names]
+    stale = [each for each in chosen if not each.is_current()]
+    for each in stale:
+        print(f"stale      {each.name}: its text does not stand once in {each.file}")
+    unnoticed = [] if arguments.check else list(survivors(each for each in chosen if each not in stale))
+    print(f"{len(chosen)} faults, {len(unnoticed)} unnoticed, {len(stale)} stale")
+    sys.exit(1 if unnoticed or stale else 0)
+
+
+def survivors(mutations: Iterable[Mutation]) -> Iterable[Mutation]:
+    """Yield the faults that no test notices."""
+    with tempfile.TemporaryDirectory() as place:
+        copy = Path(place)
+        copy_sources(copy)
+        for each in mutations:
+            file, began = copy / each.file, time.monotonic()
+            original = file.read_text(encoding="utf-8")
+            file.write_text(original.replace(each.old, each.new), encoding="utf-8")
+            code, output = run_tests(copy, each.tests)
+            file.write_text(original, encoding="utf-8")
+            by = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+            if code not in (0, 1):  # 1: tests failed; others: a wrong path, or pytest itself
+                by, code = [f"pytest ended with {code}: {output.strip().splitlines()[-1]}"], 1
+            print(f"{'noticed' if code else 'UNNOTICED':10} {each.name} ({time.monotonic() - began:.0f} s)", *by[:1])
+            sys.stdout.flush()
+            if not code:
+                yield each
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy the files that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
+    """Run tests of a copy against the copy's own sources. Returns pytest's exit code and what it printed."""
+    paths = [folder, *sorted((folder / "plugins").iterdir())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"FAILED the-time-limit of {LIMIT_SECONDS} s"
+    return done.returncode, done.stdout
+
+
+if __name__ == "__main__":
+    main()
