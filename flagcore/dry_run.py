@@ -42,7 +42,8 @@ def dry_run(problem: Problem) -> Plan:
     gains: tuple[float, ...] = ()
     if best.step_time_s and base.step_time_s and base.fits is not False:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
-    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), "fidelity = estimate runs no trials")
+    because = "fidelity = estimate runs no trials"
+    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), because, problem.knobs)
     return replace(
         plan,
         trials=tuple(trials),

@@ -83,7 +83,7 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
         stopped, error = "interrupted", Interrupted("interrupted")
     except LaunchError as failure:
         stopped, error = str(failure), failure
-    plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped)
+    plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
     return TuneResult(plan=plan, problem=problem, error=error)
 
 
@@ -257,6 +257,7 @@ class _Search:
                 seconds_left=seconds_left(self.control, self.state, candidates, self.elapsed),
                 best=self.state.best,
                 objective=self.problem.platform.task.spec.objective,
+                knobs=self.problem.knobs,
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from flagcore.contracts import Platform, Plugins, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.effects import engine_task, has_own_command, plugin_columns
-from flagcore.domain.knob import Knob
+from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned
 from flagcore.domain.space import IntArray, Legality, Space
@@ -29,7 +29,10 @@ from flagcore.stages.prune import prune
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A task that is understood, before anything has run. `rules` are the pruning rules of engine and plugins."""
+    """A task that is understood, before anything has run.
+
+    `rules` are the pruning rules of engine and plugins, `knobs` the knobs of both by name.
+    """
 
     platform: Platform
     legality: Legality
@@ -38,6 +41,7 @@ class Problem:
     pruned: Pruned
     baseline: Candidate
     rules: tuple[PruningRule, ...] = ()
+    knobs: Knobs = field(default_factory=dict)
 
 
 def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
@@ -61,6 +65,7 @@ def build_problem(spec: Spec, plugins: Plugins, workload: Workload) -> Problem:
         pruned=prune(space, predictions, workload, rules, ()),
         baseline=baseline,
         rules=rules,
+        knobs={knob.name: knob for knob in (*workload.knobs, *platform.task.knobs)},
     )
 
 

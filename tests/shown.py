@@ -22,6 +22,7 @@ from flagcore.contracts import Event
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
 from flagcore.spec.hostfile import read_hosts
@@ -117,7 +118,13 @@ def progress(block: Block) -> None:
         predicted={"step_time_s": {"value": 0.545}},
     )
     starts = Event(
-        kind="trial_started", trial=trial, trials_finished=2, trials_planned=16, seconds_left=126.0, best=trial
+        kind="trial_started",
+        trial=trial,
+        trials_finished=2,
+        trials_planned=16,
+        seconds_left=126.0,
+        best=trial,
+        knobs=BY_NAME,
     )
     assert [line(starts), line(replace(starts, kind="trial_finished"))] == block.text.splitlines()
 

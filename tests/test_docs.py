@@ -21,9 +21,9 @@ from docs.site import cli_page
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
 from flagcore.domain.passes import Passes
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.reading import METRICS, STEPS
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.report.text import SHORT
 from flagcore.stages.prune import LEARNED
 from tests.pages import PAGES, ROOT, TEXT, prose
 
@@ -157,7 +157,7 @@ def test_tutorial_explains_what_the_table_and_the_books_show() -> None:
     page = TEXT["docs/tutorial.md"]
     learned = set(LEARNED) - {"does_not_fit"}
     assert {name for name in learned if f"`{name}`" not in page} == set()
-    assert {short for short in SHORT.values() if short.isupper() and short not in page} == set()
+    assert {knob.label for knob in SPACE_KNOBS if knob.label.isupper() and knob.label not in page} == set()
 
 
 def test_layers_of_the_architecture_are_in_the_order_that_the_linter_checks() -> None:

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from flagcore.cli import options
 from flagcore.i18n import _, ngettext
+
+if TYPE_CHECKING:
+    from flagcore.domain.knob import Knobs
 
 T = TypeVar("T")
 
@@ -68,18 +71,19 @@ def _is_set(option: str) -> bool:
 
 def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
+    from flagcore.api.common.knobs import knobs_of_spec
     from flagcore.report.formats import render
 
     records = _records(jobs)
     if explain is not None:
         ids: list[str] = []
-        matching = _of_id(records, explain, ids)
+        matching = list(_of_id(records, explain, ids))
         found = next(api.estimate_jobs(matching, without=without, at_once=1, with_model=True), None)
         if found is None:
             close = get_close_matches(explain, dict.fromkeys(ids), n=1)
             hint = " " + _("Did you mean {name!r}?", name=close[0]) if close else ""
             raise click.UsageError(_("--explain: no job record in {file} has id {id!r}.", file=jobs, id=explain) + hint)
-        _show(found, _("Job {id}", id=explain), form)
+        _show(found, _("Job {id}", id=explain), form, knobs_of_spec(matching[0]))
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
     predictions = api.estimate_jobs(records, without=without, at_once=at_once)
@@ -131,7 +135,7 @@ def _estimate_spec(
         record = found.candidates[number - 1] if number else found.baseline
         details = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
         details |= {"notes": list(found.notes)} if found.notes else {}
-        _show(details, _("Candidate {number}", number=number) if number else _("Baseline"), form)
+        _show(details, _("Candidate {number}", number=number) if number else _("Baseline"), form, found.knobs)
         return
     if form == "table":
         if any("step_time_s" in each for each in found.candidates):
@@ -139,15 +143,16 @@ def _estimate_spec(
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
     figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
-    knobs = candidate_columns(found.candidates)
     options.show(
-        candidates_table(found.candidates, knobs, figures)
+        candidates_table(found.candidates, figures, found.knobs)
         if form == "table"
-        else render(found.candidates, form, {"#": "number", **knobs, **figures}),
+        else render(
+            found.candidates, form, {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
+        ),
         form,
     )
     if form == "table":
-        options.say("\n" + candidate_line(_("baseline"), found.baseline) + "\n\n" + funnel(found.counts))
+        options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
         if found.untimed:
             options.say(
@@ -170,7 +175,7 @@ def _number(explain: str | None) -> int:
     return int(str(explain))
 
 
-def _show(record: dict[str, Any], title: str, form: str) -> None:
+def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs) -> None:
     """Print one prediction in detail, as text or as a record."""
     from flagcore.report.explanation import notes_text, prediction_text
     from flagcore.report.formats import render
@@ -180,7 +185,7 @@ def _show(record: dict[str, Any], title: str, form: str) -> None:
         click.echo(json.dumps(record, indent=2, ensure_ascii=False) if form == "json" else render([record], form, {}))
         return
     if "candidate" in record:
-        values = filter(None, [values_text(record["candidate"]), _settings_text(record.get("settings", {}))])
+        values = filter(None, [values_text(record["candidate"], knobs), _settings_text(record.get("settings", {}))])
         hardware = f"{record['devices']} x {record['chip']}"
         heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
         options.show(f"{heading}\n")

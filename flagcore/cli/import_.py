@@ -66,7 +66,7 @@ def history_command(
     for note in found.notes:
         options.say(f"flag: {note}")
     records = [trial_record(trial) for trial in found.trials]
-    columns = {"trial": "number", **candidate_columns(records), **HISTORY_COLUMNS}
+    columns = {"trial": "number", **candidate_columns(records, found.knobs), **HISTORY_COLUMNS}
     options.show(render(records, form, columns), form)
     count, folder = len(found.trials), found.run_dir
     if same_machine:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flagcore.cli import options
 from flagcore.i18n import N_, _
+
+if TYPE_CHECKING:
+    from flagcore.domain.knob import Knobs
 
 
 @click.command("probe")
@@ -56,8 +59,6 @@ def probe_command(
     One process runs the layers, micro-batches and optimizer of a rank of the full job. There are no other ranks, so
     communication is predicted, not measured.
     """
-    from dataclasses import asdict
-
     from flagcore import api
     from flagcore.report.formats import render
 
@@ -75,17 +76,17 @@ def probe_command(
         on_rank=None if quiet else lambda line: options.say(f"flag: {line}"),
     )
     if form not in ("table", "csv"):
-        options.show(render([asdict(each) for each in found], form, {}), form)
+        options.show(render([each.as_data() for each in found], form, {}), form)
         return
     rows = [{"number": number, **rank} for number, each in enumerate(found, start=1) for rank in each.ranks]
     columns = PROBE_COLUMNS if len(found) > 1 else {name: key for name, key in PROBE_COLUMNS.items() if name != "#"}
     options.show(render(rows, form, columns), form)
     if form == "table":
         for number, each in enumerate(found, start=1):
-            options.say("\n" + "\n".join(_summary(number if len(found) > 1 else None, asdict(each))))
+            options.say("\n" + "\n".join(_summary(number if len(found) > 1 else None, each.as_data(), each.knobs)))
 
 
-def _summary(number: int | None, probed: dict[str, Any]) -> list[str]:
+def _summary(number: int | None, probed: dict[str, Any], knobs: Knobs) -> list[str]:
     """Return why ranks failed, whether times are extrapolated, and the predictions without and with the probe."""
     from flagcore.report.text import candidate_line
 
@@ -98,8 +99,8 @@ def _summary(number: int | None, probed: dict[str, Any]) -> list[str]:
     for each in [each for each in measured if each["microbatches_run"] < each["microbatches"]][:1]:
         lines.append(_("Times are extrapolated to {count} micro-batches.", count=each["microbatches"]))
     name = f"{number} " if number is not None else ""
-    lines.append(candidate_line(name + _("predicted"), {**probed, **probed["predicted"]}))
-    lines.append(candidate_line(name + _("with probe"), {**probed, **probed["combined"]}))
+    lines.append(candidate_line(name + _("predicted"), {**probed, **probed["predicted"]}, knobs))
+    lines.append(candidate_line(name + _("with probe"), {**probed, **probed["combined"]}, knobs))
     return lines
 
 

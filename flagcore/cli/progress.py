@@ -40,7 +40,7 @@ def line(event: Event) -> str:
         name = _("probe {number}", number=trial.number)
         name += f" ({_('baseline')})" if trial.role is Role.BASELINE else ""
     if event.kind == "trial_started":
-        candidate = candidate_text(trial.candidate)
+        candidate = candidate_text(trial.candidate, event.knobs)
         return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
     measured = trial.measurement if not trial.state.failed else None
     result = _step(measured, event.objective) if measured else trial.reason or ""

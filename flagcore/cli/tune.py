@@ -72,7 +72,7 @@ def tune_command(
     else:
         trials = found.data["trials"]
         figures = SERVED_COLUMNS if any((each["measured"] or {}).get("figures") for each in trials) else TRIAL_COLUMNS
-        columns = {"trial": "number", **candidate_columns(trials), **figures}
+        columns = {"trial": "number", **candidate_columns(trials, found.plan.knobs), **figures}
         options.show(render([found.data] if form == "yaml" else trials, form, columns), form)
     if not quiet:
         _print_next_steps(found.run_dir, found.reported, found.can_start)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flagcore.domain.experience import Features, Past
+from flagcore.domain.knob import Knobs
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Task
@@ -75,7 +76,7 @@ class Event:
     """Something that the user may want to see. The command line draws it, tests count it.
 
     `kind` is trial_started or trial_finished; `seconds_left` estimates the rest of the run, repeats included.
-    `objective` is that of the run.
+    `objective` is that of the run, `knobs` are those of its task.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class Event:
     seconds_left: float | None
     best: Trial | None
     objective: str = ""
+    knobs: Knobs = field(default_factory=dict)
 
 
 class OnEvent(Protocol):

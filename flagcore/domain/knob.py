@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Source
@@ -101,6 +101,10 @@ class Knob:
     """One sentence for the schema, the reference and the report."""
     label: str = ""
     """Short name in tables and on the command line, such as TP; empty: `name`."""
+    part_of: str = ""
+    """The flag that this knob details: text has its value behind the flag's, as in recompute full uniform 1."""
+    shows_neutral: bool = False
+    """Whether text has the neutral value, too."""
     kind: Kind = "int"
     scope: tuple[Scope, ...] = ("space",)
     words: tuple[str, ...] = ()
@@ -144,6 +148,11 @@ class Knob:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def title(self) -> str:
+        """The label, or else the name."""
+        return self.label or self.name
 
     @property
     def searchable(self) -> bool:
@@ -225,6 +234,10 @@ class Knob:
             also=tuple(each for each in dict.fromkeys(also) if each not in values),
             apart=bool(self.effects),
         )
+
+
+Knobs: TypeAlias = "Mapping[str, Knob]"
+"""The knobs of a task by name: what text calls them, and which values need no mention."""
 
 
 def in_versions(versions: str, version: str | None) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from flagcore.domain.knob import Knobs
 from flagcore.domain.noise import drift, drifted, rivals
 from flagcore.domain.search_state import DOES_NOT_FIT, Pruned, SearchState, speed
 from flagcore.domain.space import Space
@@ -53,7 +54,7 @@ class Plan:
     trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
     significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
     a repeat of it, and `drifted` is whether that is more than noise. `fidelity` is that of the trials; `probes` are of
-    a lower one, before the first run.
+    a lower one, before the first run. `knobs` are those of the task.
     """
 
     chip: str
@@ -74,6 +75,7 @@ class Plan:
     probes: tuple[Trial, ...] = ()
     fastest: Trial | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
+    knobs: Knobs = field(default_factory=dict)
 
     @property
     def gain(self) -> float | None:
@@ -120,7 +122,7 @@ def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
-def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str) -> Plan:
+def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str, knobs: Knobs) -> Plan:
     """Return the plan of a task."""
     return Plan(
         chip=task.cluster.chips,
@@ -145,6 +147,7 @@ def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchStat
         probes=search_state.probes,
         fastest=search_state.fastest,
         limits=task.spec.limits,
+        knobs=knobs,
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, told
 from flagcore.domain.serving import LATENCIES
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name
 from flagcore.report.formats import lookup, shown
 from flagcore.report.serving_text import name_of, objective_text
-from flagcore.report.text import RECOMPUTE, SHORT, values_text
+from flagcore.report.text import details, knob_of, values_text
 
 CHANGES = {
     "allowed": N_("smallest allowed change"),
@@ -21,16 +22,18 @@ CHANGES = {
 """Descriptions of the kinds of changes."""
 
 
-def candidate_report_text(account: Mapping[str, Any]) -> str:
+def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
     """Return the report of a candidate from the fields of `flagcore.CandidateReport`."""
     name = account["name"][:1].upper() + account["name"][1:]
-    heading = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'])}"
+    heading = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'], knobs)}"
     lines = [heading, f"  {account['state']}", *(f"  - {line}" for line in account["because"])]
     if account["typed"]:
         pairs = {knob: (asked, account["candidate"][knob]) for knob, asked in account["typed"].items()}
-        taken = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]})
+        taken = differs_text({knob: pair for knob, pair in pairs.items() if pair[0] != pair[1]}, knobs)
         lines.append("  " + _("equivalent for the engine: {changes}", changes=taken))
-    return "\n".join([*lines, *_predicted(account), *_believed(account), *_nearest(account), *_changes(account)])
+    return "\n".join(
+        [*lines, *_predicted(account), *_believed(account), *_nearest(account, knobs), *_changes(account, knobs)]
+    )
 
 
 def seconds_text(objective: str, seconds: float) -> str:
@@ -38,17 +41,18 @@ def seconds_text(objective: str, seconds: float) -> str:
     return objective_text(objective, told(objective, seconds)) if objective in SERVING else f"{seconds:.4g} s/step"
 
 
-def differs_text(differs: Mapping[str, Any]) -> str:
+def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:
     """Return the knobs in which two candidates differ, with both values."""
-    left = {knob: pair for knob, pair in differs.items() if knob not in RECOMPUTE or "use_recompute" not in differs}
     lines = []
-    for knob, pair in left.items():
+    for name, pair in differs.items():
+        knob = knob_of(name, knobs)
+        if knob.part_of in differs:
+            continue
         values = [_value(value) for value in pair]
-        if knob == "use_recompute":
-            how = [differs[each] for each in RECOMPUTE if each in differs]
-            words = [" ".join(str(each[place]) for each in how if each[place] is not None) for place in (0, 1)]
-            values = [word or plain for word, plain in zip(words, values, strict=True)]
-        lines.append(f"{SHORT.get(knob, knob)} {values[0]} -> {values[1]}")
+        how = [differs[each] for each in details(name, knobs) if each in differs]
+        words = [" ".join(str(each[place]) for each in how if each[place] is not None) for place in (0, 1)]
+        values = [word or plain for word, plain in zip(words, values, strict=True)]
+        lines.append(f"{knob.title} {values[0]} -> {values[1]}")
     return ", ".join(lines)
 
 
@@ -91,11 +95,11 @@ def _believed(account: Mapping[str, Any]) -> Iterator[str]:
     yield text + ("" if not step else f" ({_('time')} {seconds / step - 1.0:+.1%})")
 
 
-def _nearest(account: Mapping[str, Any]) -> Iterator[str]:
+def _nearest(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
     near = account["nearest"]
     if near is not None:
         measured = seconds_text(account["objective"], near["measured"]["step_time_s"]["median"])
-        changes = differs_text(near["differs"])
+        changes = differs_text(near["differs"], knobs)
         yield _(
             "Nearest measured: trial {number} ({changes}): {value}",
             number=near["number"],
@@ -104,7 +108,7 @@ def _nearest(account: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _changes(account: Mapping[str, Any]) -> Iterator[str]:
+def _changes(account: Mapping[str, Any], knobs: Knobs) -> Iterator[str]:
     own, several = account["expected_s"], dict(account["changes"])
     names = dict(CHANGES)
     if "fastest" in several and several["fastest"] == several.get("faster"):
@@ -122,7 +126,7 @@ def _changes(account: Mapping[str, Any]) -> Iterator[str]:
         gain = f" ({_('time')} {step / own - 1.0:+.1%})" if step and own else ""
         ran = "" if change["trial"] is None else f", {_('trial')} {change['trial']}"
         used = lookup(change, "predicted.memory.device_used_gib")
-        yield f"  {_(names[what])}: {differs_text(change['differs'])}: {time}{gain}, ~{used:.3g} GiB{ran}"
+        yield f"  {_(names[what])}: {differs_text(change['differs'], knobs)}: {time}{gain}, ~{used:.3g} GiB{ran}"
 
 
 def _value(value: object) -> str:

@@ -6,23 +6,24 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flagcore.domain.knob import Knobs
 from flagcore.report.formats import WIDTH, fits, render
-from flagcore.report.text import values_text
+from flagcore.report.text import candidate_columns, values_text
 
 
-def candidates_table(records: Sequence[Mapping[str, Any]], knobs: Mapping[str, str], figures: Mapping[str, str]) -> str:
-    """Return a table of numbered records with columns for `knobs` and `figures`.
+def candidates_table(records: Sequence[Mapping[str, Any]], figures: Mapping[str, str], knobs: Knobs) -> str:
+    """Return a table of numbered records with columns for their knobs and `figures`.
 
     If it does not fit, knobs go to separate lines below it.
     """
     number, width = {"#": "number"}, WIDTH.get()
-    whole = {**number, **knobs, **figures}
+    whole = {**number, **candidate_columns(records, knobs), **figures}
     if width is None or fits(records, whole):
         return render(records, "table", whole)
     indent = len(str(len(records))) + 2
     lines = [
         textwrap.fill(
-            f"{record['number']:<{indent}}{values_text(record['candidate'])}",
+            f"{record['number']:<{indent}}{values_text(record['candidate'], knobs)}",
             width,
             subsequent_indent=" " * indent,
             break_long_words=False,

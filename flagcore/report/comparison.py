@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, told
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import differs_text
@@ -24,10 +25,10 @@ VERDICTS = {
 }
 
 
-def compared_text(both: Mapping[str, Any]) -> str:
+def compared_text(both: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
-    lines = [f"{name}: {_side(both[name.lower()])}" for name in ("A", "B")]
-    lines.append(_("Changed knobs: {changes}", changes=differs_text(both["differs"]) or "-"))
+    lines = [f"{name}: {_side(both[name.lower()], knobs)}" for name in ("A", "B")]
+    lines.append(_("Changed knobs: {changes}", changes=differs_text(both["differs"], knobs) or "-"))
     if both["tasks"]:
         lines.append(_("Changed tasks: {changes}", changes="; ".join(both["tasks"])))
     rows = list(_rows(both))
@@ -38,10 +39,10 @@ def compared_text(both: Mapping[str, Any]) -> str:
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 
 
-def _side(side: Mapping[str, Any]) -> str:
+def _side(side: Mapping[str, Any], knobs: Knobs) -> str:
     place = f"{side['where']}, {side['devices']} x {side['chip']}"
     state = state_name(side["state"])
-    return f"{side['name']} ({place}): {values_text(side['candidate'])} ({state})"
+    return f"{side['name']} ({place}): {values_text(side['candidate'], knobs)} ({state})"
 
 
 def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -94,7 +94,7 @@ def trials_table(plan: Plan) -> str:
             if serving_text.serves(plan)
             else _figures(trial, reference)
         )
-        rows.append([_name(plan, trial), candidate_text(trial.candidate), *figures])
+        rows.append([_name(plan, trial), candidate_text(trial.candidate, plan.knobs), *figures])
     failed = [trial for trial in trials if trial.reason and trial.state.failed]
     reasons = [_("trial {number}: {reason}", number=trial.number, reason=trial.reason) for trial in failed]
     return "\n".join([table(headings, rows), *reasons])
@@ -105,7 +105,7 @@ def _answer(plan: Plan) -> str:
         return _("No configuration is within the limits {limits}.", limits=serving_text.limits_text(plan.limits))
     if plan.best is None:
         return _("No configuration could be measured.")
-    hardware, candidate = f"{plan.devices} x {plan.chip}", candidate_text(plan.best.candidate)
+    hardware, candidate = f"{plan.devices} x {plan.chip}", candidate_text(plan.best.candidate, plan.knobs)
     if plan.fidelity == ESTIMATE:
         heading = _("Best predicted configuration on {hardware}: {candidate}", hardware=hardware, candidate=candidate)
     elif plan.fidelity == PROBE:
@@ -126,7 +126,7 @@ def _answer(plan: Plan) -> str:
 
 def _gain(plan: Plan, best: Trial, baseline: Trial) -> str:
     """Return the speedup of the best over the baseline, or why there is none."""
-    values = candidate_text(baseline.candidate)
+    values = candidate_text(baseline.candidate, plan.knobs)
     if plan.gain is None:
         fits = lookup(baseline.predicted, "memory.fits") is not False
         state = state_text(baseline) if plan.fidelity != ESTIMATE or fits else _("predicted not to fit")
@@ -218,7 +218,9 @@ def _noise(plan: Plan) -> list[str]:
     if (middle := plan.medians.get(plan.best.number)) is not None:
         lines.append("  " + _("median of its runs: {value}", value=_middle(plan, middle)))
     if plan.rivals and plan.best.number in plan.medians:
-        rivals = [f"{_('trial')} {trial.number} ({candidate_text(trial.candidate)})" for trial in plan.rivals]
+        rivals = [
+            f"{_('trial')} {trial.number} ({candidate_text(trial.candidate, plan.knobs)})" for trial in plan.rivals
+        ]
         more = [_("and {count} more", count=len(rivals) - MAX_RIVALS)] if len(rivals) > MAX_RIVALS else []
         names = "; ".join([*rivals[:MAX_RIVALS], *more])
         lines.append("  " + _("not significantly faster than {trials}", trials=names))

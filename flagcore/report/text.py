@@ -6,40 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts
 from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
 from flagcore.report.formats import lookup
-
-SHORT = {
-    "data_parallel_size": "DP",
-    "tensor_model_parallel_size": "TP",
-    "pipeline_model_parallel_size": "PP",
-    "context_parallel_size": "CP",
-    "expert_model_parallel_size": "EP",
-    "micro_batch_size": "MBS",
-    "sequence_parallel": "SP",
-    "use_distributed_optimizer": "dist-opt",
-    "num_layers_per_virtual_pipeline_stage": "layers/virtual stage",
-    "use_recompute": "recompute",
-    "recompute_granularity": "granularity",
-    "recompute_method": "method",
-    "recompute_num_layers": "layers",
-}
-"""Usual short names of knobs, for tables."""
-USUALLY_ON = {"enable_prefix_caching": "prefix caching", "enable_chunked_prefill": "chunked prefill"}
-"""Flags that engines enable by default: shown if they are off."""
-DEVICES = (
-    "data_parallel_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "instances",
-)
-"""Knobs that count devices or groups of devices: not shown if they are 1."""
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
@@ -109,45 +81,60 @@ def role_text(role: str) -> str:
     return _(role)
 
 
-def candidate_text(candidate: Candidate) -> str:
-    """Return a candidate in one line without defaults: device counts of 1, flags that are off, unset knobs."""
-    return values_text(candidate.as_dict())
+def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
+    """Return a candidate in one line, without knobs that have their neutral value."""
+    return values_text(candidate.as_dict(), knobs)
 
 
-def values_text(values: Mapping[str, Any]) -> str:
+def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
     """Return knobs and their values in one line, see `candidate_text`."""
     parts: list[str] = []
-    for knob, value in values.items():
-        if knob == "use_recompute" and value:
-            how = [str(values[each]) for each in RECOMPUTE if values.get(each) is not None]
-            parts.append(" ".join(["recompute", *how]))
-        elif knob in USUALLY_ON:
-            parts += [] if value else [f"no {USUALLY_ON[knob]}"]
-        elif value is True:
-            parts.append(SHORT.get(knob, knob))
-        elif value not in (None, False, -1) and knob not in RECOMPUTE and not (value == 1 and knob in DEVICES):
-            parts.append(f"{SHORT.get(knob, knob)} {value}")
+    for name, value in values.items():
+        knob = knob_of(name, knobs)
+        if knob.part_of or not (_is_set(knob, value) or (knob.shows_neutral and value is not None)):
+            continue
+        if value is True:
+            how = [str(values[each]) for each in details(name, knobs) if values.get(each) is not None]
+            parts.append(" ".join([knob.title, *how]))
+        else:
+            parts.append(f"no {knob.title}" if value is False else f"{knob.title} {value}")
     return ", ".join(parts) or "engine defaults"
 
 
-def candidate_line(name: str, record: Mapping[str, Any]) -> str:
+def knob_of(name: str, knobs: Knobs) -> Knob:
+    """Return the knob of a name, a bare one for a name that no installed engine or plugin has."""
+    return knobs.get(name) or Knob(name=name)
+
+
+def details(flag: str, knobs: Knobs) -> list[str]:
+    """Return the names of the knobs that detail a flag."""
+    return [knob.name for knob in knobs.values() if knob.part_of == flag]
+
+
+def candidate_line(name: str, record: Mapping[str, Any], knobs: Knobs) -> str:
     """Return a candidate with its predicted time and memory in one line."""
     time, memory = lookup(record, "step_time_s.value"), lookup(record, "memory.device_used_gib")
     rate = lookup(record, "output_tokens_per_s")
     speed = _("time unknown") if time is None else _("~{seconds} s/step", seconds=f"{time:.4g}")
     speed = _("~{rate} output tokens/s", rate=f"{rate:,.4g}") if rate is not None else speed
     fits = ", " + _("does not fit") if lookup(record, "memory.fits") is False else ""
-    return f"{name}: {values_text(record['candidate'])}: {speed}, ~{memory:.4g} GiB{fits}"
+    return f"{name}: {values_text(record['candidate'], knobs)}: {speed}, ~{memory:.4g} GiB{fits}"
 
 
-def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return headings and keys of the knobs that differ between records or are not at their default."""
-    knobs = dict.fromkeys(knob for record in records for knob in record["candidate"])
-    values = {knob: [record["candidate"].get(knob) for record in records] for knob in knobs}
-    shown = [knob for knob, of in values.items() if any(_is_set(knob, one) for one in of) or len(set(map(str, of))) > 1]
-    return {SHORT.get(knob, knob): f"candidate.{knob}" for knob in shown}
+def candidate_columns(records: Sequence[Mapping[str, Any]], knobs: Knobs) -> dict[str, str]:
+    """Return headings and keys of the knobs that differ between records or are not neutral, and of all sizes."""
+    names = dict.fromkeys(name for record in records for name in record["candidate"])
+    values = {name: [record["candidate"].get(name) for record in records] for name in names}
+    shown = [name for name, some in values.items() if _has_column(knob_of(name, knobs), some)]
+    return {knob_of(name, knobs).title: f"candidate.{name}" for name in shown}
 
 
-def _is_set(knob: str, value: object) -> bool:
-    """Return whether a value is not the default of the engine."""
-    return value is False if knob in USUALLY_ON else value not in (None, False, -1)
+def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
+    return len(set(map(str, values))) > 1 or any(
+        _is_set(knob, each) or (each == 1 and each is not True) for each in values
+    )
+
+
+def _is_set(knob: Knob, value: object) -> bool:
+    """Return whether a value is not the neutral one; False is that of a knob without any."""
+    return value is not None and value != (False if knob.neutral is None else knob.neutral)

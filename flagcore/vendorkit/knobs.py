@@ -1,12 +1,12 @@
 """Reads `knobs.yaml`: the knobs that a vendor's stack adds to an engine, each with its values, effect and source.
 
 `knobs` is a list of `name` (the engine's own argument, or one that begins with the vendor's), `engine`, `says`,
-`source`, `choices`, and maybe `chips` (all), `versions` (all), `default` (what is off: null, or false for a flag),
-`claim` (what the source says it gains), `effect` (the source of the factors: estimated with its `method` where nobody
-published a figure), `of_experts`, and `needs`, a list of `knob` with `at_least`, `at_most` or
-`one_of`. A choice has a `value` and maybe `settings` (of the core, which predict it), `time` and `memory` (`value`,
-`low`, `high`, the ends of an 80% interval; time with the `part` of a step), `flags` and `environment`; without the last
-two, nobody published how to switch it on.
+`source`, `choices`, and maybe `label` (short name for tables), `chips` (all), `versions` (all), `default` (what is
+off: null, or false for a flag), `claim` (what the source says it gains), `effect` (the source of the factors:
+estimated with its `method` where nobody published a figure), `of_experts`, and `needs`, a list of `knob` with
+`at_least`, `at_most` or `one_of`. A choice has a `value` and maybe `settings` (of the core, which predict it), `time`
+and `memory` (`value`, `low`, `high`, the ends of an 80% interval; time with the `part` of a step), `flags` and
+`environment`; without the last two, nobody published how to switch it on.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def _listed(part: Part) -> Listed:
         versions=read_versions(part),
         knob=Knob(
             name=part.required("name", str),
+            label=part.optional("label", str, ""),
             neutral=neutral,
             effects=effects,
             help=part.required("says", str),

@@ -16,6 +16,7 @@ from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.compare import BELIEVED, PREDICTED, _compared, _overlap, _Side
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.problem import fastest
 from flagcore.report.text import values_text
 from flagcore.stages.learn import learn
@@ -76,7 +77,10 @@ def test_a_loser_that_was_stopped_is_no_faster_than_it_was_and_a_plan_beside_a_r
     best, slow = (plan.problem.space.candidate(int(row)) for row in fastest(plan.problem)[[5, 0]])
     ended = [(best, 1.0, TrialState.MEASURED), (slow, 3.0, TrialState.STOPPED)]
     trials = [_ran(number, *each) for number, each in enumerate(ended)]
-    run, typed = replace(plan, search_state=learn(trials)), [values_text(each.as_dict()) for each in (best, slow)]
+    run, typed = (
+        replace(plan, search_state=learn(trials)),
+        [values_text(each.as_dict(), BY_NAME) for each in (best, slow)],
+    )
     first, second = (_Side(run, candidate_report(run, each)) for each in typed)
     both = _compared(first, second)
     assert (both.sure, both.gap) == (BELIEVED, pytest.approx(2.0))

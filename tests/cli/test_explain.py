@@ -18,6 +18,7 @@ from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.elimination import state_of
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.problem import fastest
 from flagcore.report.text import values_text
 from flagcore.stages.learn import learn
@@ -138,7 +139,7 @@ def test_what_a_table_shows_names_the_candidate(told: Callable[..., Any], flag: 
     listed = json.loads(flag("estimate", spec, "--json", "--top", "40").out)
     assert any(each["candidate"]["use_recompute"] for each in listed)
     for each in listed[:: len(listed) // 8]:
-        account = told(spec, values_text(each["candidate"]))
+        account = told(spec, values_text(each["candidate"], BY_NAME))
         assert account["candidate"] == each["candidate"]
         assert f"it is number {each['number']:,} of" in account["because"][0]
     assert told(spec, "1")["candidate"] == told(spec, "best")["candidate"] == listed[0]["candidate"]
@@ -204,7 +205,7 @@ def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag
     tried = {json.dumps(each["candidate"]) for each in project.result()["trials"]}
     others = json.loads(flag("estimate", project.spec(control={"max_trials": 5}), "--json").out)
     untried = next(each["candidate"] for each in others if json.dumps(each["candidate"]) not in tried)
-    open_one = told(project.run_dir, values_text(untried))
+    open_one = told(project.run_dir, values_text(untried, BY_NAME))
     assert open_one["because"][0] == "it was not tried: the search ended because max_trials = 5 reached"
     assert open_one["believed"]["step_time_s"]["value"] < open_one["predicted"]["step_time_s"]["value"]
     assert 1 <= len(open_one["nearest"]["differs"]) <= 2
@@ -310,7 +311,8 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
         measurement=measured,
     )
     after = replace(where, search_state=learn((stopped,)))
-    slowest = values_text(where.problem.space.candidate(int(fastest(where.problem)[-1])).as_dict())
+    last = where.problem.space.candidate(int(fastest(where.problem)[-1]))
+    slowest = values_text(last.as_dict(), BY_NAME)
     assert candidate_report(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
     assert candidate_report(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
     beside = candidate_report(after, "2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flagcore.report.compact_table import candidates_table
 from flagcore.report.formats import fitted
-from flagcore.report.text import candidate_columns
 
 RECORDS = [
     {
@@ -20,7 +19,7 @@ FIGURES = {"~output tok/s": "rate", "~used GiB": "used"}
 
 def told(width: int | None) -> str:
     with fitted(width):
-        return candidates_table(RECORDS, candidate_columns(RECORDS), FIGURES)
+        return candidates_table(RECORDS, FIGURES, {})
 
 
 def test_a_table_that_fits_has_a_column_a_knob() -> None:
@@ -41,5 +40,5 @@ def test_candidates_that_differ_have_rows_that_differ() -> None:
     two = [
         {**each, "candidate": {"enforce_eager": value}} for each, value in zip(RECORDS[:2], (None, False), strict=True)
     ]
-    rows = {line[1:] for line in candidates_table(two, candidate_columns(two), FIGURES).splitlines()[2:]}
+    rows = {line[1:] for line in candidates_table(two, FIGURES, {}).splitlines()[2:]}
     assert len(rows) == 2

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from flagcore.domain.knob import Effect, Knob
+from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.engines.serving.llamacpp.knobs import KNOBS
+from flagcore.report.candidate_report import differs_text
 from flagcore.report.formats import render, table
-from flagcore.report.text import candidate_text, values_text
+from flagcore.report.text import candidate_columns, candidate_text, values_text
 from tests import small
+
+LLAMACPP = {knob.name: knob for knob in KNOBS}
 
 
 @pytest.mark.parametrize(
@@ -31,14 +37,26 @@ from tests import small
     ],
 )
 def test_a_candidate_is_told_by_what_it_turns_on(values: dict[str, object], text: str) -> None:
-    assert candidate_text(small.candidate(**values)) == text  # type: ignore[arg-type]
+    assert candidate_text(small.candidate(**values), BY_NAME) == text  # type: ignore[arg-type]
 
 
-def test_a_flag_that_engines_set_by_themselves_is_told_where_it_is_off() -> None:
+def test_values_that_are_neutral_for_the_engine_are_left_out() -> None:
     usual = {"instances": 1, "parallel": 8, "n_gpu_layers": -1, "enable_prefix_caching": True}
-    assert values_text(usual) == "parallel 8"
-    assert values_text({"instances": 1}) == "engine defaults"
-    assert values_text({"instances": 2, "enable_prefix_caching": False}) == "instances 2, no prefix caching"
+    assert values_text(usual, LLAMACPP) == "parallel 8"
+    assert values_text({"instances": 1}, LLAMACPP) == "engine defaults"
+    assert values_text({"instances": 2, "enable_prefix_caching": False}, LLAMACPP) == "instances 2, no prefix caching"
+
+
+def test_names_stand_for_themselves_without_the_engine() -> None:
+    values = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "recompute_method": None, "eager": False}
+    assert values_text(values, {}) == "tensor_model_parallel_size 2, sequence_parallel"
+
+
+def test_a_plugins_knob_has_its_label() -> None:
+    knobs = {"acme_overlap": Knob(name="acme_overlap", label="overlap", neutral=False, effects={True: Effect()})}
+    assert values_text({"acme_overlap": True}, knobs) == "overlap"
+    assert candidate_columns([{"candidate": {"acme_overlap": True}}], knobs) == {"overlap": "candidate.acme_overlap"}
+    assert differs_text({"acme_overlap": (False, True)}, knobs) == "overlap off -> on"
 
 
 def test_figures_in_a_table_stand_to_the_right_and_words_to_the_left() -> None:

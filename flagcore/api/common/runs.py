@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flagcore.api.common.knobs import knobs_of_spec
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import gains
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
@@ -55,6 +57,11 @@ class Run:
         return min(self.gains, default=None)
 
     @property
+    def knobs(self) -> Knobs:
+        """The knobs of the engine by name; empty if it is not installed here."""
+        return knobs_of_spec(self.spec)
+
+    @property
     def in_progress(self) -> bool:
         """Whether the result lacks trials that have ended: the run is in progress, or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
@@ -74,12 +81,16 @@ class Run:
         return tuple(_compared(trial) for trial in self.trials)
 
     def __repr__(self) -> str:
-        best = f"best trial {self.best.number}: {candidate_text(self.best.candidate)}" if self.best else "no best"
+        best = (
+            f"best trial {self.best.number}: {candidate_text(self.best.candidate, self.knobs)}"
+            if self.best
+            else "no best"
+        )
         gain = "" if self.gain is None else f", gain {self.gain:+.1%}"
         return f"<Run {self.folder}: {len(self.trials)} trials, {best}{gain}>"
 
     def _repr_html_(self) -> str:
-        columns = {"trial": "number", **candidate_columns(self.predictions), **STEPS}
+        columns = {"trial": "number", **candidate_columns(self.predictions, self.knobs), **STEPS}
         return as_html(repr(self).strip("<>"), self.predictions, columns)
 
 

@@ -11,17 +11,17 @@ from unicodedata import normalize
 
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Axis, Columns, IntArray
 from flagcore.errors import SpecError, UsageError
 from flagcore.problem import Problem, candidate_columns
-from flagcore.report.text import RECOMPUTE, SHORT, USUALLY_ON
+from flagcore.report.text import details, knob_of
 from flagcore.stages.build import canonical
 
 YES, NO, UNSET = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null", "-", "")
 QUOTE = '"'
 MOST = 80
 """Letters of what was typed that a message repeats."""
-NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 
 def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
@@ -33,7 +33,7 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
     leave. Raises UsageError.
     """
     task, axes = problem.platform.task, problem.legality.axes
-    given = _given(text, axes)
+    given = _given(text, axes, problem.knobs)
     for axis in axes:
         value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
@@ -59,26 +59,26 @@ def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 
-def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
+def _given(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:
     by_name = {axis.knob.casefold(): axis for axis in axes}
-    by_name |= {short.casefold(): by_name[knob] for short, knob in NAMES.items() if knob in by_name}
+    by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
     given: dict[str, KnobValue] = {}
-    for part in _parts(_from_json(text), by_name):
+    for part in _parts(_from_json(text), by_name, knobs):
         if not part:
             continue
         name, value = _split(part, by_name)
         off, name = name.startswith("no "), name.removeprefix("no ")
         axis = by_name.get(name)
         if axis is None:
-            raise UsageError(_unknown(part, name, by_name, axes))
+            raise UsageError(_unknown(part, name, by_name, _knobs(axes, knobs)))
         if value is None and not off and not axis.is_flag:
             raise UsageError(f"{part}: give {axis.knob} a value; {_values(axis)}")
         if off or value is None:
             values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
-        elif axis.knob == "use_recompute" and value is not None and value.casefold() not in (*YES, *NO):
-            if len(value.split()) > len(RECOMPUTE):
-                raise UsageError(f"{part}: give {', '.join(RECOMPUTE)}, in this order, and no more")
-            how = zip(RECOMPUTE, value.split(), strict=False)
+        elif (further := details(axis.knob, knobs)) and value.casefold() not in (*YES, *NO):
+            if len(value.split()) > len(further):
+                raise UsageError(f"{part}: give {', '.join(further)}, in this order, and no more")
+            how = zip(further, value.split(), strict=False)
             values = {axis.knob: True} | {knob: _value(each, by_name[knob]) for knob, each in how}
         else:
             values = {axis.knob: _value(value, axis)}
@@ -86,7 +86,7 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
             raise UsageError(f"{part}: {', '.join(twice)} is given twice")
         given |= values
     if not given:
-        raise UsageError(f"{text[:MOST]!r} names no knob; {_knobs(axes)}")
+        raise UsageError(f"{text[:MOST]!r} names no knob; {_knobs(axes, knobs)}")
     return given
 
 
@@ -101,18 +101,18 @@ def _from_json(text: str) -> str:
     return ", ".join(f"{name}={json.dumps(value).strip(QUOTE)}" for name, value in knobs.items())
 
 
-def _parts(text: str, by_name: Mapping[str, Axis]) -> list[str]:
+def _parts(text: str, by_name: Mapping[str, Axis], knobs: Knobs) -> list[str]:
     """Return what stands between commas, or between blanks where knobs' names or words with an equals sign begin."""
-    return [each for part in text.split(",") for each in _apart(part.strip(), by_name)]
+    return [each for part in text.split(",") for each in _apart(part.strip(), by_name, knobs)]
 
 
-def _apart(part: str, by_name: Mapping[str, Axis]) -> list[str]:
+def _apart(part: str, by_name: Mapping[str, Axis], knobs: Knobs) -> list[str]:
     """Return `TP2 MBS=4 full recompute` as its knobs, what begins with no knob in one piece."""
     words: list[str] = []
     for word in part.split():
         joined = re.fullmatch(r"(\D+)(\d+)", word)
         words += joined.groups() if joined and joined[1].casefold() in by_name else [word]
-    words = _recompute_first(words, by_name)
+    words = _flag_first(words, by_name, knobs)
     starts = _starts(words, by_name)
     if not starts or (starts[0] != 0 and words[0].casefold() != "no"):
         return [part]
@@ -137,13 +137,13 @@ def _name(words: Sequence[str]) -> str:
     return " ".join([*words[:-1], words[-1].partition("=")[0]]).casefold()
 
 
-def _recompute_first(words: Sequence[str], by_name: Mapping[str, Axis]) -> list[str]:
-    """Return `full recompute` as tables call it: recompute full."""
-    how = by_name.get(RECOMPUTE[0])
-    kinds = {word for word in how.words if word} if how else set()
+def _flag_first(words: Sequence[str], by_name: Mapping[str, Axis], knobs: Knobs) -> list[str]:
+    """Return `full recompute` as tables have it: recompute full."""
+    flags = {knob_of(axis.knob, knobs).title.casefold(): details(axis.knob, knobs) for axis in by_name.values()}
     turned = list(words)
     for at, (first, second) in enumerate(pairwise(words)):
-        if first.casefold() in kinds and second.casefold() == SHORT["use_recompute"]:
+        how = by_name.get(next(iter(flags.get(second.casefold(), ())), ""))
+        if how and first.casefold() in filter(None, how.words):
             turned[at : at + 2] = [second, first]
     return turned
 
@@ -175,15 +175,15 @@ def _value(text: str, axis: Axis) -> KnobValue:
     return next((word for word in axis.words if word is not None and word.casefold() == folded), text)
 
 
-def _unknown(part: str, name: str, by_name: Mapping[str, Axis], axes: Sequence[Axis]) -> str:
+def _unknown(part: str, name: str, by_name: Mapping[str, Axis], listed: str) -> str:
     near = get_close_matches(name[:MOST], by_name, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{part[:MOST]!r} is no knob with a value, trial, best or baseline; {hint}{_knobs(axes)}"
+    return f"{part[:MOST]!r} is no knob with a value, trial, best or baseline; {hint}{listed}"
 
 
-def _knobs(axes: Sequence[Axis]) -> str:
-    told = (f"{axis.knob}" + (f" ({SHORT[axis.knob]})" if axis.knob in SHORT else "") for axis in axes)
-    return f"knobs: {', '.join(told)}"
+def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
+    labels = {axis.knob: knob_of(axis.knob, knobs).label for axis in axes}
+    return f"knobs: {', '.join(name + (f' ({label})' if label else '') for name, label in labels.items())}"
 
 
 def _values(axis: Axis) -> str:

@@ -22,6 +22,7 @@ from flagcore.api.explaining.neighbors import (
     stopped_at,
 )
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knobs
 from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
 from flagcore.problem import fastest
@@ -44,7 +45,8 @@ class CandidateReport:
     None where the engine would refuse it. `believed` is what trials made of that. `trials` are its own, `nearest` is
     the measured one that `differs` by least. `expected_s` is a step's time as it was measured, else believed, else
     predicted. `changes` have `differs`, `candidate`, `predicted`, `expected_s`, its `trial`, and whether that
-    `measured` it to its end, of what would be `allowed`, `faster` nearby, and `fastest` of all.
+    `measured` it to its end, of what would be `allowed`, `faster` nearby, and `fastest` of all. `knobs` are those of
+    the task, which only the text uses.
     """
 
     name: str
@@ -63,13 +65,14 @@ class CandidateReport:
     trials: tuple[Mapping[str, Any], ...] = ()
     nearest: Mapping[str, Any] | None = None
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    knobs: Knobs = field(default_factory=dict)
 
     def as_data(self) -> dict[str, Any]:
         """Return it as plain data for JSON."""
-        return {name: getattr(self, name) for name in CandidateReport.__slots__}
+        return {name: getattr(self, name) for name in CandidateReport.__slots__ if name != "knobs"}
 
     def __str__(self) -> str:
-        return candidate_report_text(self.as_data())
+        return candidate_report_text(self.as_data(), self.knobs)
 
     def __repr__(self) -> str:
         return f"<CandidateReport of {self.name}: {self.state}; {self.because[0]}>"
@@ -128,6 +131,7 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
         if near is None
         else {**trial_record(near), "differs": differing(same.as_dict(), near.candidate.as_dict())},
         changes={what: _change(snapshot, same, other) for what, other in to_change.items()},
+        knobs=snapshot.problem.knobs,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +14,7 @@ from flagcore.api.common.inputs import SpecLike
 from flagcore.api.explaining.candidate_report import CandidateReport, candidate_report
 from flagcore.api.explaining.neighbors import differing
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knobs
 from flagcore.domain.noise import noise, significant
 from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import LATENCIES, ServeSpec
@@ -42,7 +43,8 @@ class Comparison:
     `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
     part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
     of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
-    BELIEVED, PREDICTED, UNKNOWN. `because` gives the reasons in words.
+    BELIEVED, PREDICTED, UNKNOWN. `because` gives the reasons in words. `knobs` are those
+    of both tasks, which only the text uses.
     """
 
     a: Mapping[str, Any]
@@ -56,13 +58,14 @@ class Comparison:
     gap: float | None
     sure: str
     because: tuple[str, ...]
+    knobs: Knobs = field(default_factory=dict)
 
     def as_data(self) -> dict[str, Any]:
         """Return it as plain data for JSON."""
-        return {name: getattr(self, name) for name in Comparison.__slots__}
+        return {name: getattr(self, name) for name in Comparison.__slots__ if name != "knobs"}
 
     def __str__(self) -> str:
-        return compared_text(self.as_data())
+        return compared_text(self.as_data(), self.knobs)
 
     def __repr__(self) -> str:
         gap = "unknown" if self.gap is None else f"{self.gap:+.1%} in time, {self.sure}"
@@ -187,6 +190,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         gap=gap,
         sure=sure,
         because=tuple(_because(a, b, time, gap, sure)),
+        knobs={**b.known.problem.knobs, **a.known.problem.knobs},
     )
 
 

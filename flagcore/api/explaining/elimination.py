@@ -168,7 +168,7 @@ def _why_removed(snapshot: Snapshot, rule: Mapping[str, Any], row: int, predicte
     here = snapshot.problem.space.candidate(row).as_dict()
     step = trial.measurement.step_time_s if trial.measurement else None
     ran = "ran out of memory" if rule["rule"] == NEEDS_AS_MUCH_MEMORY else f"took {step:.4g} s/step" if step else "ran"
-    differs = differs_text(differing(here, trial.candidate.as_dict()))
+    differs = differs_text(differing(here, trial.candidate.as_dict()), snapshot.problem.knobs)
     return f"{rule['rule']}: {rule['says']}: trial {trial.number} ({differs}) {ran}"
 
 

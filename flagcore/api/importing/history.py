@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
 from flagcore.contracts import HistoryReader, HistoryRow, Workload
 from flagcore.domain.candidate import Candidate
+from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
 from flagcore.domain.secrets import secrets_within
 from flagcore.domain.serving import ServeSpec
@@ -38,11 +39,14 @@ FARTHEST = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTrials:
-    """The trials that were added to a run's folder, and notes on rows that were left out or are doubtful."""
+    """The trials that were added to a run's folder, and notes on rows that were left out or are doubtful.
+
+    `knobs` are those of the task."""
 
     run_dir: Path
     trials: tuple[Trial, ...]
     notes: tuple[str, ...]
+    knobs: Knobs = field(default_factory=dict)
 
 
 def import_history(
@@ -79,7 +83,7 @@ def import_history(
         raise UsageError(f"no row of {path} can be taken: {'; '.join(reader.notes[:5]) or 'it has none'}")
     folder = Path(run_dir) if run_dir else RUNS / name.stem
     kept = _keep(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
-    return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)))
+    return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)), knobs=problem.knobs)
 
 
 def _keep(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.common.plugin_notes import plugin_notes
 from flagcore.contracts import Workload, model_parts
+from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import SearchState
@@ -32,7 +33,7 @@ class Estimate:
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
     the candidates whose time nobody can tell, and `no_time` says why; `runs` says what would run them, `notes` what
-    plugins say of engine and chip.
+    plugins say of engine and chip. `knobs` are those of the task.
     """
 
     chip: str
@@ -45,13 +46,14 @@ class Estimate:
     no_time: str = ""
     runs: str = ""
     notes: tuple[str, ...] = ()
+    knobs: Knobs = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        best = candidate_line("best", self.candidates[0]) if self.candidates else "nothing fits"
+        best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
     def _repr_html_(self) -> str:
-        columns = {"#": "number", **candidate_columns(self.candidates), **FIGURES}
+        columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **FIGURES}
         shown = {name: key for name, key in columns.items() if any(lookup(each, key) for each in self.candidates)}
         return as_html(repr(self).strip("<>"), self.candidates, shown)
 
@@ -99,6 +101,7 @@ def estimate(
         no_time=no_time(task, problem.platform.costs) if untimed.any() else "",
         runs=_runs(task),
         notes=plugin_notes(problem.platform),
+        knobs=problem.knobs,
     )
 
 

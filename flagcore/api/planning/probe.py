@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from flagcore import plugins
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
 from flagcore.contracts import require_prober
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
+from flagcore.report.text import candidate_text
 from flagcore.spec import spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
@@ -37,6 +39,11 @@ class Probed:
     ranks: tuple[Mapping[str, Any], ...]
     chip: str
     devices: int
+    knobs: Knobs = field(default_factory=dict)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as plain data for JSON."""
+        return {name: getattr(self, name) for name in Probed.__slots__ if name != "knobs"}
 
 
 def probe(
@@ -81,7 +88,7 @@ def probe(
         found = []
         for number, each in enumerate(_chosen(problem, "baseline" if given else candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
-            tell = _teller(on_rank, each, world)
+            tell = _teller(on_rank, candidate_text(each, problem.knobs), world)
             try:
                 several = problem.platform, workload, launcher, each, where, limit, ranks, tell
                 probed = probe_candidate(*several, devices=devices)
@@ -128,12 +135,10 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
     return [problem.space.candidate(int(row)) for row in order[:top]]
 
 
-def _teller(on_rank: Callable[[str], object] | None, candidate: Candidate, world: int) -> Callable[[int], object]:
-    from flagcore.report.text import candidate_text
-
+def _teller(on_rank: Callable[[str], object] | None, candidate: str, world: int) -> Callable[[int], object]:
     def report(rank: int) -> None:
         if on_rank is not None:
-            on_rank(f"probing rank {rank} of {world}: {candidate_text(candidate)}")
+            on_rank(f"probing rank {rank} of {world}: {candidate}")
 
     return report
 
@@ -150,6 +155,7 @@ def _told(problem: Problem, candidate: Candidate, probed: Probe) -> Probed:
         ranks=tuple(rank_probe_record(rank) for rank in probed.ranks),
         chip=task.cluster.groups[0].chip.name,
         devices=task.cluster.devices,
+        knobs=problem.knobs,
     )
 
 

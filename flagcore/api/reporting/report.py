@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from flagcore.api.common.context import Snapshot, load_snapshot, run_home
+from flagcore.api.common.knobs import knobs_of_spec
 from flagcore.api.common.runs import SPEC, count_trials, read_run
 from flagcore.api.common.warnings import warn
 from flagcore.contracts import Workload
@@ -58,7 +59,9 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         best = ending.plan.best.candidate if ending.plan.best else None
         found = insight(ending.problem, workload, best)
         write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
-        shown = RunData.to_hand_on(data, found, _secrets(run_dir), folder=run_dir, called=str(run_dir))
+        shown = RunData.to_hand_on(
+            data, found, _secrets(run_dir), folder=run_dir, called=str(run_dir), knobs=ending.plan.knobs
+        )
         write(run_dir / REPORT, as_html(page(shown)))
     except Exception as error:
         _warn_no_report(run_dir, error)
@@ -103,7 +106,10 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
             usable = _predicted_again(understood, found)
             notes.append("" if usable else DIFFERENT)
     told = tuple(filter(None, notes))
-    return RunData.to_hand_on(found, usable, _secrets(home), folder=home, called=str(folder), notes=told)
+    names = found["baseline"]["candidate"] if found.get("baseline") else ()
+    knobs = knobs_of_spec(run.spec, names, without)
+    secrets = _secrets(home)
+    return RunData.to_hand_on(found, usable, secrets, folder=home, called=str(folder), notes=told, knobs=knobs)
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:
@@ -126,7 +132,8 @@ def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None
 
 def _so_far(snapshot: Snapshot) -> Plan:
     """Return the plan of the trials that have ended."""
-    return summarize(snapshot.task, snapshot.problem.space, snapshot.pruned, snapshot.search_state, because="")
+    problem = snapshot.problem
+    return summarize(snapshot.task, problem.space, snapshot.pruned, snapshot.search_state, "", problem.knobs)
 
 
 def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Outcome:
 
     def __repr__(self) -> str:
         best = self.plan.best
-        message = f"best trial {best.number}: {candidate_text(best.candidate)}" if best else "no best"
+        message = f"best trial {best.number}: {candidate_text(best.candidate, self.plan.knobs)}" if best else "no best"
         gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
         return f"<Outcome in {self.run_dir}: {message}{gain}>"
 

@@ -105,7 +105,7 @@ def heading(plan: Plan) -> str:
         PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
         ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
     }[plan.fidelity]
-    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate)}"
+    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate, plan.knobs)}"
 
 
 def directory(launch: Launch) -> str:

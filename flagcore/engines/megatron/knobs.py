@@ -73,6 +73,7 @@ SPACE_KNOBS = (
         maximum=2**31,
         auto=lambda task: divisors(task.spec.train.global_batch_size),
         auto_help="every divisor of the global batch size",
+        shows_neutral=True,
         memory_order=1,
         flags=_flag("micro-batch-size"),
     ),
@@ -116,6 +117,7 @@ SPACE_KNOBS = (
     Knob(
         name="recompute_granularity",
         label="granularity",
+        part_of="use_recompute",
         help="What is recomputed: whole layers, or the core attention; null is not set.",
         kind="word",
         words=("selective", "full"),
@@ -125,6 +127,7 @@ SPACE_KNOBS = (
     Knob(
         name="recompute_method",
         label="method",
+        part_of="use_recompute",
         help="How full recompute picks layers: chunks of equal size, or the first layers of a stage; null is not set.",
         kind="word",
         words=("uniform", "block"),
@@ -134,6 +137,7 @@ SPACE_KNOBS = (
     Knob(
         name="recompute_num_layers",
         label="layers",
+        part_of="use_recompute",
         help=("Layers of one chunk (uniform), or layers of a stage that are recomputed (block); null is not set."),
         maximum=LAYERS,
         auto=lambda task: tuple(range(1, task.spec.model.num_layers + 1)),

@@ -50,7 +50,7 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, flo
         rows.append(
             [
                 Cell(name_of(run, trial), float(trial["number"])),
-                configuration(trial),
+                configuration(run, trial),
                 *figures,
                 over,
                 _("inside") if inside else _("outside"),

@@ -12,7 +12,7 @@ from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Section, Text, cell, percent, table
 from flagcore.report.page.knobs import sensitivity, value_text
 from flagcore.report.page.run import RunData, number
-from flagcore.report.text import SHORT, state_name
+from flagcore.report.text import knob_of, state_name
 from flagcore.stages.predict import LIMITS
 
 MAX_CHANGES = 8
@@ -90,7 +90,7 @@ def _changes(run: RunData, best: Mapping[str, Any], limit: _Limit) -> Iterator[B
     rows: list[list[Any]] = []
     for change in found[:MAX_CHANGES]:
         changed = ", ".join(
-            f"{SHORT.get(knob, knob)} {value_text(value)}" for knob, value in change.near["differs"].items()
+            f"{knob_of(knob, run.knobs).title} {value_text(value)}" for knob, value in change.near["differs"].items()
         )
         predicted = change.near["predicted"]
         figure = lookup(predicted, "objective.value") if run.serves else change.seconds

@@ -11,7 +11,7 @@ from flagcore.report.formats import lookup
 from flagcore.report.page.blocks import Chart, cell, percent, table
 from flagcore.report.page.charts import COLOURS, points, rows_layout
 from flagcore.report.page.run import RunData
-from flagcore.report.text import SHORT, values_text
+from flagcore.report.text import knob_of, values_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _Value:
 def sensitivity(run: RunData, knobs: Sequence[Mapping[str, Any]]) -> Chart:
     """Return, for each value of each knob, how much slower the fastest predicted candidate with it is."""
     least = min(_seconds(value) for knob in knobs for value in knob["values"])
-    spans = [[_value(knob, value, least) for value in knob["values"]] for knob in knobs]
+    spans = [[_value(run, knob, value, least) for value in knob["values"]] for knob in knobs]
     spans.sort(key=lambda values: -max(value.slower for value in values))
     every = [value for values in spans for value in values]
     rows = [
@@ -39,7 +39,7 @@ def sensitivity(run: RunData, knobs: Sequence[Mapping[str, Any]]) -> Chart:
             percent(value.slower, signed=True),
             cell(lookup(value.data["fastest"], "predicted.objective.value") if run.serves else _seconds(value.data)),
             cell(value.data["candidates"]),
-            values_text(value.data["fastest"]["candidate"]),
+            values_text(value.data["fastest"]["candidate"], run.knobs),
         ]
         for value in every
     ]
@@ -89,8 +89,8 @@ def value_text(value: object) -> str:
     return (_("on") if value else _("off")) if isinstance(value, bool) else str(value)
 
 
-def _value(knob: Mapping[str, Any], value: Mapping[str, Any], least: float) -> _Value:
-    name = SHORT.get(knob["knob"], str(knob["knob"]))
+def _value(run: RunData, knob: Mapping[str, Any], value: Mapping[str, Any], least: float) -> _Value:
+    name = knob_of(str(knob["knob"]), run.knobs).title
     slower = _seconds(value) / least - 1.0
     return _Value(name, value_text(value["value"]), slower, value["value"] == knob["best"], value)
 

@@ -39,7 +39,7 @@ def progress(run: RunData) -> Section | None:
         rows.append(
             [
                 Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}"),
-                configuration(trial),
+                configuration(run, trial),
                 state_name(trial["state"]),
                 cell(float(spent)),
                 cell(figure),

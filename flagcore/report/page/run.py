@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import SERVING, told
 from flagcore.domain.secrets import plain_without_secrets, without_secrets
 from flagcore.files import open_regular, read_regular
@@ -33,7 +34,7 @@ class RunData:
     """The result of a run as in result.json, and its `insight` (`flagcore.report.page.insight`), empty if missing.
 
     `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings
-    that come first. `secrets` are values that must not be shown.
+    that come first. `secrets` are values that must not be shown. `knobs` are those of the task.
     """
 
     result: Mapping[str, Any]
@@ -42,6 +43,7 @@ class RunData:
     insight: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
+    knobs: Knobs = field(default_factory=dict)
 
     @classmethod
     def to_hand_on(
@@ -173,9 +175,9 @@ def name_of(run: RunData, trial: Mapping[str, Any]) -> str:
     return " ".join(filter(None, [str(trial["number"]), _(role), best]))
 
 
-def configuration(trial: Mapping[str, Any]) -> str:
+def configuration(run: RunData, trial: Mapping[str, Any]) -> str:
     """Return the candidate of a trial in one line."""
-    return values_text(trial["candidate"])
+    return values_text(trial["candidate"], run.knobs)
 
 
 def objective_text(run: RunData, figure: float | None) -> str:

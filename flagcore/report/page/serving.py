@@ -61,7 +61,7 @@ def _against(
         link = f"#trial-{trial['number']}"
         row = [
             Cell(name_of(run, trial), float(trial["number"]), link),
-            configuration(trial),
+            configuration(run, trial),
             serving_text.load_text(point),
         ]
         rows.append([*row, cell(y), cell(x), optimal, *within])

@@ -43,7 +43,7 @@ def gain_cell(run: RunData, gain: float | None) -> Cell:
 
 
 def _facts(run: RunData, best: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
-    yield _("Best configuration"), Cell(configuration(best))
+    yield _("Best configuration"), Cell(configuration(run, best))
     measured, mark = best["measured"], "" if run.fidelity == RUN else "~"
     figure = run.figure(best) if measured else run.predicted(best)
     yield _("Speed"), Cell(f"{mark}{objective_text(run, figure)}", figure)
@@ -104,11 +104,13 @@ def _gain(run: RunData, best: Mapping[str, Any]) -> Cell:
         return Cell(_("unknown: the baseline was not run"))
     if gain is None:
         state = state_name(baseline["state"])
-        return Cell(_("unknown: the baseline ({baseline}) is {state}", baseline=configuration(baseline), state=state))
+        return Cell(
+            _("unknown: the baseline ({baseline}) is {state}", baseline=configuration(run, baseline), state=state)
+        )
     if best["candidate"] == baseline["candidate"]:
         return Cell(_("this is the baseline: no trial was faster"), gain)
     text = gain_cell(run, gain).text
-    return Cell(_("{gain} vs baseline: {baseline}", gain=text, baseline=configuration(baseline)), gain)
+    return Cell(_("{gain} vs baseline: {baseline}", gain=text, baseline=configuration(run, baseline)), gain)
 
 
 def _share(run: RunData, gain: float) -> str:
@@ -164,7 +166,7 @@ def _no_best(run: RunData) -> str:
         near = run.nearest
         if near is None:
             return f"{text}."
-        number, values, reason = near["number"], configuration(near), run.why_broken(near)
+        number, values, reason = near["number"], configuration(run, near), run.why_broken(near)
         nearest = _("nearest: trial {number} ({values}): {reason}", number=number, values=values, reason=reason)
         return f"{text}; {nearest}."
     return ngettext("{count} trial, not measured.", "{count} trials, none measured.", len(trials))

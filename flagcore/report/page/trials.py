@@ -33,7 +33,7 @@ def trials(run: RunData) -> Section:
     rows = [
         [
             Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}"),
-            configuration(trial),
+            configuration(run, trial),
             state_name(trial["state"]),
             *_figures(run, trial),
             cell(number(trial["duration_s"]) or None),
@@ -90,7 +90,7 @@ def _details(run: RunData, trial: Mapping[str, Any]) -> Collapsed:
     blocks += [Code(_("End of {file}", file=name), text) for name, text in tails]
     if not tails and trial["state"] != "predicted":
         blocks.append(Text(_("Its logs are empty or were deleted.")))
-    title = f"{_('Trial')} {name_of(run, trial)}: {state_name(trial['state'])}, {configuration(trial)}"
+    title = f"{_('Trial')} {name_of(run, trial)}: {state_name(trial['state'])}, {configuration(run, trial)}"
     return Collapsed(anchor=f"trial-{trial['number']}", title=title, blocks=tuple(blocks))
 
 

@@ -37,7 +37,7 @@ def test_a_tune_leaves_the_page_that_the_command_writes(runs: Runs, kind: str) -
 
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "known", lambda *given: pytest.fail("it was predicted again"))
+    monkeypatch.setattr(report, "load_snapshot", lambda *given: pytest.fail("it was predicted again"))
     assert api.report(runs(kind).folder) == runs(kind).html
 
 
@@ -77,7 +77,7 @@ def test_an_insight_that_cannot_be_used_is_not(copied: Callable[[str], Path], ru
 
 def test_a_killed_run_is_told_by_its_journal(runs: Runs) -> None:
     made = runs("killed")
-    assert "goes on, or was killed" in made.page.section("summary").text
+    assert "was killed" in made.page.section("summary").text
     assert len(made.page.rows("trials", "All trials")) == 2
     assert not (made.folder / "result.json").exists()
 
@@ -86,7 +86,7 @@ def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Pat
     folder = copied("resumed")
     shutil.copy(runs("interrupted").folder / "result.json", folder)
     page = read(api.report(folder))
-    assert "goes on, or was killed" in page.section("summary").text
+    assert "was killed" in page.section("summary").text
     finished = runs("resumed").result
     assert len(page.rows("trials", "All trials")) == len(finished["trials"]) + len(finished["repeats"])
     assert page.facts("summary")["Speedup over the baseline"].value == finished["gain"]
