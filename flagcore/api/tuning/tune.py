@@ -19,7 +19,7 @@ from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.experience import Past
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import plain_without_secrets, secrets_within, without_secrets
+from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
@@ -113,17 +113,17 @@ def _tune(
             many = f"{kept} trial{'s' if kept > 1 else ''}"
             tell([f"{directory.path} goes on with the {many} that it has; --new starts afresh"])
         text = as_yaml(anywhere(data, file.parent)) + "\n"
-        write(directory.path / "spec.yaml", text, private=bool(secrets_within(data)))
+        write(directory.path / "spec.yaml", text, private=bool(secrets_in_data(data)))
         return store
 
     with loaded_plugins(without) as loaded:
         known = None if new else directory.known()
         if known and known["fixed"].get("storage") != storage:
-            kept = without_secrets(known["fixed"].get("storage") or "its own journal")
+            kept = redact_text(known["fixed"].get("storage") or "its own journal")
             raise RunError(f"{directory.path} keeps its trials in {kept}: give the same --storage, or --new")
         baseline = (
             known["fixed"].get("baseline")
-            if known and known["task"].get("spec") == plain_without_secrets(with_fidelity(data))
+            if known and known["task"].get("spec") == redact_data(with_fidelity(data))
             else spec.baseline
         )
         try:
@@ -174,7 +174,7 @@ def _not_a_step_down(store: TrialStore, control: Control, run_dir: Path) -> None
 def _remember(experience: Experience, run: str, ending: TuneResult) -> None:
     """Keep what was measured for the runs to come. A run is none the worse if that fails."""
     try:
-        experience.keep(run, ending.problem.platform.task, ending.plan.trials)
+        experience.save(run, ending.problem.platform.task, ending.plan.trials)
     except RunError as error:
         tell([f"later runs will not learn from this one: {error}"])
 

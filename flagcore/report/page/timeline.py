@@ -8,8 +8,8 @@ from typing import Any
 from flagcore.domain.passes import Passes
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.execution import Done
-from flagcore.physics.schedules.replay import foretold_seconds, play, step_seconds
+from flagcore.physics.schedules.execution import ExecutedPass
+from flagcore.physics.schedules.replay import predicted_seconds, simulate, step_seconds
 from flagcore.report.formats import shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
 from flagcore.report.page.charts import COLOURS, bars, rows_layout
@@ -75,9 +75,9 @@ def _blocks(passes: Passes) -> tuple[Block, ...]:
 
 
 def _timeline(passes: Passes, number: int) -> Chart:
-    drawn, count = play(passes, number), len(passes.forward_s)
+    drawn, count = simulate(passes, number), len(passes.forward_s)
     counted = passes.microbatches if _each(passes) * passes.microbatches <= MOST_COUNTED else number
-    played = play(passes, counted) if counted != number else drawn
+    played = simulate(passes, counted) if counted != number else drawn
     step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
     seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
@@ -106,7 +106,9 @@ def _timeline(passes: Passes, number: int) -> Chart:
     )
 
 
-def _bars(passes: Passes, series: int, kind: str, mine: Sequence[Done], among: int, paired: bool) -> dict[str, Any]:
+def _bars(
+    passes: Passes, series: int, kind: str, mine: Sequence[ExecutedPass], among: int, paired: bool
+) -> dict[str, Any]:
     trace = bars(
         KINDS[kind],
         series,
@@ -148,14 +150,14 @@ def _agrees(passes: Passes, counted: int, step: float) -> list[str]:
     """Return how long the played step takes, beside what its formula says of it."""
     if counted < passes.microbatches:
         return []
-    formula = foretold_seconds(passes)
+    formula = predicted_seconds(passes)
     told = [f"Played pass by pass they take {shown(step)} s, by the formula that predicts steps {shown(formula)} s."]
     if SCHEDULES[passes.schedule].post_validation:
         told.append("No stage waits for the others before the optimizer, so the longest span of one stage counts.")
     return told
 
 
-def _seconds(passes: Passes, counted: int, played: Sequence[Done] = (), step: float = 0.0) -> Table:
+def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), step: float = 0.0) -> Table:
     """Return what one micro-batch takes of each device, and so many of them; and, where a step is played, idle time."""
     columns: dict[str, Sequence[float]] = {"~forward, s": passes.forward_s, "~backward, s": passes.backward_s}
     if SCHEDULES[passes.schedule].splits_backward and passes.weight_s:
@@ -200,7 +202,7 @@ def _twofold(passes: Passes) -> bool:
     return schedule.copies == 1 and (schedule.parts or passes.virtual) == 2
 
 
-def _words(passes: Passes, one: Done) -> str:
+def _words(passes: Passes, one: ExecutedPass) -> str:
     count = len(passes.forward_s)
     if SCHEDULES[passes.schedule].copies > 1:
         return f"micro-batch {one.microbatch}, {KINDS[one.kind]}: part {one.part % count} on device {one.device}"

@@ -73,7 +73,7 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Iterator[Problem]:
             if plugin.loaded.telemetry(Device(index=0, chip=name)) is None:
                 yield Problem(
                     message=f"flagcore_telemetry answers for {chip.name}, but not for the same chip as {name!r}",
-                    fix="ask chip.answers_to(device.chip) of each of your chips",
+                    fix="ask chip.has_name(device.chip) of each of your chips",
                 )
 
 
