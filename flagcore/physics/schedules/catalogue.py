@@ -5,8 +5,9 @@ and optimizer. A stage's idle time is what is left of it beside m times `StageTi
 are the two things a stage holds. The caller groups candidates by the length of their pipeline.
 
 The deviation of each formula from the simulated schedule (`replay.simulate`) is given in its docstring. With the
-profiled times of 12 published settings (arXiv 2401.10241) and one scale a model, the 48 published steps of 1F1B, interleaved,
-ZB-1p and ZB-2p come out within 4%, 1.3% in the mean, if sends block in the first two and overlap in the others.
+profiled times of 12 published settings (arXiv 2401.10241) and one scale a model, the 48 published steps of 1F1B,
+interleaved, ZB-1p and ZB-2p come out within 4%, 1.3% in the mean, if sends block in the first two and overlap in the
+others.
 """
 
 from __future__ import annotations
@@ -93,9 +94,10 @@ def in_flight(
     """Return the micro-batches whose activations stage `index` holds at most before their backward.
 
     In units of one micro-batch's activations of the whole stage (all parts of the device), at most m; arrays of one
-    shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same
-    paper); ZB-H1 and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241); ZB-V p, V-Half p / 2 + 1,
-    V-Min (p + 4) / 3, rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). What waits for W alone comes on top: `deferred`. Raises NotModelled.
+    shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1
+    and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241); ZB-V p, V-Half p / 2 + 1, V-Min (p + 4) / 3,
+    rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). What waits for W alone
+    comes on top: `deferred`. Raises NotModelled.
     """
     _known(schedule)
     behind = pipeline - 1.0 - index

@@ -44,9 +44,9 @@ def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     has = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
     reserved_by, used_by, capacity_by = [], [], []
     for where, memory in zip(places, found, strict=True):
-        reserved = [model.reserved_bytes(memory.peak) for model in models]
-        shown = [model.device_used_bytes(each) for model, each in zip(models, reserved, strict=True)]
-        reserved_by.append(place.pick(where.index, reserved))
+        reserved_each = [model.reserved_bytes(memory.peak) for model in models]
+        shown = [model.device_used_bytes(each) for model, each in zip(models, reserved_each, strict=True)]
+        reserved_by.append(place.pick(where.index, reserved_each))
         used_by.append(place.pick(where.index, shown))
         capacity_by.append(place.pick(where.index, has))
     share = np.stack(used_by) / np.stack(capacity_by)

@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.passes import Passes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.memory.parameters import offloaded_bytes
+from flagcore.engines.megatron.memory.stage_activations import offloaded_bytes
 from flagcore.engines.megatron.memory.training import split_parameters, stage_parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
