@@ -1,4 +1,4 @@
-"""flag estimate: what is known without running anything."""
+"""flag estimate: predictions without running anything."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from flagcore.cli import options
+from flagcore.i18n import _, ngettext
 
 T = TypeVar("T")
 
@@ -22,13 +23,11 @@ T = TypeVar("T")
 @click.command("estimate")
 @options.tree
 @click.option(
-    "--jobs", type=click.Path(), metavar="FILE", help="Predict the job records of a JSON-lines file (- for stdin)."
+    "--jobs", type=click.Path(), metavar="FILE", help="Predict job records from a JSON Lines file (- for stdin)."
 )
 @options.chip()
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many candidates to list.")
-@click.option(
-    "--explain", metavar="ID", help="Tell all of one: a candidate's number in the list, baseline, or a job's id."
-)
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Number of candidates to list.")
+@click.option("--explain", metavar="ID", help="Show one in detail: number in the list, baseline, or the id of a job.")
 @options.output
 @options.plugins
 def estimate_command(
@@ -40,31 +39,30 @@ def estimate_command(
     form: str,
     without: tuple[str, ...],
 ) -> None:
-    """Predict memory and time of every candidate of SPEC, or of job records. Runs nothing.
+    """Predict memory and time of all candidates of SPEC, or of job records, without running anything.
 
-    With --jobs the default format is jsonl, an answer a line. With --config-path and --config-name it takes a tree of
-    FlagScale's, as `flag tune` does.
+    With --jobs the default format is jsonl. A FlagScale config (--config-path, --config-name) may replace SPEC.
     """
     spec, data = source
     if explain is not None and form == "csv":
-        raise click.UsageError("--explain tells one in full, which has no columns: use another --format than csv")
+        raise click.UsageError(_("--explain does not support --format csv"))
     if (spec is None) == (jobs is None):
-        raise click.UsageError("give either SPEC or --jobs FILE")
+        raise click.UsageError(_("give either SPEC or --jobs FILE"))
     if jobs is not None and chip is not None:
-        raise click.UsageError("--chip goes with SPEC; a job record names its own chip")
-    if jobs is not None and _given("top"):
-        raise click.UsageError("--top goes with SPEC; every job record is answered")
+        raise click.UsageError(_("--chip requires SPEC: job records name their chip"))
+    if jobs is not None and _is_set("top"):
+        raise click.UsageError(_("--top requires SPEC: every job record is predicted"))
     if jobs is not None:
-        _estimate_jobs(jobs, explain, form if _given("form") or explain is not None else "jsonl", without)
+        _estimate_jobs(jobs, explain, form if _is_set("form") or explain is not None else "jsonl", without)
         return
     assert spec is not None
     if spec.endswith(".jsonl"):
-        raise click.UsageError(f"{spec} has the name of a file of job records; give it to --jobs")
+        raise click.UsageError(_("{file} looks like job records: use --jobs {file}", file=spec))
     _estimate_spec(spec, data, chip, top, explain, form, without)
 
 
-def _given(option: str) -> bool:
-    """Return whether the user gave an option."""
+def _is_set(option: str) -> bool:
+    """Return whether an option is on the command line."""
     return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
@@ -78,10 +76,10 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         wanted = _of_id(records, explain, ids)
         found = next(api.estimate_jobs(wanted, without=without, at_once=1, with_model=True), None)
         if found is None:
-            near = " or ".join(get_close_matches(explain, dict.fromkeys(ids), n=2))
-            hint = f"did you mean {near}?" if near else f"{len(ids)} records have an id"
-            raise click.UsageError(f"--explain {explain}: no job record of {jobs} has this id; {hint}")
-        _show(found, f"Job {explain}", form)
+            close = get_close_matches(explain, dict.fromkeys(ids), n=1)
+            hint = " " + _("Did you mean {name!r}?", name=close[0]) if close else ""
+            raise click.UsageError(_("--explain: no job record in {file} has id {id!r}.", file=jobs, id=explain) + hint)
+        _show(found, _("Job {id}", id=explain), form)
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE
     predictions = api.estimate_jobs(records, without=without, at_once=at_once)
@@ -91,19 +89,21 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
     else:
         answers = list(predictions)
         if form in ("table", "csv"):
-            answers = [{**each, "reason": _why(each)} for each in answers]
+            answers = [{**each, "reason": _remark(each)} for each in answers]
         serve = any("objective" in each for each in answers)
-        columns = JOB_COLUMNS if not serve else {**JOB_COLUMNS, **SERVED_COLUMNS} if _trains(answers) else SERVED_JOBS
+        columns = (
+            JOB_COLUMNS if not serve else {**JOB_COLUMNS, **SERVED_COLUMNS} if _trains(answers) else SERVED_JOB_COLUMNS
+        )
         options.show(render(answers, form, columns), form)
 
 
 def _trains(answers: list[dict[str, Any]]) -> bool:
-    """Return whether some answer is of training."""
+    """Return whether any answer is for training."""
     return any("mfu" in each or "limit" in each for each in answers)
 
 
-def _why(answer: dict[str, Any]) -> str | None:
-    """Return what is to be said of an answer beside its figures."""
+def _remark(answer: dict[str, Any]) -> str | None:
+    """Return the reason of an answer without figures, else its warnings."""
     return answer.get("reason") or "; ".join(answer.get("warnings", ())) or None
 
 
@@ -125,18 +125,19 @@ def _estimate_spec(
     found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
     where = f"{found.devices} x {found.chip}"
     if explain is not None:
-        if number > len(found.candidates):
-            raise click.UsageError(f"--explain {explain}: there are {len(found.candidates)} candidates")
+        number_of = len(found.candidates)
+        if number > number_of:
+            raise click.UsageError(_("--explain {id}: there are {count} candidates", id=explain, count=number_of))
         record = found.candidates[number - 1] if number else found.baseline
-        told = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
-        told |= {"notes": list(found.notes)} if found.notes else {}
-        _show(told, f"Candidate {number}" if number else "The baseline", form)
+        details = {"chip": found.chip, "devices": found.devices, **record, "model": list(found.model)}
+        details |= {"notes": list(found.notes)} if found.notes else {}
+        _show(details, _("Candidate {number}", number=number) if number else _("Baseline"), form)
         return
     if form == "table":
-        timed = any("step_time_s" in each for each in found.candidates)
-        options.say(
-            f"The {'fastest predicted candidates' if timed else 'candidates that need least memory'} on {where}:"
-        )
+        if any("step_time_s" in each for each in found.candidates):
+            options.say(_("Fastest predicted candidates on {hardware}:", hardware=where))
+        else:
+            options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
     figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
     knobs = candidate_columns(found.candidates)
     options.show(
@@ -146,25 +147,32 @@ def _estimate_spec(
         form,
     )
     if form == "table":
-        options.say("\n" + candidate_line("baseline", found.baseline) + "\n\n" + funnel(found.counts))
-        options.say(f"\nPredicted {found.runs}.")
+        options.say("\n" + candidate_line(_("baseline"), found.baseline) + "\n\n" + funnel(found.counts))
+        options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
         if found.untimed:
-            many = f"{found.untimed:,} of {found.counts.untried:,}"
-            options.say(f"{many} candidates have no time, and stand last by memory: {found.no_time}.")
+            options.say(
+                ngettext(
+                    "{count:,} candidate of {total:,} has no predicted time, and is listed last: {reason}.",
+                    "{count:,} candidates of {total:,} have no predicted time, and are listed last: {reason}.",
+                    found.untimed,
+                    total=found.counts.untried,
+                    reason=found.no_time,
+                )
+            )
 
 
 def _number(explain: str | None) -> int:
     """Return the number of the candidate to explain, 0 for the baseline or none."""
     if explain in (None, "baseline"):
         return 0
-    if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MOST_EXPLAINED:
-        raise click.UsageError(f"--explain {explain}: give a candidate's number in the list, from 1, or baseline")
+    if not str(explain).isdecimal() or not 1 <= int(str(explain)) <= MAX_EXPLAINED:
+        raise click.UsageError(_("--explain {id}: expected the number of a candidate, or baseline", id=explain))
     return int(str(explain))
 
 
 def _show(record: dict[str, Any], title: str, form: str) -> None:
-    """Print one prediction in full: text for people, or the record."""
-    from flagcore.report.explanation import explained, notes_text
+    """Print one prediction in detail, as text or as a record."""
+    from flagcore.report.explanation import notes_text, prediction_text
     from flagcore.report.formats import render
     from flagcore.report.text import values_text
 
@@ -172,9 +180,11 @@ def _show(record: dict[str, Any], title: str, form: str) -> None:
         click.echo(json.dumps(record, indent=2, ensure_ascii=False) if form == "json" else render([record], form, {}))
         return
     if "candidate" in record:
-        told = ", ".join(filter(None, [values_text(record["candidate"]), _settings_text(record.get("settings", {}))]))
-        options.show(f"{title} on {record['devices']} x {record['chip']}: {told}\n")
-    options.show("\n\n".join(filter(None, [explained(record), notes_text(record.get("notes", ()))])))
+        values = filter(None, [values_text(record["candidate"]), _settings_text(record.get("settings", {}))])
+        hardware = f"{record['devices']} x {record['chip']}"
+        heading = _("{title} on {hardware}: {values}", title=title, hardware=hardware, values=", ".join(values))
+        options.show(f"{heading}\n")
+    options.show("\n\n".join(filter(None, [prediction_text(record), notes_text(record.get("notes", ()))])))
 
 
 def _settings_text(settings: dict[str, Any]) -> str:
@@ -182,7 +192,7 @@ def _settings_text(settings: dict[str, Any]) -> str:
 
 
 def _is_pipe(file: str) -> bool:
-    """Return whether somebody may wait for an answer before the next line is written."""
+    """Return whether the writer of a stream may wait for each answer before it writes the next line."""
     try:
         mode = os.fstat(0).st_mode if file == "-" else os.stat(file).st_mode
     except OSError:
@@ -209,14 +219,14 @@ SERVED_COLUMNS = {
     "~used GiB": "memory.device_used_gib",
     "of GiB": "memory.capacity_gib",
 }
-MOST_EXPLAINED = 100_000
-FITS = {"fits": "memory.fits", "reason": "reason"}
-JOB_COLUMNS = {"id": "id", "status": "status", **PREDICTED_COLUMNS, **FITS}
-SERVED_JOBS = {"id": "id", "status": "status", **SERVED_COLUMNS, **FITS}
+MAX_EXPLAINED = 100_000
+FITS_COLUMNS = {"fits": "memory.fits", "reason": "reason"}
+JOB_COLUMNS = {"id": "id", "status": "status", **PREDICTED_COLUMNS, **FITS_COLUMNS}
+SERVED_JOB_COLUMNS = {"id": "id", "status": "status", **SERVED_COLUMNS, **FITS_COLUMNS}
 
 
 def _records(file: str) -> Iterator[Any]:
-    """Yield the record of each line, or what is wrong with it. Raises UsageError where there is none at all."""
+    """Yield the record of each line, or its error. Raises UsageError for an empty file."""
     from flagcore.errors import UsageError
     from flagcore.spec import read_job_lines
 
@@ -226,14 +236,14 @@ def _records(file: str) -> Iterator[Any]:
             lines = read_job_lines(stream, file=name)
             first = next(lines, None)
             if first is None:
-                raise UsageError(f"{name} holds no job record; write one JSON object a line")
+                raise UsageError(_("{file} is empty: expected one JSON object per line", file=name))
             yield from chain([first], lines)
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise UsageError(_("cannot read {file}: {reason}", file=file, reason=error.strerror or error)) from None
 
 
 def _of_id(records: Iterable[T], wanted: str, ids: list[str]) -> Iterator[T]:
-    """Yield the records of this id, and put all other ids into `ids`."""
+    """Yield the records with an id, and append the id of each record to `ids`."""
     for record in records:
         if isinstance(record, dict):
             if record["id"] == wanted:

@@ -1,4 +1,4 @@
-"""flag import: specs and trials out of other tuners' files."""
+"""flag import: specs and trials of other tuners."""
 
 from __future__ import annotations
 
@@ -7,53 +7,55 @@ from pathlib import Path
 import click
 
 from flagcore.cli import options
+from flagcore.i18n import _
 
 
 @click.group("import")
 def import_command() -> None:
-    """Take over another tuner's files: its spec, or what it measured."""
+    """Import the config or the trials of another tuner."""
 
 
 @import_command.command("flagscale")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--config-name", required=True, metavar="NAME", help="The tree's top file, such as train_auto_tuner.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write there [default: stdout].")
+@click.option(
+    "--config-name", required=True, metavar="NAME", help="Top-level file of the config, such as train_auto_tuner."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file [default: stdout].")
 def flagscale_command(directory: Path, overrides: tuple[str, ...], config_name: str, output: Path | None) -> None:
-    """Write the spec of a hydra tree of FlagScale's, its folder of conf files in DIR.
+    """Convert the FlagScale config in DIR to a spec.
 
-    OVERRIDES are hydra's (a.b=c). A comment stands at every key that means something else here, or is gone; the same is
-    told on stderr. Relative paths in the tree start at the working directory, as for FlagScale.
+    OVERRIDES are those of hydra (a.b=c). Comments, also printed to stderr, mark keys that are dropped or have another
+    meaning here. Relative paths start at the working directory, as in FlagScale.
     """
     from flagcore import api
 
     found = api.read_tree(directory, config_name, overrides)
-    options.tell_notes(found.notes)
+    options.print_notes(found.notes)
     if output is None:
         click.echo(found.as_yaml(), nl=False)
         return
     if output.exists():
-        raise click.UsageError(f"{output} exists; give another file, or remove it")
+        raise click.UsageError(_("{file} exists; delete it or choose another file", file=output))
     try:
         output.write_text(found.as_yaml(), encoding="utf-8")
     except OSError as error:
-        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
+        raise click.UsageError(_("cannot write {file}: {reason}", file=output, reason=error.strerror)) from None
 
 
 @import_command.command("flagscale-history")
 @click.argument("csv", metavar="CSV", type=click.Path(path_type=Path))
-@click.option("--spec", required=True, metavar="SPEC", help="The job that FlagScale tuned.")
-@click.option("--run-dir", type=click.Path(), metavar="DIR", help="Where the run is kept [default: runs/NAME-OF-SPEC].")
-@click.option("--same-machine", is_flag=True, help="The rows ran where `flag tune` will go on: do not repeat them.")
+@click.option("--spec", required=True, metavar="SPEC", help="Spec of the job that FlagScale tuned.")
+@click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
+@click.option("--same-machine", is_flag=True, help="The rows were measured on this machine: do not repeat them.")
 @options.output
 @options.plugins
 def history_command(
     csv: Path, spec: str, run_dir: str | None, same_machine: bool, form: str, without: tuple[str, ...]
 ) -> None:
-    """Take the rows of FlagScale's history.csv as finished trials into a run.
+    """Import the rows of FlagScale's history.csv as finished trials of a run.
 
-    `flag tune SPEC --run-dir DIR` goes on from there. Rows that cannot be taken, and columns that mean nothing here,
-    are told on stderr.
+    `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
     """
     from flagcore import api
     from flagcore.report.formats import render
@@ -66,8 +68,11 @@ def history_command(
     records = [trial_record(trial) for trial in found.trials]
     columns = {"trial": "number", **candidate_columns(records), **HISTORY_COLUMNS}
     options.show(render(records, form, columns), form)
-    how = "as trials of this machine" if same_machine else "as experience of another run"
-    options.say(f"{len(found.trials)} rows are kept in {found.run_dir}, {how}.")
+    count, folder = len(found.trials), found.run_dir
+    if same_machine:
+        options.say(_("Saved {count} trials of this machine to {folder}.", count=count, folder=folder))
+    else:
+        options.say(_("Saved {count} trials of another machine to {folder}.", count=count, folder=folder))
 
 
 HISTORY_COLUMNS = {

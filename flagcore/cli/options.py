@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flagcore.i18n import foreign, keep, said
+from flagcore.i18n import N_, _
 from flagcore.i18n.width import columns, wrapped
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 LEAD = re.compile(r" *(?P<mark>[-*] )?")
-"""What stands before the text of a line."""
+"""Indent and bullet of a line."""
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
 def output(command: F) -> F:
-    """Add `--format`, `--json` and `--wide`; the command receives `form`, and its tables fit the terminal."""
+    """Add `--format`, `--json` and `--wide`; the command receives `form`."""
 
     @wraps(command)
     def fitting(*arguments: Any, wide: bool, **others: Any) -> Any:
@@ -38,8 +38,8 @@ def output(command: F) -> F:
     choice = click.Choice(FORMATS)
     for add in (
         click.option("--wide", is_flag=True, help="Do not wrap tables to the width of the terminal."),
-        click.option("--json", "form", flag_value="json", help="Short for --format json."),
-        click.option("--format", "form", type=choice, default="table", help="How to print [default: table]."),
+        click.option("--json", "form", flag_value="json", help="Same as --format json."),
+        click.option("--format", "form", type=choice, default="table", help="Output format [default: table]."),
     ):
         made = add(made)
     return made  # type: ignore[no-any-return]
@@ -47,41 +47,40 @@ def output(command: F) -> F:
 
 @contextmanager
 def on_terminal(wide: bool = False) -> Iterator[None]:
-    """Make what is shown meanwhile fit the terminal, unless it is to be `wide`, and speak its user's language."""
+    """Fit tables to the width of the terminal, unless `wide`."""
     from flagcore.report.formats import fitted
 
-    with fitted(None if wide else _terminal_width(), told=True):
+    with fitted(None if wide else _terminal_width()):
         yield
 
 
 def _terminal_width() -> int | None:
-    """Return the columns of the terminal that stdout is, None if it is none; COLUMNS goes before."""
+    """Return the width of the terminal (COLUMNS overrides it), None if stdout is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def plugins(command: F) -> F:
     """Add `--no-plugin`; the command receives `without`, a tuple of names."""
-    text = "Leave this plugin out (may be repeated)."
-    return click.option("--no-plugin", "without", multiple=True, metavar="NAME", help=text, shell_complete=_plugins)(
-        command
-    )
+    text = N_("Disable a plugin (repeatable).")
+    option = click.option("--no-plugin", "without", multiple=True, metavar="NAME", help=text, shell_complete=_plugins)
+    return option(command)
 
 
-def chip(text: str = "Plan for this chip instead of the spec's.") -> Callable[[F], F]:
+def chip(text: str = N_("Plan for this chip instead of the one in the spec.")) -> Callable[[F], F]:
     """Add `--chip`."""
     return click.option("--chip", metavar="NAME", help=text, shell_complete=_chips)
 
 
 def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
-    """Return the chips whose name, or an alias, begins as what was `typed`, for a shell to complete."""
+    """Complete the name of a chip by its name or an alias."""
     from flagcore import api
 
-    known = ((each["chip"], *each["aliases"]) for each in api.chip_table())
-    return [names[0] for names in known if any(name.lower().startswith(typed.lower()) for name in names)]
+    chips = ((each["chip"], *each["aliases"]) for each in api.chip_table())
+    return [names[0] for names in chips if any(name.lower().startswith(typed.lower()) for name in names)]
 
 
 def _plugins(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
-    """Return the plugins whose name begins as what was `typed`."""
+    """Complete the name of a plugin."""
     from flagcore import api
 
     return [each["name"] for each in api.plugin_table() if each["name"].startswith(typed)]
@@ -93,7 +92,7 @@ def spec(command: F) -> F:
 
 
 def tree(command: F) -> F:
-    """Add SPEC, which may be left out, OVERRIDES and FlagScale's options; the command receives `source`."""
+    """Add SPEC or a FlagScale config (`--config-path`, `--config-name`, OVERRIDES); the command receives `source`."""
 
     @wraps(command)
     def with_source(
@@ -102,19 +101,19 @@ def tree(command: F) -> F:
         if config_path is None and config_name is None:
             if overrides:
                 raise click.UsageError(
-                    f"Got unexpected extra argument ({overrides[0]}); overrides go with --config-path"
+                    _("unexpected argument {name!r}: overrides need --config-path", name=overrides[0])
                 )
             return command(source=(spec, None), **others)
         if config_path is None or config_name is None:
-            raise click.UsageError("--config-path and --config-name go together")
+            raise click.UsageError(_("--config-path and --config-name must be used together"))
         if spec and "=" not in spec and not spec.startswith("~"):
-            raise click.UsageError(f"{spec} is no override (a.b=c), and --config-path takes the place of SPEC")
+            raise click.UsageError(_("{name!r} is not an override (a.b=c); --config-path replaces SPEC", name=spec))
         return _with_tree(command, config_path, config_name, [*filter(None, [spec]), *overrides], others)
 
     made: Any = with_source
     for add in (
-        click.option("--config-name", metavar="NAME", help="With it: the tree's top file."),
-        click.option("--config-path", metavar="DIR", help="A tree of FlagScale's instead of SPEC."),
+        click.option("--config-name", metavar="NAME", help="Top-level file of that config."),
+        click.option("--config-path", metavar="DIR", help="Read a FlagScale config instead of SPEC."),
         click.argument("overrides", nargs=-1),
         click.argument("spec", required=False, type=click.Path(path_type=str)),
     ):
@@ -123,59 +122,56 @@ def tree(command: F) -> F:
 
 
 def _with_tree(command: F, path: str, name: str, overrides: list[str], others: dict[str, Any]) -> Any:
-    """Call a command with a tree's data; what the import changed is told, and errors name the tree's own keys."""
+    """Call a command with the data of a FlagScale config; errors name the keys of that config."""
     from flagcore import api
     from flagcore.errors import SpecError
 
     found = api.read_tree(Path(path), name, overrides)
-    tell_notes(found.notes)
+    print_notes(found.notes)
     try:
         return command(source=(found.file, found.data), **others)
     except SpecError as error:
         raise found.in_its_words(error) from None
 
 
-def tell_notes(notes: Iterable[ImportNote]) -> None:
-    """Tell what became of a tree's keys; a key is never put into another language."""
+def print_notes(notes: Iterable[ImportNote]) -> None:
+    """Print what became of the keys of an imported config."""
     for note in notes:
-        key = said("FlagScale's {0}").replace("{0}", note.key)
-        (line,) = keep([f"{key}：{said(note.text)}" if foreign() else f"{key}: {note.text}"])
-        say(line)
+        say(f"{note.key}: {note.text}")
 
 
-def in_one(records: list[dict[str, Any]], form: str, key: str, between: str = ", ") -> list[dict[str, Any]]:
-    """Return records whose list under `key` is one text, if they are to have columns."""
+def joined(records: list[dict[str, Any]], form: str, key: str, separator: str = ", ") -> list[dict[str, Any]]:
+    """Return records whose list under `key` is one text, if the format has columns."""
     if form not in ("table", "csv"):
         return records
-    return [{**record, key: between.join(record[key])} for record in records]
+    return [{**record, key: separator.join(record[key])} for record in records]
 
 
 def say(text: str) -> None:
-    """Tell something on stderr, in the user's language; that nobody can hear it ends nothing."""
+    """Print a message to stderr; a closed stderr is ignored."""
     with suppress(OSError, ValueError):
-        click.echo(said(text), err=True)
+        click.echo(text, err=True)
 
 
 def show(text: str, form: str = "table") -> None:
-    """Print on stdout what was asked for: text in the user's language, data in another form as it is."""
-    click.echo(_fitted(said(text)) if form in ("table", "text") else text)
+    """Print a result to stdout; text and tables fit the terminal."""
+    click.echo(_fitted(text) if form in ("table", "text") else text)
 
 
 def _fitted(text: str) -> str:
-    """Return a text whose sentences fit the terminal as its tables do, wrapped between words."""
     from flagcore.report.formats import WIDTH
 
-    most = WIDTH.get()
-    if most is None:
+    width = WIDTH.get()
+    if width is None:
         return text
-    return "\n".join(each for line in text.split("\n") for each in _wrapped(line, most))
+    return "\n".join(each for line in text.split("\n") for each in _wrapped(line, width))
 
 
-def _wrapped(line: str, most: int) -> list[str]:
-    """Return a line as it is if it fits, else as several, those after the first with an indent; a path is never cut."""
-    if columns(line) <= most:
+def _wrapped(line: str, width: int) -> list[str]:
+    """Wrap a line with a hanging indent; a path is never cut."""
+    if columns(line) <= width:
         return [line]
     lead = LEAD.match(line)
     start = len(lead[0]) if lead else 0
     indent = " " * (start if lead and lead["mark"] else start + 2 if start else 4)
-    return wrapped(line, max(most, 2 * len(indent)), indent, cut=False)
+    return wrapped(line, max(width, 2 * len(indent)), indent, cut=False)

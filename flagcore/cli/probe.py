@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from flagcore.cli import options
+from flagcore.i18n import N_, _
 
 
 @click.command("probe")
@@ -14,10 +15,10 @@ from flagcore.cli import options
 @click.option(
     "--candidate",
     metavar="ID",
-    help="A candidate's number in the list of the fastest predicted, baseline, or knobs as name=value,...",
+    help="Candidate to probe: number in the list of `flag estimate`, baseline, or knobs as name=value,...",
 )
 @click.option(
-    "--top", type=click.IntRange(1), default=1, show_default=True, help="Probe the fastest N predicted.", metavar="N"
+    "--top", type=click.IntRange(1), default=1, show_default=True, help="Probe the N fastest predicted.", metavar="N"
 )
 @click.option(
     "--rank",
@@ -25,17 +26,17 @@ from flagcore.cli import options
     type=click.IntRange(0),
     multiple=True,
     metavar="R",
-    help="A global rank (may be repeated) [default: those that tell most].",
+    help="Global rank to probe (repeatable) [default: the most informative].",
 )
-@options.chip("Plan for this chip instead of the spec's; it must be on this machine.")
+@options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1.0, max=86400.0),
     metavar="S",
-    help="The longest that a candidate's probes may take [default: control.max_time_per_task].",
+    help="Time limit per candidate [default: control.max_time_per_task].",
 )
-@click.option("--folder", type=click.Path(), metavar="DIR", help="Keep jobs and logs here [default: nowhere].")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("--folder", type=click.Path(), metavar="DIR", help="Save jobs and logs to DIR [default: not saved].")
+@click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
 @options.output
 @options.plugins
 def probe_command(
@@ -50,10 +51,10 @@ def probe_command(
     form: str,
     without: tuple[str, ...],
 ) -> None:
-    """Measure single ranks of candidates of SPEC on one device, however many devices SPEC asks for.
+    """Measure single ranks of candidates of SPEC on one device, whatever the number of devices in SPEC.
 
-    One process plays a rank of the whole world: its layers, its micro-batches in their order, its optimizer. The other
-    ranks do not exist, so communication takes no time; that part stays predicted.
+    One process runs the layers, micro-batches and optimizer of a rank of the full job. There are no other ranks, so
+    communication is predicted, not measured.
     """
     from dataclasses import asdict
 
@@ -61,7 +62,7 @@ def probe_command(
     from flagcore.report.formats import render
 
     if candidate is not None and top != 1:
-        raise click.UsageError("give either --candidate or --top")
+        raise click.UsageError(_("--candidate and --top are mutually exclusive"))
     found = api.probe(
         spec,
         candidate=candidate,
@@ -77,32 +78,32 @@ def probe_command(
         options.show(render([asdict(each) for each in found], form, {}), form)
         return
     rows = [{"number": number, **rank} for number, each in enumerate(found, start=1) for rank in each.ranks]
-    columns = COLUMNS if len(found) > 1 else {name: key for name, key in COLUMNS.items() if name != "#"}
+    columns = PROBE_COLUMNS if len(found) > 1 else {name: key for name, key in PROBE_COLUMNS.items() if name != "#"}
     options.show(render(rows, form, columns), form)
     if form == "table":
         for number, each in enumerate(found, start=1):
-            options.say("\n" + "\n".join(_words(number if len(found) > 1 else None, asdict(each))))
+            options.say("\n" + "\n".join(_summary(number if len(found) > 1 else None, asdict(each))))
 
 
-def _words(number: int | None, probed: dict[str, Any]) -> list[str]:
-    """Return what a table does not show: why ranks failed, what was scaled up, and what follows for the candidate."""
+def _summary(number: int | None, probed: dict[str, Any]) -> list[str]:
+    """Return why ranks failed, whether times are extrapolated, and the predictions without and with the probe."""
     from flagcore.report.text import candidate_line
 
-    lines = [f"rank {rank['rank']}: {rank['reason']}" for rank in probed["ranks"] if rank["reason"]]
-    few = next((rank["measured"] for rank in probed["ranks"] if "measured" in rank and _cut(rank["measured"])), None)
-    if few:
-        lines.append(f"Times are scaled up to {few['microbatches']} micro-batches; fewer were run.")
+    lines = [
+        _("rank {rank}: {reason}", rank=rank["rank"], reason=rank["reason"])
+        for rank in probed["ranks"]
+        if rank["reason"]
+    ]
+    measured = [rank["measured"] for rank in probed["ranks"] if "measured" in rank]
+    for each in [each for each in measured if each["microbatches_run"] < each["microbatches"]][:1]:
+        lines.append(_("Times are extrapolated to {count} micro-batches.", count=each["microbatches"]))
     name = f"{number} " if number is not None else ""
-    lines.append(candidate_line(f"{name}predicted", {**probed, **probed["predicted"]}))
-    lines.append(candidate_line(f"{name}with the probe", {**probed, **probed["combined"]}))
+    lines.append(candidate_line(name + _("predicted"), {**probed, **probed["predicted"]}))
+    lines.append(candidate_line(name + _("with probe"), {**probed, **probed["combined"]}))
     return lines
 
 
-def _cut(measured: dict[str, Any]) -> bool:
-    return bool(measured["microbatches_run"] < measured["microbatches"])
-
-
-COLUMNS = {
+PROBE_COLUMNS = {
     "#": "number",
     "rank": "rank",
     "stage": "stage",

@@ -9,106 +9,114 @@ from typing import TextIO
 
 from flagcore.contracts import Event, OnEvent
 from flagcore.domain.trial import PROBE, Measurement, Role
-from flagcore.i18n import said
+from flagcore.i18n import _
 from flagcore.report.serving_text import objective_text, short_line
-from flagcore.report.text import candidate_text, state_text
+from flagcore.report.text import candidate_text, role_text, state_text
 
 
 @contextmanager
 def progress(stream: TextIO, quiet: bool, verbose: bool = False) -> Iterator[OnEvent]:
-    """Yield what draws events on `stream`; `verbose` tells why each trial was chosen and where its log is, too."""
+    """Yield a function that prints events to `stream`; `verbose` adds the log of a trial and why it was chosen."""
     if quiet:
         yield lambda event: None
     elif stream.isatty():
         with _bar(stream, verbose) as draw:
             yield draw
     else:
-        yield lambda event: _print("\n".join([line(event), *(_more(event) if verbose else [])]), stream)
+        yield lambda event: _print("\n".join([line(event), *(_details(event) if verbose else [])]), stream)
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print a line; a reader of stderr that is gone must not end a run."""
+    """Print a line; a closed stderr must not end a run."""
     with suppress(OSError, ValueError):
-        print(said(text), file=stream, flush=True)
+        print(text, file=stream, flush=True)
 
 
 def line(event: Event) -> str:
-    """Return an event as one line: what runs or ran, how many are done, time left, best so far."""
+    """Return an event as one line: the trial, its result, finished trials, time left, best so far."""
     trial = event.trial
-    what = f"trial {trial.number} ({trial.role.value})"
+    name = _("trial {number} ({role})", number=trial.number, role=role_text(trial.role.value))
     if trial.fidelity == PROBE:
-        what = f"probe {trial.number}" + (" (baseline)" if trial.role is Role.BASELINE else "")
+        name = _("probe {number}", number=trial.number)
+        name += f" ({_('baseline')})" if trial.role is Role.BASELINE else ""
     if event.kind == "trial_started":
-        step, figure = trial.predicted.get("step_time_s"), trial.predicted.get("objective")
-        guess = f", predicted ~{step['value']:.3g} s" if isinstance(step, dict) else ""
-        if isinstance(figure, dict):
-            guess = f", predicted ~{objective_text(event.objective, figure['value'])}"
-        return f"{what} starts: {candidate_text(trial.candidate)}{guess}"
-    timed = trial.measurement if not trial.state.failed else None
-    said = _step(timed, event.objective, " a step") if timed else trial.reason or ""
-    return f"{what} {state_text(trial)}: {said}  [{_state(event)}]"
+        candidate = candidate_text(trial.candidate)
+        return _("{trial} starts: {candidate}", trial=name, candidate=candidate) + _predicted(event)
+    measured = trial.measurement if not trial.state.failed else None
+    result = _step(measured, event.objective) if measured else trial.reason or ""
+    return f"{name} {state_text(trial)}: {result}  [{_status(event)}]"
 
 
-def _more(event: Event) -> list[str]:
-    """Return, of a trial that starts, why it was chosen and where its log is."""
-    why = event.trial.chosen_because
-    told = [*([f"  chosen for {why}"] if why else []), f"  log: {event.trial.log}"]
-    return told if event.kind == "trial_started" else []
+def _predicted(event: Event) -> str:
+    step, objective = (event.trial.predicted.get(key) for key in ("step_time_s", "objective"))
+    if isinstance(objective, dict):
+        return ", " + _("predicted ~{value}", value=objective_text(event.objective, objective["value"]))
+    return ", " + _("predicted ~{value}", value=f"{step['value']:.3g} s") if isinstance(step, dict) else ""
 
 
-def _state(event: Event, *, with_time: bool = True) -> str:
-    parts = [f"{event.trials_finished}/{event.trials_planned} trials"]
+def _details(event: Event) -> list[str]:
+    """Return why a trial that starts was chosen, and its log."""
+    if event.kind != "trial_started":
+        return []
+    reason = event.trial.chosen_because
+    chosen = ["  " + _("chosen for {reason}", reason=reason)] if reason else []
+    return [*chosen, "  " + _("log: {file}", file=event.trial.log)]
+
+
+def _status(event: Event, *, with_time: bool = True) -> str:
+    parts = [_("{done}/{total} trials", done=event.trials_finished, total=event.trials_planned)]
     if event.seconds_left is not None and with_time:
-        parts.append(_left(event.seconds_left))
+        parts.append(_time_left(event.seconds_left))
     if event.best and event.best.measurement:
-        parts.append(f"best {_step(event.best.measurement, event.objective)} (trial {event.best.number})")
+        result = _step(event.best.measurement, event.objective)
+        parts.append(_("best {result} (trial {number})", result=result, number=event.best.number))
     return ", ".join(parts)
 
 
-def _left(seconds: float) -> str:
-    return f"at most ~{max(seconds, 0.0) / 60:.1f} min left"
+def _time_left(seconds: float) -> str:
+    return _("at most ~{minutes} min left", minutes=f"{max(seconds, 0.0) / 60:.1f}")
 
 
-def _step(measured: Measurement, objective: str, what: str = "") -> str:
-    """Return a measurement in a few words; `~` marks what is modelled in part."""
+def _step(measured: Measurement, objective: str) -> str:
+    """Return a measurement in a few words; `~` marks one that is partly modelled."""
     if measured.figures:
         return short_line(measured, objective)
-    return f"{'~' if measured.modelled_s is not None else ''}{measured.step_time_s:.3g} s{what}"
+    mark = "~" if measured.modelled_s is not None else ""
+    return _("{seconds} s/step", seconds=f"{mark}{measured.step_time_s:.3g}")
 
 
 @contextmanager
 def _bar(stream: TextIO, verbose: bool) -> Iterator[OnEvent]:
-    """Draw a bar whose time left goes down while a trial runs; rich leaves colours out where NO_COLOR is set."""
+    """Draw a bar whose time left counts down during a trial; rich omits colours where NO_COLOR is set."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
     class TimeLeft(ProgressColumn):
-        """What is left of the time that was told at the last event."""
+        """The time left at the last event, counting down; empty until it is known."""
 
         def render(self, task: Task) -> Text:
-            """Return it, nothing before it is known."""
             ends = task.fields["ends"]
-            return Text("" if ends is None else said(_left(ends - time.monotonic())))
+            return Text("" if ends is None else _time_left(ends - time.monotonic()))
 
     console = Console(file=stream)
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), BarColumn(bar_width=24), text, TimeLeft(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(said("looking at the hardware"), total=None, ends=None)
+        task = bar.add_task(_("detecting hardware"), total=None, ends=None)
 
         def draw(event: Event) -> None:
-            told = [line(event)] if event.kind == "trial_finished" else []
-            for each in [*told, *(_more(event) if verbose else [])]:
-                console.print(said(each), highlight=False, markup=False)
-            running = f" | trial {event.trial.number} runs" if event.kind == "trial_started" else ""
-            left, done = event.seconds_left, event.trials_finished
+            lines = [line(event)] if event.kind == "trial_finished" else []
+            for each in [*lines, *(_details(event) if verbose else [])]:
+                console.print(each, highlight=False, markup=False)
+            running = event.kind == "trial_started"
+            suffix = " | " + _("trial {number} running", number=event.trial.number) if running else ""
             bar.update(
                 task,
                 total=event.trials_planned,
-                completed=done,
-                description=said(_state(event, with_time=False) + running),
-                ends=None if left is None else time.monotonic() + left,
+                completed=event.trials_finished,
+                description=_status(event, with_time=False) + suffix,
+                ends=None if event.seconds_left is None else time.monotonic() + event.seconds_left,
             )
 
         yield draw

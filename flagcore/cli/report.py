@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from flagcore.cli import options
+from flagcore.i18n import _
 
 
 @click.command("report")
@@ -16,25 +17,25 @@ from flagcore.cli import options
     "-o",
     "--output",
     metavar="FILE",
-    help="Write there, - for stdout [default: report.html in RUN; Markdown to stdout].",
+    help="Output file, - for stdout [default: report.html in RUN; stdout for Markdown].",
 )
 @options.plugins
 def report_command(run: Path, form: str, output: str | None, without: tuple[str, ...]) -> None:
-    """Tell all of a run: one page that opens offline, from RUN (a run's folder).
+    """Write the report of RUN (the directory of a run) as one page that opens offline.
 
-    The answer with its uncertainty, where all combinations went, how the search went, predicted against measured,
-    memory, time, what limits the best and which knob would help, every trial with the end of its logs, and what is
-    known of the chip. Works while the run goes on.
+    It shows the best configuration and its uncertainty, the search space, the search, predicted against measured,
+    memory, time, the bottleneck and the knobs that help, every trial with the end of its logs, and the facts of the
+    chip. Works during a run, too.
     """
     from flagcore import api
 
     text = api.report(run, form, without=without)
-    where = output or (str(run / api.REPORT) if form == "html" else "-")
-    if where == "-":
+    file = output or (str(run / api.REPORT) if form == "html" else "-")
+    if file == "-":
         click.echo(text, nl=False)
         return
     try:
-        Path(where).write_text(text, encoding="utf-8", errors="backslashreplace")
+        Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise click.UsageError(f"{where} cannot be written: {error.strerror or error}") from None
-    click.echo(where)
+        raise click.UsageError(_("cannot write {file}: {reason}", file=file, reason=error.strerror or error)) from None
+    click.echo(file)

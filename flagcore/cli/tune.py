@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from flagcore.cli import options
+from flagcore.i18n import _
 
 
 @click.command("tune")
 @options.tree
-@click.option("--run-dir", type=click.Path(), metavar="DIR", help="Where the run is kept [default: runs/NAME-OF-SPEC].")
-@click.option("--new", is_flag=True, help="Start afresh; an earlier run there is moved aside, not deleted.")
-@click.option("--storage", metavar="URL", help="Keep the trials in this optuna storage instead of the run's journal.")
+@click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
+@click.option("--new", is_flag=True, help="Start a new run; an existing one is renamed, not deleted.")
+@click.option("--storage", metavar="URL", help="Optuna storage for the trials [default: journal in the run].")
 @click.option(
     "--fidelity",
     type=click.Choice(("estimate", "probe", "run")),
-    help="Predict only, probe ranks on one device, or run [default: the spec's, else run].",
+    help="Predict only, probe ranks on one device, or run [default: as in SPEC, else run].",
 )
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-@click.option("-v", "--verbose", is_flag=True, help="Tell why each trial is chosen, and where its log is.")
+@click.option("-q", "--quiet", is_flag=True, help="Hide progress.")
+@click.option("-v", "--verbose", is_flag=True, help="Show why each trial was chosen, and its log file.")
 @options.output
 @options.plugins
 def tune_command(
@@ -36,13 +38,13 @@ def tune_command(
     form: str,
     without: tuple[str, ...],
 ) -> None:
-    """Find the fastest configuration for SPEC by running candidates for real.
+    """Find the fastest configuration for SPEC by running candidates.
 
-    Started again, it goes on where it was: a finished trial is never repeated. It may go on at a higher fidelity: what
-    was probed is used by the runs.
+    An interrupted run is resumed: finished trials are never repeated. A run can also be resumed at a higher fidelity,
+    which reuses its probes.
 
-    With --config-path and --config-name it takes a tree of FlagScale's as it is; OVERRIDES are hydra's (a.b=c,
-    action=auto_tune). Keys that mean something else here, or nothing, are told.
+    A FlagScale config (--config-path, --config-name) may replace SPEC; OVERRIDES are those of hydra (a.b=c,
+    action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
     """
     from flagcore import api
     from flagcore.cli.progress import progress
@@ -51,8 +53,8 @@ def tune_command(
 
     spec, data = source
     if spec is None:
-        raise click.UsageError("Missing argument 'SPEC'.")
-    with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:  # what is kept is whole
+        raise click.UsageError(_("Missing argument") + " 'SPEC'.")
+    with fitted(None), progress(sys.stderr, quiet, verbose) as on_event:  # tables in saved files are not wrapped
         found = api.tune(
             spec,
             run_dir=run_dir,
@@ -73,9 +75,7 @@ def tune_command(
         columns = {"trial": "number", **candidate_columns(trials), **figures}
         options.show(render([found.data] if form == "yaml" else trials, form, columns), form)
     if not quiet:
-        start = f"start the best with `flag run {found.run_dir}`" if found.can_start else "best.sh says what it lacks"
-        page = f"look at {found.run_dir / api.REPORT}; " if found.reported else ""
-        options.say(f"Kept in {found.run_dir}; {page}{start}.")
+        _print_next_steps(found.run_dir, found.reported, found.can_start)
     if found.run_best:
         api.run_best(found.run_dir, stdout=2, on_ready=_ready)
 
@@ -83,21 +83,33 @@ def tune_command(
 @click.command("run")
 @click.argument("run", type=click.Path())
 def run_command(run: str) -> None:
-    """Start the best configuration that RUN (a run's folder) found, for real, in the foreground.
+    """Start the best configuration of RUN (the directory of a run) in the foreground.
 
-    This process becomes it. flagcore's own trial program trains `train_iters` steps on generated tokens; a
-    `train.command` of yours is started without the flags that cut a trial short.
+    Training replaces this process: the built-in trial program trains `train_iters` steps on generated tokens; your
+    `train.command` is started without the flags that shorten a trial.
 
-    Servers are started beside this process, which says when and where they are ready; they end with it, however it
-    ends.
+    Servers run as child processes. Their URL is printed when they are ready, and they stop with this process.
     """
     from flagcore import api
 
     api.run_best(run, on_ready=_ready)
 
 
+def _print_next_steps(folder: Path, reported: bool, can_start: bool) -> None:
+    from flagcore import api
+
+    lines = [_("Saved to {folder}.", folder=folder)]
+    if reported:
+        lines.append(_("Report: open {file}", file=folder / api.REPORT))
+    if can_start:
+        lines.append(_("Start the best configuration: {command}", command=f"flag run {folder}"))
+    else:
+        lines.append(_("The best configuration cannot be started here: see {file}", file=folder / "best.sh"))
+    options.say("\n".join(lines))
+
+
 def _ready(url: str) -> None:
-    options.say(f"flag: ready at {url}")
+    options.say(_("flag: ready at {url}", url=url))
 
 
 SERVED_COLUMNS = {

@@ -1,67 +1,65 @@
-"""What is told to a person, in the language of that person; records and data stay English.
+"""What flagcore prints, in the language of the user: gettext catalogues in `locale/`, English where a message has none.
 
-The sources speak English. A finished text is looked up line by line among the templates of a catalogue, which has
-English and Chinese side by side, just before it is printed, or written into a page. What is not in it stays as it is.
-Where English is spoken, none of this is loaded.
+Sources mark a message by `_("...")` or `ngettext`; records, logs and what a program reads stay English.
+A catalogue is loaded by the first message, for another language than English only.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flagcore.i18n.phrases import Phrases
+from functools import cache
+from gettext import GNUTranslations, NullTranslations
+from pathlib import Path
 
 VARIABLE = "FLAGCORE_LANG"
 """The environment variable that names the language."""
 LANGUAGES = ("en", "zh")
+LOCALE = Path(__file__).parent / "locale"
 
-_name = ""
-_phrases: Phrases | None = None
+_chosen = ""
 
 
 def choose(asked: str) -> bool:
-    """Speak the language that is asked for, English for nothing; return whether there is one of that name.
+    """Select a language by its name or by that of a locale (`zh_CN.UTF-8`), English for an empty one.
 
-    A locale's name (`zh_CN.UTF-8`) stands for its language.
+    Returns False, and changes nothing, where there is no such language.
     """
-    global _name, _phrases
+    global _chosen
     name = asked.strip().lower().replace("-", "_").replace(".", "_").partition("_")[0] or "en"
     if name not in LANGUAGES:
         return False
-    _name, _phrases = name, None
-    if name != "en":
-        from flagcore.i18n.catalogue import phrases
-
-        _phrases = phrases(name)
+    _chosen = name
     return True
 
 
-def spoken() -> str:
-    """Return the language that is spoken: where nobody has chosen, that of the environment, if it is known."""
-    if not _name and not choose(os.environ.get(VARIABLE, "")):
-        choose("")
-    return _name
+def language() -> str:
+    """Return the selected language, at first that of the environment."""
+    if not _chosen and not choose(os.environ.get(VARIABLE, "")):
+        choose("en")
+    return _chosen
 
 
-def foreign() -> bool:
-    """Return whether another language than English is spoken."""
-    return spoken() != "en"
+def _(message: str, /, **values: object) -> str:
+    """Return a message in the selected language, its `{name}` fields filled with `values`."""
+    text = _catalogue(language()).gettext(message) if message else ""
+    return text.format(**values) if values else text
 
 
-def said(text: str) -> str:
-    """Return a text in the language that is spoken, line by line."""
-    return _phrases.text(text) if foreign() and _phrases is not None else text
+def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
+    """Return the form of a message that fits `count`, which fills its field `{count}`."""
+    text = _catalogue(language()).ngettext(one, many, count)
+    return text.format(count=count, **values)
 
 
-def said_from(start: str) -> str:
-    """Return a text that may be the first sentence of a known one, or its start and three dots."""
-    return _phrases.begun(start) if foreign() and _phrases is not None else start
+def N_(message: str) -> str:
+    """Mark a message for translation where it is defined; `_` translates it where it is used."""
+    return message
 
 
-def keep(lines: list[str]) -> list[str]:
-    """Return lines that are said already, and have `said` leave them as they are."""
-    if _phrases is not None:
-        _phrases.finished.update(lines)
-    return lines
+@cache
+def _catalogue(name: str) -> NullTranslations:
+    file = LOCALE / name / "LC_MESSAGES" / "flagcore.mo"
+    if not file.is_file():
+        return NullTranslations()
+    with file.open("rb") as stream:
+        return GNUTranslations(stream)

@@ -1,84 +1,56 @@
-"""Text of double-width letters: how many columns it takes, and how it is wrapped."""
+"""Text with double-width letters: the columns that it takes, and where its lines may break."""
 
 from __future__ import annotations
 
 import re
-import textwrap
-from unicodedata import combining, east_asian_width
 
-CLOSING = "，。；：、！？）】》」』”’,.;:!?)]}%"
-"""What does not begin a line."""
-OPENING = "（【《「『“‘"
-"""What does not end a line."""
-_PIECES = re.compile(r"\s+|[^\s⺀-鿿豈-﫿＀-￯、-〿]+|.", re.DOTALL)
-"""Blanks, a word of narrow letters, or one wide letter."""
+_CLOSING = re.escape("，。；：、！？）】》」』”’,.;:!?)]}%")
+_OPENING = re.escape("([{（【《「『“‘")
+_NARROW = r"[^\s⺀-鿿豈-﫿＀-￯、-〿]+"
+_PIECES = re.compile(rf"\s+|[{_OPENING}]*(?:{_NARROW}|\S)[{_CLOSING}]*")
 
 
 def columns(text: str) -> int:
     """Return the columns of a terminal that a line takes."""
     if text.isascii():
         return len(text)
-    return sum(0 if combining(letter) else 2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def left(text: str, width: int) -> str:
-    """Return a text filled up with blanks to a width."""
+    """Return a text padded to a width on its right."""
     return text + " " * (width - columns(text))
 
 
 def right(text: str, width: int) -> str:
-    """Return a text with blanks before it up to a width."""
+    """Return a text padded to a width on its left."""
     return " " * (width - columns(text)) + text
 
 
-def words(text: str) -> list[str]:
-    """Return what a line may not be broken in: words of narrow letters, and wide letters with their punctuation."""
-    if text.isascii():
-        return text.split()
-    return [piece for piece in pieces(text) if not piece.isspace()]
+def pieces(text: str) -> list[str]:
+    """Return a text as blanks and what no line break may split: words, and wide letters with their punctuation."""
+    return _PIECES.findall(text)
 
 
 def wrapped(text: str, width: int, indent: str = "", cut: bool = True) -> list[str]:
-    """Return a text as lines of no more columns than `width`, those after the first with an indent.
+    """Return a text as lines of at most `width` columns, all but the first with an indent.
 
-    A word that is longer is cut; without `cut` it stands in a line that is as long.
+    A longer word is cut; without `cut` its line is as long as the word.
     """
-    if text.isascii():
-        lines = textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=cut)
-        return lines or [""]
     lines, line = [], ""
     for piece in pieces(text):
         while columns(line + piece.rstrip()) > width:
             if line.strip():
                 lines.append(line.rstrip())
-                line, piece = indent, piece.lstrip()
-                if columns(line + piece) <= width:
-                    break
-            some = max(_that_fit(piece, width - columns(line)), 1) if cut else len(piece)
-            if some >= len(piece):
+            elif cut and len(piece) > 1:
+                fitting = max(sum(columns(line + piece[:end]) <= width for end in range(1, len(piece) + 1)), 1)
+                lines.append(line + piece[:fitting])
+                piece = piece[fitting:]
+            else:
                 break
-            lines.append(line + piece[:some])
-            line, piece = indent, piece[some:]
-        line += piece if line.strip() or not lines else piece.lstrip()
-    return [*lines, line.rstrip()] if line.strip() else lines or [""]
-
-
-def pieces(text: str) -> list[str]:
-    """Return a text as blanks and what stands between two places where a line may end."""
-    found: list[str] = []
-    for piece in _PIECES.findall(text):
-        if found and ((piece[0] in CLOSING and not found[-1].isspace()) or found[-1][-1] in OPENING):
-            found[-1] += piece
-        else:
-            found.append(piece)
-    return found
-
-
-def _that_fit(text: str, width: int) -> int:
-    """Return how many letters of a text fit."""
-    taken = 0
-    for number, letter in enumerate(text):
-        taken += columns(letter)
-        if taken > width:
-            return number
-    return len(text)
+            line, piece = indent, piece.lstrip()
+        if line.strip() or not lines or not piece.isspace():
+            line += piece
+    return [*lines, line.rstrip()] if line.strip() or not lines else lines

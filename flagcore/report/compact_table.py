@@ -1,4 +1,4 @@
-"""A table of candidates that fits into a terminal."""
+"""A table of candidates that fits a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flagcore.report.text import values_text
 def candidates_table(records: Sequence[Mapping[str, Any]], knobs: Mapping[str, str], figures: Mapping[str, str]) -> str:
     """Return a table of numbered records with columns for `knobs` and `figures`.
 
-    Where it would be wider than tables may be, configurations stand in lines of their own below it.
+    If it does not fit, knobs go to separate lines below it.
     """
     number, width = {"#": "number"}, WIDTH.get()
     whole = {**number, **knobs, **figures}

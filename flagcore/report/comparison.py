@@ -6,70 +6,71 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.objective import SERVING, told
+from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, shown, table
 from flagcore.report.serving_text import heading, name_of
-from flagcore.report.text import values_text
+from flagcore.report.text import state_name, values_text
 
 SAME = 1e-9
-"""Figures that differ by no more than this share are the same."""
+"""The largest relative difference of equal figures."""
 
 VERDICTS = {
-    "surely": "surely: in every run, and by more than they differ",
-    "perhaps": "perhaps: their runs differ too much to tell",
-    "as believed": "as trials let believe; not both were measured",
-    "as predicted": "as predicted; not both were measured",
+    "surely": N_("significant: larger than the noise of their runs"),
+    "perhaps": N_("not significant: within the noise of their runs"),
+    "as believed": N_("predicted after trials: not both were measured"),
+    "as predicted": N_("predicted: not both were measured"),
 }
 
 
 def compared_text(both: Mapping[str, Any]) -> str:
-    """Return two candidates part by part, by the fields of `flagcore.api.explaining.compare.Comparison`."""
+    """Return a comparison from the fields of `flagcore.api.explaining.compare.Comparison`."""
     lines = [f"{name}: {_side(both[name.lower()])}" for name in ("A", "B")]
-    lines.append(f"They differ in {differs_text(both['differs']) or 'no knob'}.")
+    lines.append(_("Changed knobs: {changes}", changes=differs_text(both["differs"]) or "-"))
     if both["tasks"]:
-        lines.append("Their tasks differ, too: " + "; ".join(both["tasks"]))
+        lines.append(_("Changed tasks: {changes}", changes="; ".join(both["tasks"])))
     rows = list(_rows(both))
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both["gap"] is not None:
-        parts.append(
-            f"B takes {abs(both['gap']):.1%} {'more' if both['gap'] > 0 else 'less'} time, {VERDICTS[both['sure']]}."
-        )
+        verdict = VERDICTS[both["sure"]]
+        parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(verdict)))
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 
 
 def _side(side: Mapping[str, Any]) -> str:
     place = f"{side['where']}, {side['devices']} x {side['chip']}"
-    return f"{side['name']} of {place}: {values_text(side['candidate'])} ({side['state']})"
+    state = state_name(side["state"])
+    return f"{side['name']} ({place}): {values_text(side['candidate'])} ({state})"
 
 
 def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
     sides, objective = (both["a"], both["b"]), both["objective"]
-    name = heading(objective) if objective in SERVING else "step s"
+    name = heading(objective) if objective in SERVING else _("step s")
     measured = [lookup(side, "measured.step_time_s") for side in sides]
     if any(measured):
         yield _row(name, [_figure(objective, step) for step in measured])
-        yield [*_row("spread within a run, share", [_share(side, "spread_s") for side in sides])[:3], "-", "-"]
-        yield [*_row("runs differ by, share", [_share(side, "between_s") for side in sides])[:3], "-", "-"]
-        yield [*_row("runs", [lookup(side, "measured.runs") for side in sides])[:3], "-", "-"]
+        yield [*_row(_("spread within a run"), [_share(side, "spread_s") for side in sides])[:3], "-", "-"]
+        yield [*_row(_("spread between runs"), [_share(side, "between_s") for side in sides])[:3], "-", "-"]
+        yield [*_row(_("runs"), [lookup(side, "measured.runs") for side in sides])[:3], "-", "-"]
         used = [lookup(side, "measured.device_used_gib") for side in sides]
         if any(used):
-            yield _row("in use GiB", used)
+            yield _row(_("in use GiB"), used)
     steps = [lookup(side, "predicted.step_time_s.value") for side in sides]
     if any(steps):
         yield _row(f"~{name}", [_figure(objective, step) for step in steps])
     believed = [lookup(side, "believed.step_time_s.value") for side in sides]
     if any(believed):
-        yield _row(f"~believed {name}", [_figure(objective, step) for step in believed])
+        yield _row(f"~{name} {_('(after trials)')}", [_figure(objective, step) for step in believed])
     for part, pair in both["time"].items():
-        yield _row(f"~  {part_name(part)} s", pair)
+        yield _row(f"~  {_(part_name(part))} s", pair)
     for figure, pair in both["figures"].items():
         yield _row(f"~{name_of(figure)} s", pair)
     needed = [lookup(side, "predicted.memory.device_used_gib") for side in sides]
     if any(needed):
-        yield _row("~in use GiB", needed)
+        yield _row(_("~in use GiB"), needed)
     for part, pair in both["memory"].items():
-        yield _row(f"~  {part} GiB", pair)
+        yield _row(f"~  {_(part)} GiB", pair)
 
 
 def _figure(objective: str, seconds: float | None) -> float | None:
@@ -77,7 +78,7 @@ def _figure(objective: str, seconds: float | None) -> float | None:
 
 
 def _share(side: Mapping[str, Any], name: str) -> float | None:
-    """Return a figure of a side's runs in seconds as a share of its step."""
+    """Return a spread in seconds as a share of the step time."""
     seconds = lookup(side, f"measured.{name}")
     return None if seconds is None else float(seconds) / float(side["measured"]["step_time_s"])
 

@@ -1,4 +1,4 @@
-"""One prediction in full, as text: the model, the memory of its worst stage, and where the time goes."""
+"""A prediction in detail as text: the model, the memory of its fullest stage, and the parts of its time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.serving import STATISTICS
+from flagcore.i18n import N_, _
 from flagcore.report.formats import table
 
 COMPONENTS = {
@@ -21,73 +22,72 @@ COMPONENTS = {
     "mtp": "MTP Module",
     "output_head": "Output",
 }
-"""What reports call the components of a layer, in this order."""
+"""Names of the components of a layer, in the order of reports."""
 
 HEADINGS = {
-    "weights_gib": "weights GiB",
-    "gradients_gib": "gradients GiB",
-    "main_params_gib": "main params GiB",
-    "optimizer_gib": "optimizer GiB",
-    "activation_gib": "activation GiB",
+    "weights_gib": N_("weights GiB"),
+    "gradients_gib": N_("gradients GiB"),
+    "main_params_gib": N_("main params GiB"),
+    "optimizer_gib": N_("optimizer GiB"),
+    "activation_gib": N_("activation GiB"),
 }
-"""Headings of a component's figures, as far as they are there."""
+"""Headings of the figures of a component."""
 
-LEFT_OVER = "left over"
-"""The peak less the components: what its moment needs beside them, such as temporaries of the optimizer, or (below
-zero) what is gone by then."""
+OTHER = N_("other")
+"""The peak minus the components: temporaries such as those of the optimizer or, if negative, what is freed by then."""
 
-NEXT_TO_NOTHING = 0.0005
-"""GiB that are left out of the parts of a device's memory."""
+MIN_SHOWN = 0.0005
+"""The least part of the memory of a device that is shown, in GiB."""
 
 PARTS = {
-    "compute_s": "compute",
-    "tp_comm_s": "tensor parallel",
-    "cp_comm_s": "context parallel",
-    "ep_comm_s": "expert parallel",
-    "pp_bubble_s": "bubble",
-    "pp_comm_s": "pipeline exchange",
-    "dp_comm_exposed_s": "gradient exchange",
-    "optimizer_s": "optimizer",
-    "queue_s": "queue",
-    "prefill_s": "prefill",
-    "decode_s": "decode",
-    "collectives_s": "collectives",
-    "host_s": "host",
+    "compute_s": N_("compute"),
+    "tp_comm_s": N_("tensor parallel"),
+    "cp_comm_s": N_("context parallel"),
+    "ep_comm_s": N_("expert parallel"),
+    "pp_bubble_s": N_("bubble"),
+    "pp_comm_s": N_("pipeline exchange"),
+    "dp_comm_exposed_s": N_("gradient exchange"),
+    "optimizer_s": N_("optimizer"),
+    "queue_s": N_("queue"),
+    "prefill_s": N_("prefill"),
+    "decode_s": N_("decode"),
+    "collectives_s": N_("collectives"),
+    "host_s": N_("host"),
 }
-"""What reports call the parts of a step, and of a request that is served."""
+"""Names of the parts of a step, and of a request."""
 
-VERDICT = {True: "; it fits", False: "; it does not fit", None: "; nobody knows how much the device has"}
+VERDICT = {True: N_("fits"), False: N_("does not fit"), None: N_("capacity unknown")}
 
-RATES_IN_WORDS = {
-    "output_tokens_per_s": "output tokens a second",
-    "total_tokens_per_s": "tokens a second, prompts included",
-    "requests_per_s": "requests a second",
-    "goodput_requests_per_s": "requests a second that keep the SLO",
-    "output_tokens_per_s_per_device": "output tokens a second and device",
+RATES = {
+    "output_tokens_per_s": N_("output tokens/s"),
+    "total_tokens_per_s": N_("tokens/s, with prompts"),
+    "requests_per_s": N_("requests/s"),
+    "goodput_requests_per_s": N_("requests/s within the SLO"),
+    "output_tokens_per_s_per_device": N_("output tokens/s/device"),
 }
-LATENCIES_IN_WORDS = {
-    "ttft_s": "time to first token (TTFT)",
-    "tpot_s": "time per token after it (TPOT)",
-    "itl_s": "between two pieces (ITL)",
-    "e2e_s": "whole answer (e2e)",
+LATENCIES = {
+    "ttft_s": N_("time to first token (TTFT)"),
+    "tpot_s": N_("time per output token (TPOT)"),
+    "itl_s": N_("inter-token latency (ITL)"),
+    "e2e_s": N_("end-to-end latency (e2e)"),
 }
-PARTS_IN_WORDS = {
-    "queue_s": "waiting for a place, and for the prompts of others",
-    "prefill_s": "computing its own prompt",
-    "decode_s": "computing its answer, token by token",
-    "collectives_s": "messages between devices",
-    "host_s": "scheduling, sampling, launching, and the HTTP front end",
+PART_DESCRIPTIONS = {
+    "queue_s": N_("waiting in the queue"),
+    "prefill_s": N_("computing the prompt"),
+    "decode_s": N_("generating the output"),
+    "collectives_s": N_("communication between devices"),
+    "host_s": N_("scheduling, sampling, kernel launches, HTTP"),
 }
-"""What the parts of a request's time are."""
+"""Descriptions of the parts of the time of a request."""
 
 
 def part_name(part: str) -> str:
-    """Return what reports call a part of a step, or of a request's time."""
-    return PARTS.get(part) or PARTS_IN_WORDS.get(part, (part, ""))[0]
+    """Return the name of a part of a step, or of a request."""
+    return PARTS.get(part, part)
 
 
-def explained(record: Mapping[str, Any]) -> str:
-    """Return a prediction with its model's parts as text. What is not known is said to be unknown."""
+def prediction_text(record: Mapping[str, Any]) -> str:
+    """Return a prediction with the parts of its model, memory and time as text."""
     if record.get("status", "ok") != "ok":
         return f"{record['status']}: {record['reason']}"
     if "objective" in record:
@@ -97,42 +97,44 @@ def explained(record: Mapping[str, Any]) -> str:
 
 
 def served_text(record: Mapping[str, Any]) -> str:
-    """Return what is predicted of a server: its rates and latencies, where a request's time goes, and its memory."""
+    """Return the predicted rates and latencies of a server, the parts of the time of a request, and its memory."""
     rates = [
-        f"~{_number(record[name])} {words}"
-        for name, words in RATES_IN_WORDS.items()
+        f"~{_number(record[name])} {_(words)}"
+        for name, words in RATES.items()
         if name in record and not (name.startswith("goodput") and record[name] == record.get("requests_per_s"))
     ]
-    latencies = {words: record[name] for name, words in LATENCIES_IN_WORDS.items() if name in record}
+    latencies = {_(words): record[name] for name, words in LATENCIES.items() if name in record}
     rows = [[words, *(_number(each[of]) for of in STATISTICS)] for words, each in latencies.items()]
-    parts = [part for part in ("\n".join(rates), table(["~ seconds", *STATISTICS], rows) if rows else "") if part]
+    parts = [part for part in ("\n".join(rates), table([_("~seconds"), *STATISTICS], rows) if rows else "") if part]
     time = record.get("time", {})
     whole = sum(time.values())
     if whole > 0.0:
         shares = [
-            [PARTS.get(name, name), _number(seconds), f"{seconds / whole:.1%}", PARTS_IN_WORDS.get(name, "")]
+            [_(part_name(name)), _number(seconds), f"{seconds / whole:.1%}", _(PART_DESCRIPTIONS.get(name, ""))]
             for name, seconds in time.items()
         ]
-        head = f"A request takes ~{_number(whole)} s in the mean:"
-        parts.append(f"{head}\n{table(['part', '~s', 'share', 'what it is'], shares)}")
+        heading = _("Mean time of a request: ~{seconds} s", seconds=_number(whole))
+        parts.append(f"{heading}\n{table([_('part'), '~s', _('share'), _('description')], shares)}")
     elif record.get("reason"):
         parts.append(str(record["reason"]))
     return "\n\n".join([*parts, _served_memory(record["memory"])])
 
 
 def _served_memory(memory: Mapping[str, Any]) -> str:
-    """Return what a device that serves holds, in a sentence."""
     cache = memory.get("kv_cache_gib", 0.0)
-    held = [
-        f"{memory['static_gib'] - cache:.2f} GiB of weights",
-        f"{memory['activation_gib']:.2f} of activations and graphs",
-    ]
+    parts = {_("weights"): memory["static_gib"] - cache, _("activations and graphs"): memory["activation_gib"]}
     if cache:
-        tokens = f" ({memory['kv_cache_tokens']:,.0f} tokens over all instances)" if "kv_cache_tokens" in memory else ""
-        held.append(f"{cache:.2f} of cache for keys and values{tokens}")
-    capacity = f" of {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
-    used = f"~{memory['device_used_gib']:.2f}{capacity} GiB are in use{VERDICT[memory.get('fits')]}."
-    return f"A device holds ~{', ~'.join(held)}; {used}"
+        tokens = memory.get("kv_cache_tokens")
+        name = _("KV cache") if tokens is None else _("KV cache ({count:,.0f} tokens in all instances)", count=tokens)
+        parts[name] = cache
+    capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    return _(
+        "Memory per device: {parts} GiB; in use ~{used}{capacity} GiB ({verdict})",
+        parts=", ".join(f"{name} ~{gib:.2f}" for name, gib in parts.items()),
+        used=f"{memory['device_used_gib']:.2f}",
+        capacity=capacity,
+        verdict=_(VERDICT[memory.get("fits")]),
+    )
 
 
 def _number(figure: float) -> str:
@@ -140,20 +142,20 @@ def _number(figure: float) -> str:
 
 
 def model_text(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the weights of a model by its parts, in billions."""
+    """Return the parameters of a model by component, in billions."""
     rows = [
         [part["component"], _billions(part["params_per_layer"]), str(part["layers"]), _billions(part["params"])]
         for part in parts
     ]
-    rows.append(["Total", "", "", _billions(sum(part["params"] for part in parts))])
+    rows.append([_("Total"), "", "", _billions(sum(part["params"] for part in parts))])
     return table(["", "per-layer param(B)", "num layers", "params(B)"], rows)
 
 
 def memory_text(memory: Mapping[str, Any]) -> str:
-    """Return what the worst stage holds by component, and the sums up to what the device shows in use.
+    """Return the memory of the fullest stage by component, and its totals.
 
-    Components add up to static memory and activations, which need not be there at one time; what the peak has beside
-    or less is left over, and the figures of the total add up to the peak.
+    Components add up to static memory and activations, which need not coexist. `OTHER` is the difference to the peak,
+    so that the total adds up to the peak.
     """
     components = memory.get("components", {})
     figures = [key for key in HEADINGS if any(key in part for part in components.values())]
@@ -169,26 +171,32 @@ def memory_text(memory: Mapping[str, Any]) -> str:
     static, activation = memory["static_gib"], memory["activation_gib"]
     rest = {"activation_gib": memory["peak_allocated_gib"] - static - activation}
     totals = {key: sum(part.get(key, 0.0) for part in [*components.values(), rest]) for key in ("params", *figures)}
-    for name, row in ((LEFT_OVER, rest), ("Total", totals)):
+    for name, row in ((_(OTHER), rest), (_("Total"), totals)):
         rows.append([name, f"{row.get('params', 0.0):,.0f}", *(_gib(row.get(key, 0.0)) for key in figures)])
-    capacity = f" of {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
     return "\n".join(
         [
-            f"On a device of pipeline stage {memory['worst_stage']}, the one with the least room:",
-            table(["Item", "Params", *(HEADINGS[key] for key in figures)], rows),
+            _("Memory of a device of pipeline stage {number} (fullest):", number=memory["worst_stage"]),
+            table([_("Item"), _("Params"), *(_(HEADINGS[key]) for key in figures)], rows),
             "",
             f"Theoretical memory footprints: weight and optimizer={static * 1024:.2f} MB, "
             f"activation={activation * 1024:.2f} MB, total={(static + activation) * 1024:.2f} MB",
-            f"Peak allocated {memory['peak_allocated_gib']:.2f} GiB, reserved {memory['reserved_gib']:.2f} GiB, "
-            f"in use on the device {memory['device_used_gib']:.2f}{capacity} GiB{VERDICT[memory.get('fits')]}",
+            _(
+                "Peak allocated {peak} GiB, reserved {reserved} GiB, in use {used}{capacity} GiB ({verdict})",
+                peak=f"{memory['peak_allocated_gib']:.2f}",
+                reserved=f"{memory['reserved_gib']:.2f}",
+                used=f"{memory['device_used_gib']:.2f}",
+                capacity=capacity,
+                verdict=_(VERDICT[memory.get("fits")]),
+            ),
         ]
     )
 
 
 def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
-    """Return what makes up the memory in use of a device, in GiB: states and activations by kind, and what is beyond.
+    """Return the parts of the memory in use of a device in GiB, in English.
 
-    The figures add up to `device_used_gib`; those that are next to nothing are left out.
+    They add up to `device_used_gib`; parts below `MIN_SHOWN` are omitted.
     """
     components, static, peak = memory.get("components", {}), memory["static_gib"], memory["peak_allocated_gib"]
     if "kv_cache_gib" in memory:
@@ -202,46 +210,48 @@ def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
     parts = {
         **states,
         "activations": memory["activation_gib"],
-        LEFT_OVER: peak - static - memory["activation_gib"],
+        OTHER: peak - static - memory["activation_gib"],
         "allocator": memory["reserved_gib"] - peak,
         "context and libraries": memory["device_used_gib"] - memory["reserved_gib"],
     }
-    return {name: gib for name, gib in parts.items() if abs(gib) >= NEXT_TO_NOTHING}
+    return {name: gib for name, gib in parts.items() if abs(gib) >= MIN_SHOWN}
 
 
 def needs_text(memory: Mapping[str, Any]) -> str:
-    """Return what a device needs of what it has, with the parts of it, in one line."""
+    """Return the memory in use of a device, its capacity and its parts in one line of English."""
     used, parts = memory["device_used_gib"], memory_parts(memory)
-    told = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
-    room = f" of {memory['capacity_gib']:.2f} GiB" if "capacity_gib" in memory else ""
+    sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
+    capacity = f" of {memory['capacity_gib']:.2f} GiB" if "capacity_gib" in memory else ""
     stage = "" if "kv_cache_gib" in memory else f" of stage {memory['worst_stage']}"
-    return f"it needs {used:.2f} GiB{room} on a device{stage}: {told}"
+    return f"it needs {used:.2f} GiB{capacity} on a device{stage}: {sizes}"
 
 
 def time_text(record: Mapping[str, Any]) -> str:
-    """Return the parts of a step with their shares, and what limits it."""
+    """Return the parts of a step with their shares, its interval and its bottleneck."""
     if "step_time_s" not in record:
         why = str(record.get("reason", "")).removeprefix("no time: ")
-        return f"Time: unknown, for {why}." if why else "Time: unknown."
+        return _("Time: unknown ({reason})", reason=why) if why else _("Time: unknown")
     step, speed = record["step_time_s"], record["tokens_per_second_per_device"]["value"]
     rows = [
-        [PARTS.get(name, name), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]
+        [_(part_name(name)), f"{seconds:.4g}", f"{seconds / step['value']:.1%}"]
         for name, seconds in record["time"].items()
     ]
-    rows.append(["step", f"{step['value']:.4g}", ""])
+    rows.append([_("step"), f"{step['value']:.4g}", ""])
+    limit = record["limit"]
     mfu = f", MFU {record['mfu']:.1%}" if "mfu" in record else ""
     return "\n".join(
         [
-            table(["Time", "s", "share"], rows),
+            table([_("Time"), "s", _("share")], rows),
             "",
-            f"80% interval {step['low']:.4g} to {step['high']:.4g} s; {speed:,.0f} tokens/s/device{mfu}",
-            f"Limited by: {record['limit']}",
+            _("80% interval: {low:.4g} to {high:.4g} s", low=step["low"], high=step["high"])
+            + f"; {speed:,.0f} tokens/s/device{mfu}",
+            _("Bottleneck: {limit}", limit=_(limit)),
         ]
     )
 
 
 def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the knobs that plugins bring to an engine: values, effect, and why a trial cannot have one."""
+    """Return the knobs of plugins: values, effects, and why a value cannot be launched."""
     if not knobs:
         return ""
     rows = []
@@ -249,24 +259,24 @@ def knobs_text(knobs: Sequence[Mapping[str, Any]]) -> str:
         for effect in knob["effects"]:
             value = str(effect["value"])
             how = " ".join([*effect["flags"], *(f"{name}={to}" for name, to in effect["environment"].items())])
-            formulas = f"as {', '.join(f'{key}={to}' for key, to in effect['settings'].items())}; "
-            part = "" if effect["part"] == "step" else f" of {PARTS.get(effect['part'], effect['part'])}"
-            time = f"{formulas if effect['settings'] else ''}x{_range(effect['time'])}{part}"
+            settings = f"as {', '.join(f'{key}={to}' for key, to in effect['settings'].items())}; "
+            part = "" if effect["part"] == "step" else f" of {part_name(effect['part'])}"
+            time = f"{settings if effect['settings'] else ''}x{_range(effect['time'])}{part}"
             why = knob["not_launched"].get(value)
-            launched = f"predicted only: {why}" if why else how
-            spec = "yes" if knob["in_space"] else "no"
+            launched = _("predicted only: {reason}", reason=why) if why else how
+            spec = _("yes") if knob["in_space"] else _("no")
             rows.append([knob["knob"], value.lower(), spec, time, f"x{_range(effect['memory'])}", launched])
-    heading = "Knobs that plugins bring here; a space names them, `auto` takes those that can be launched:"
-    told = [f"{knob['knob']}: {knob['says']}. {_sentence(knob)}" for knob in knobs]
-    headings = ["knob", "value", "in space", "time", "peak memory", "switched on by"]
-    return "\n".join([heading, table(headings, rows), "", *told])
+    heading = _("Knobs of plugins; `auto` in a space includes those that can be launched:")
+    details = [f"{knob['knob']}: {knob['says']}. {_details(knob)}" for knob in knobs]
+    headings = [_("knob"), _("value"), _("in space"), _("time"), _("peak memory"), _("set by")]
+    return "\n".join([heading, table(headings, rows), "", *details])
 
 
-def _sentence(knob: Mapping[str, Any]) -> str:
-    needs = f"Needs {', '.join(knob['needs'])}. " if knob["needs"] else ""
-    claim = f"Its source: {knob['claim']}. " if knob["claim"] else ""
-    effect = f" Its effect here: {knob['effect']}." if knob["effect"] else ""
-    return f"{needs}{claim}({knob['source']}){effect}"
+def _details(knob: Mapping[str, Any]) -> str:
+    requires = f"Requires {', '.join(knob['needs'])}. " if knob["needs"] else ""
+    claim = f"Claim: {knob['claim']}. " if knob["claim"] else ""
+    effect = f" Effect: {knob['effect']}." if knob["effect"] else ""
+    return f"{requires}{claim}({knob['source']}){effect}"
 
 
 def _range(factor: Mapping[str, float]) -> str:
@@ -276,8 +286,8 @@ def _range(factor: Mapping[str, float]) -> str:
 
 
 def notes_text(notes: Sequence[str]) -> str:
-    """Return what plugins say of engine and chip, a line each."""
-    return "\n".join(["To know of this engine on this chip:", *(f"- {note}" for note in notes)]) if notes else ""
+    """Return the notes of plugins on an engine and chip, one per line."""
+    return "\n".join([_("Notes on this engine and chip:"), *(f"- {note}" for note in notes)]) if notes else ""
 
 
 def _gib(size: float) -> str:

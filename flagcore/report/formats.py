@@ -11,19 +11,16 @@ from contextvars import ContextVar
 from itertools import zip_longest
 from typing import Any
 
-from flagcore.i18n import foreign, keep, said
+from flagcore.i18n import _
 from flagcore.i18n.width import columns as columns_of
-from flagcore.i18n.width import left, right, words, wrapped
+from flagcore.i18n.width import left, pieces, right, wrapped
 
-FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 BETWEEN = "  "
-"""Between two columns of a table."""
-LEAST_TEXT, MOST_WORD = 16, 40
-"""A column of text is wrapped to no fewer characters than the first, and words longer than the second are broken."""
+"""Separator of two columns of a table."""
+MIN_TEXT, MAX_WORD = 16, 40
+"""The narrowest column of wrapped text, and the longest word that is not broken, in characters."""
 WIDTH: ContextVar[int | None] = ContextVar("width", default=None)
-"""The columns of text that tables have to fit; None is without end."""
-TOLD: ContextVar[bool] = ContextVar("told", default=False)
-"""Whether tables are for the person at the terminal, in that person's language; what is kept is not."""
+"""The width that tables must fit, None for no limit."""
 
 
 def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> str:
@@ -39,17 +36,16 @@ def render(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([list(columns), *rows])
         return text.getvalue().rstrip("\n")
-    return table(list(columns), [[shown(cell) for cell in row] for row in rows])
+    return table([_(heading) for heading in columns], [[shown(cell) for cell in row] for row in rows])
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a plain text table; columns of figures are aligned to the right.
+    """Return a plain text table with columns of numbers aligned to the right.
 
-    Inside `fitted` text and headings are wrapped where the table is too wide. A figure is never cut: columns that still
-    have no room stand in a table below, beside the first column again.
+    Inside `fitted`, text and headings are wrapped. Numbers are never cut: columns that do not fit go to a second table
+    below, which repeats the first column.
     """
     figures = [bool(rows) and all(_is_figure(row[place]) for row in rows) for place in range(len(headings))]
-    headings, rows = in_words(headings), [in_words(row) for row in rows]
     most, everything = WIDTH.get(), list(range(len(headings)))
     if most is None:
         return _lines(headings, rows, figures, None)
@@ -66,17 +62,17 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def fits(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> bool:
-    """Return whether one table of `records` has room for all `columns`, with no word of a heading cut."""
+    """Return whether `records` fit as one table without cutting a word of a heading."""
     most = WIDTH.get()
     if most is None:
         return True
-    with fitted(None, told=TOLD.get()):
+    with fitted(None):
         whole = render(records, "table", columns)
     return max(map(columns_of, whole.splitlines()), default=0) <= most
 
 
 def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None) -> str:
-    """Return a table of at most so many columns of text, or as near to it as its figures allow."""
+    """Return a table of width `most`, or wider where its numbers need it."""
     widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]
     if most is not None:
         widths = _narrowed(widths, _least(headings, rows, figures), most - len(BETWEEN) * (len(widths) - 1))
@@ -90,11 +86,11 @@ def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequ
         return [BETWEEN.join(each).rstrip() for each in padded]
 
     rule = BETWEEN.join("-" * width for width in widths).rstrip()
-    return "\n".join(finished([*lines(headings), rule, *(line for row in rows for line in lines(row))]))
+    return "\n".join([*lines(headings), rule, *(line for row in rows for line in lines(row))])
 
 
 def _parts(places: Sequence[int], least: Sequence[int], most: int) -> list[list[int]]:
-    """Return which columns stand side by side: all of them, or groups that each begin with the first column."""
+    """Split columns into groups that fit side by side; each starts with the first column."""
     parts = [[*places[:1]]]
     for place in places[1:]:
         wide = sum(least[each] + len(BETWEEN) for each in parts[-1]) + least[place]
@@ -105,46 +101,36 @@ def _parts(places: Sequence[int], least: Sequence[int], most: int) -> list[list[
 
 
 @contextmanager
-def fitted(width: int | None, told: bool = False) -> Iterator[None]:
-    """Make tables fit `width` columns of text meanwhile, where they can; None lets them be as wide as they are.
-
-    `told` has them in the language of the person at the terminal.
-    """
-    token, before = WIDTH.set(width), TOLD.set(told)
+def fitted(width: int | None) -> Iterator[None]:
+    """Fit tables to `width` inside the context; None removes the limit."""
+    token = WIDTH.set(width)
     try:
         yield
     finally:
         WIDTH.reset(token)
-        TOLD.reset(before)
-
-
-def in_words(cells: Sequence[str]) -> Sequence[str]:
-    """Return cells in the language of the person at the terminal, if they are for one."""
-    return [said(str(cell)) for cell in cells] if TOLD.get() and foreign() else cells
-
-
-def finished(lines: list[str]) -> list[str]:
-    """Return lines that are in that language, and that are left as they are when they are printed."""
-    return keep(lines) if TOLD.get() else lines
 
 
 def _least(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool]) -> list[int]:
-    """Return how narrow each column may be: its figures whole, text down to `LEAST_TEXT` and its longest word."""
+    """Return the minimum width of each column: numbers uncut, text down to `MIN_TEXT` and its longest word."""
     least = []
     for place, heading in enumerate(headings):
-        longest_word = max(map(columns_of, words(heading)), default=0)
+        longest_word = _longest_word(heading)
         cells = [str(row[place]) for row in rows]
         if figures[place]:
             least.append(max(longest_word, *map(columns_of, cells)))
         else:
-            longest = max((columns_of(word) for cell in cells for word in words(cell)), default=0)
+            longest = max(map(_longest_word, cells), default=0)
             widest = max(map(columns_of, cells), default=0)
-            least.append(max(longest_word, min(longest, MOST_WORD), min(LEAST_TEXT, widest)))
+            least.append(max(longest_word, min(longest, MAX_WORD), min(MIN_TEXT, widest)))
     return least
 
 
+def _longest_word(text: str) -> int:
+    return max((columns_of(piece) for piece in pieces(text) if not piece.isspace()), default=0)
+
+
 def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
-    """Return widths whose sum is `most`, or as near to it as `least` allows: the widest columns give way first."""
+    """Narrow the widest columns until the sum is `most` or every column has its minimum width."""
     result = list(widths)
     while sum(result) > most:
         spare = [place for place, width in enumerate(result) if width > least[place]]
@@ -159,18 +145,18 @@ def _wrapped(cell: str, width: int) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a table cell: four significant digits, `-` for nothing."""
+    """Return a value as the text of a table cell: four significant digits, `-` for none."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        return _("yes") if value else _("no")
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return str(value)
 
 
 def lookup(record: Mapping[str, Any], key: str) -> Any:
-    """Return what a dotted key leads to, None where it leads to nothing."""
+    """Return the value at a dotted key, None if a part is missing."""
     found: Any = record
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -178,7 +164,7 @@ def lookup(record: Mapping[str, Any], key: str) -> Any:
 
 
 def as_yaml(data: object) -> str:
-    """Return plain data as YAML, keys in their order."""
+    """Return plain data as YAML in the order of its keys."""
     import yaml
 
     text: str = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)

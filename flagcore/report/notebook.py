@@ -1,4 +1,4 @@
-"""Records as HTML for notebooks: a heading and a table, nothing else."""
+"""Records as HTML for notebooks: a heading and a table."""
 
 from __future__ import annotations
 

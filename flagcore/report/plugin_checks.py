@@ -1,9 +1,11 @@
-"""What the conformance kit found, as text: counts of each plugin, failures with what to do, and why others skipped."""
+"""The results of the conformance checks as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+from flagcore.i18n import _
 
 
 class Checked(Protocol):
@@ -22,19 +24,21 @@ class Checked(Protocol):
 
 
 def as_text(checked: Sequence[Checked]) -> str:
-    """Return a paragraph a plugin."""
+    """Return one paragraph per plugin: counts, failures with a fix, and reasons of skipped checks."""
     return "\n\n".join("\n".join(_lines(plugin)) for plugin in checked)
 
 
 def _lines(plugin: Checked) -> Iterator[str]:
-    counts = ", ".join(f"{len(plugin.of(state))} {state}" for state in ("passed", "failed", "skipped"))
+    passed, failed, skipped = (len(plugin.of(state)) for state in ("passed", "failed", "skipped"))
+    counts = _("{passed} passed, {failed} failed, {skipped} skipped", passed=passed, failed=failed, skipped=skipped)
     yield f"{plugin.name} {plugin.version}: {counts}"
-    for failed in plugin.of("failed"):
-        yield f"  failed: {failed['check']}"
-        yield f"    {failed['message']}"
-        yield f"    to mend it: {failed['fix']}"
+    for each in plugin.of("failed"):
+        yield "  " + _("failed: {check}", check=each["check"])
+        yield f"    {each['message']}"
+        yield "    " + _("fix: {fix}", fix=each["fix"])
     reasons: dict[str, list[str]] = {}
-    for skipped in plugin.of("skipped"):
-        reasons.setdefault(skipped["message"], []).append(skipped["check"])
+    for each in plugin.of("skipped"):
+        reasons.setdefault(each["message"], []).append(each["check"])
     for reason, checks in reasons.items():
-        yield f"  skipped: {checks[0]}{f' and {len(checks) - 1} more' if len(checks) > 1 else ''}: {reason}"
+        more = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
+        yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + more, reason=reason)

@@ -1,4 +1,4 @@
-"""A plan as plain data: what `flag tune --format json` prints and `result.json` keeps."""
+"""A plan as plain data, the format of `result.json` and of `flag tune --format json`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flagcore.domain.objective import SERVING, is_rate, told
-from flagcore.domain.plan import Plan, off
+from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.report.serving_text import front, notes
@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def result(plan: Plan, run_dir: str) -> dict[str, Any]:
-    """Return a plan in the format of result.json: seconds, GiB, tokens per second and device."""
+    """Return a plan in the format of result.json, in seconds, GiB, and tokens per second and device."""
     return {
         "schema_version": SCHEMA_VERSION,
         "run_dir": run_dir,
@@ -37,7 +37,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
             "not_told_apart": [each.number for each in plan.rivals],
             "medians": [{"trial": number, plan.objective: figure} for number, figure in medians(plan).items()],
         },
-        "predictions_off": asdict(plan.off) if plan.off else None,
+        "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
         "probes": [trial(each) for each in plan.probes],
@@ -51,7 +51,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
 
 
 def slow_devices(plan: Plan) -> dict[str, list[int]]:
-    """Return what was said of devices that stand out, without the figures, and the trials in which it was."""
+    """Return the warnings about slow devices, without their figures, each with the numbers of its trials."""
     found: dict[str, list[int]] = {}
     for each in (*plan.trials, *plan.repeats):
         for line in each.measurement.slow if each.measurement else ():
@@ -60,7 +60,7 @@ def slow_devices(plan: Plan) -> dict[str, list[int]]:
 
 
 def medians(plan: Plan) -> dict[int, float]:
-    """Return the objective's median over the runs of each candidate that ran more than once, by its first trial."""
+    """Return the median of the objective of each repeated candidate, by the number of its first trial."""
     by_number = {each.number: each.measurement for each in plan.trials}
     return {number: told(plan.objective, step, by_number[number]) for number, step in plan.medians.items()}
 
@@ -76,7 +76,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "fidelity": each.fidelity,
         "predicted": {**each.predicted, **each.notes},
         "measured": _measured(each.measurement) if each.measurement else None,
-        "measured_over": {told: off(each, told) for told in ("predicted", "believed")},
+        "measured_over": {name: measured_over(each, name) for name in ("predicted", "believed")},
         "duration_s": each.duration_s,
         "log": each.log,
         "source": each.source,

@@ -1,4 +1,4 @@
-"""Figures of servers as text: the objective, latencies, and what the limits cost."""
+"""Metrics of serving as text: the objective, latencies, and the cost of latency limits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flagcore.domain.objective import SERVING, figure_name, is_rate, seconds, to
 from flagcore.domain.plan import Plan
 from flagcore.domain.serving import LATENCIES, RATES
 from flagcore.domain.trial import Measurement, Trial
+from flagcore.i18n import _, ngettext
 from flagcore.report.formats import lookup, table
 
 SHORT_RATES = {
@@ -22,17 +23,17 @@ SHORT_RATES = {
 }
 FRONT = ("output_tokens_per_s", "tpot_s.p50", "ttft_s.p50", "ttft_s.p99")
 FEWEST = {"p99": 100, "p90": 10}
-"""Requests of which a percentile leaves out at least one."""
+"""The least number of requests for which a percentile is not their maximum."""
 SHORT_LATENCIES = dict(zip(LATENCIES, ("TTFT", "TPOT", "ITL", "e2e"), strict=True))
 
 
 def serves(plan: Plan) -> bool:
-    """Return whether a plan is of servers."""
+    """Return whether the plan is for serving."""
     return plan.objective in SERVING
 
 
 def heading(objective: str) -> str:
-    """Return what a table calls an objective, its unit included."""
+    """Return the heading of an objective, with its unit."""
     if objective in RATES:
         return SHORT_RATES[objective]
     of, _, statistic = objective.partition(".")
@@ -40,52 +41,51 @@ def heading(objective: str) -> str:
 
 
 def objective_text(objective: str, figure: float) -> str:
-    """Return an objective's figure with its unit."""
+    """Return the value of an objective with its unit."""
     return f"{_number(figure)} {heading(objective)}"
 
 
 def figures_line(measured: Measurement, objective: str) -> str:
-    """Return the figures of a measurement in one line: the objective first."""
+    """Return a measurement in one line, the objective first."""
     own = figure_name(objective)
-    where = _load_of(measured, own)
-    figures = [objective_text(objective, told(objective, measured.step_time_s)) + (f" at {where}" if where else "")]
+    figures = [at_load(objective_text(objective, told(objective, measured.step_time_s)), _load_of(measured, own))]
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != own]
     figures += [f"{_number(measured.figures[name])} {SHORT_RATES[name]}" for name in rates if name in measured.figures]
     for name, short in SHORT_LATENCIES.items():
         known = [(each, measured.figures.get(f"{name}.{each}")) for each in ("p50", "p99")]
-        told_of = ", ".join(f"{each} {_number(value)}" for each, value in known if value is not None)
-        if told_of and name != "itl_s":
-            figures.append(f"{short} {told_of} s")
+        text = ", ".join(f"{each} {_number(value)}" for each, value in known if value is not None)
+        if text and name != "itl_s":
+            figures.append(f"{short} {text} s")
     return "; ".join(figures)
 
 
 def short_line(measured: Measurement, objective: str) -> str:
-    """Return the figures of a measurement that fit beside others in a line of progress, the objective first."""
-    said = [objective_text(objective, told(objective, measured.step_time_s))]
+    """Return the main figures of a measurement for a line of progress, the objective first."""
+    figures = [objective_text(objective, told(objective, measured.step_time_s))]
     rate = measured.figures.get("output_tokens_per_s")
-    said += [f"{_number(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
+    figures += [f"{_number(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
     for name in ("ttft_s", "tpot_s"):
         middle = measured.figures.get(f"{name}.p50")
-        said += [f"{SHORT_LATENCIES[name]} {_number(middle)} s"] if middle is not None else []
-    return ", ".join([*said, *measured.broken])
+        figures += [f"{SHORT_LATENCIES[name]} {_number(middle)} s"] if middle is not None else []
+    return ", ".join([*figures, *measured.broken])
 
 
 def limits_text(limits: Mapping[str, float]) -> str:
-    """Return limits in words."""
+    """Return latency limits as text."""
     return ", ".join(f"{name_of(name)} <= {limit:g} s" for name, limit in limits.items())
 
 
 def name_of(figure: str) -> str:
-    """Return what the field calls a latency's statistic."""
+    """Return the usual name of a statistic of a latency, such as p99 TTFT."""
     of, _, statistic = figure.partition(".")
     return f"{statistic} {SHORT_LATENCIES.get(of, of)}".strip()
 
 
 def limit_lines(plan: Plan) -> list[str]:
-    """Return what the limits are and what they cost: how much better the best load point that breaks them is."""
+    """Return the limits, and by how much they slow down the best configuration."""
     if not plan.limits:
         return []
-    lines = [f"  it keeps {limits_text(plan.limits)}"]
+    lines = ["  " + _("within limits: {limits}", limits=limits_text(plan.limits))]
     best, name = plan.best, figure_name(plan.objective)
     if best is None or best.measurement is None:
         return lines
@@ -99,18 +99,19 @@ def limit_lines(plan: Plan) -> list[str]:
     step, trial, point = min(free, key=lambda each: each[0], default=(best.measurement.step_time_s, best, {}))
     cost = best.measurement.step_time_s / step - 1.0
     if cost <= 0.0:
-        return [*lines, "  the limits cost nothing: nothing that ran is better"]
-    where = load_text(point) if len(best.measurement.points) > 1 else ""
-    broken = [
-        f"{each} is {_number(point[each])} s" for each, most in plan.limits.items() if point.get(each, 0.0) > most
-    ]
-    reached = objective_text(plan.objective, told(plan.objective, step)) + (f" at {where}" if where else "")
-    why = ", ".join(broken) or "it broke them when it ran again"
-    return [*lines, f"  the limits have a price: trial {trial.number} gave {reached}, but {why}"]
+        return [*lines, "  " + _("the limits cost nothing: no trial was better without them")]
+    load = load_text(point) if len(best.measurement.points) > 1 else ""
+    exceeded = [f"{each} = {_number(point[each])} s" for each, most in plan.limits.items() if point.get(each, 0) > most]
+    reached = at_load(objective_text(plan.objective, told(plan.objective, step)), load)
+    reason = ", ".join(exceeded) or _("exceeded the limits when repeated")
+    cost_line = _(
+        "without limits: trial {number} reached {value} ({reason})", number=trial.number, value=reached, reason=reason
+    )
+    return [*lines, f"  {cost_line}"]
 
 
 def notes(plan: Plan) -> list[str]:
-    """Return what is to be known of a plan's figures: percentiles of so few requests that they say little."""
+    """Return warnings about percentiles of too few requests."""
     best = plan.best or plan.fastest
     measured = best.measurement if best else None
     few = (
@@ -121,41 +122,45 @@ def notes(plan: Plan) -> list[str]:
     weak = [name for name, fewest in FEWEST.items() if few < fewest]
     if not weak:
         return []
-    told = f"{' and '.join(weak)} are" if len(weak) > 1 else f"{weak[0]} is"
     need = max(FEWEST[name] for name in weak)
-    return [f"{told} of {few} requests only, hardly more than the slowest of them: num_prompts of {need} or more tell"]
+    return [f"{' and '.join(weak)} of {few:g} requests are unreliable: use num_prompts >= {need}"]
 
 
 def load_text(point: Mapping[str, Any]) -> str:
-    """Return which load a point is of."""
+    """Return the load of a load point."""
     if "concurrency" in point:
-        return f"{point['concurrency']:g} clients"
-    return f"{point['request_rate']} requests/s" if "request_rate" in point else ""
+        return _("{count} clients", count=f"{point['concurrency']:g}")
+    return _("{rate} requests/s", rate=point["request_rate"]) if "request_rate" in point else ""
+
+
+def at_load(text: str, load: str) -> str:
+    """Return a figure with the load that it was measured at, if there are several."""
+    return _("{value} at {load}", value=text, load=load) if load else text
 
 
 def front_table(plan: Plan) -> str:
-    """Return throughput against latency, a line a load point that no other beats; nothing for one load point."""
+    """Return the Pareto front of throughput and latency as a table; empty for one load point."""
     if not any(trial.measurement and len(trial.measurement.points) > 1 for trial in plan.trials):
         return ""
     rows = [
         [str(point["trial"]), load_text(point), *(_number(point[name]) if name in point else "-" for name in FRONT)]
         for point in front(plan)
     ]
-    named = ["output tok/s", "TPOT p50 s", "TTFT p50 s", "TTFT p99 s"]
-    return f"Throughput against latency, what no other load point beats:\n{table(['trial', 'load', *named], rows)}"
+    headings = [_("trial"), _("load"), "output tok/s", "TPOT p50 s", "TTFT p50 s", "TTFT p99 s"]
+    return "\n".join([_("Pareto front of throughput and latency:"), table(headings, rows)])
 
 
 def gain_text(objective: str, gain: float) -> str:
-    """Return a gain in words: more of a rate, or less of a latency."""
+    """Return a speedup as the change of the objective: an increase of a rate, or a decrease of a latency."""
     if is_rate(objective):
         return f"{gain:+.1%} {heading(objective)}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"
 
 
 def nearest(plan: Plan) -> tuple[Trial, float] | None:
-    """Return the measured trial that misses the limits by least, and by which factor; None if none was measured.
+    """Return the measured trial nearest to the limits, with the factor by which it exceeds them; None without one.
 
-    Of a candidate that ran several times the median of its runs counts, of two the worse.
+    The median of the runs of a candidate counts, of two runs the worse.
     """
     missed = [
         (trial, median_high([_missed(run.measurement, plan.limits) for run in _runs(plan, trial) if run.measurement]))
@@ -166,26 +171,34 @@ def nearest(plan: Plan) -> tuple[Trial, float] | None:
 
 
 def impossible(plan: Plan) -> str:
-    """Return that no trial kept the limits, and which one came nearest."""
+    """Return a message that no trial is within the limits, with the nearest."""
     near = nearest(plan)
-    line = f"none of {len(plan.trials)} trials kept {limits_text(plan.limits)}"
+    limits = limits_text(plan.limits)
+    line = ngettext(
+        "{count} trial, not within the limits {limits}",
+        "{count} trials, none within the limits {limits}",
+        len(plan.trials),
+        limits=limits,
+    )
     if near is None or near[0].measurement is None:
         return line
-    trial, _ = near
-    given = Candidate(tuple(each for each in trial.candidate.items if each[1] is not None))
+    trial = near[0]
+    values = Candidate(tuple(each for each in trial.candidate.items if each[1] is not None))
     broken = [
         (run.number, "; ".join(run.measurement.broken))
         for run in _runs(plan, trial)
         if run.measurement and run.measurement.broken
     ]
-    return f"{line}; the nearest is trial {trial.number} ({given}): {broken_text(trial.number, broken)}"
+    reason = broken_text(trial.number, broken)
+    near_line = _("nearest: trial {number} ({values}): {reason}", number=trial.number, values=values, reason=reason)
+    return f"{line}; {near_line}"
 
 
 def broken_text(number: int, broken: Sequence[tuple[int, str]]) -> str:
-    """Return which limits a trial broke, or its repeats did; `broken` has numbers of runs with what each broke."""
+    """Return the limits that a trial, or else its repeats, exceeded; `broken` has (number of the run, limits)."""
     own = [why for run, why in broken if run == number]
-    again = [f"trial {run}: {why}" for run, why in broken if run != number]
-    return own[0] if own else f"it broke them when it ran again ({', '.join(again)})" if again else ""
+    again = [_("trial {number}: {reason}", number=run, reason=why) for run, why in broken if run != number]
+    return own[0] if own else _("exceeded when repeated ({runs})", runs=", ".join(again)) if again else ""
 
 
 def _runs(plan: Plan, trial: Trial) -> list[Trial]:
@@ -194,12 +207,12 @@ def _runs(plan: Plan, trial: Trial) -> list[Trial]:
 
 
 def _missed(measured: Measurement, limits: Mapping[str, float]) -> float:
-    """Return by which factor figures miss the limits, below 1 where they keep them."""
+    """Return the largest ratio of a latency to its limit; at most 1 is within the limits."""
     return max(measured.figures.get(name, float("inf")) / limit for name, limit in limits.items())
 
 
 def cells(trial: Trial, objective: str, base: float | None) -> list[str]:
-    """Return the figures of one trial for a table with the columns of `HEADINGS`."""
+    """Return the figures of a trial for a table with `headings`."""
     predicted = lookup(trial.predicted, "objective.value")
     guess = f"~{_number(predicted)}" if isinstance(predicted, float) else "-"
     measured = trial.measurement
@@ -220,11 +233,11 @@ def cells(trial: Trial, objective: str, base: float | None) -> list[str]:
 def headings(objective: str) -> list[str]:
     """Return the headings of `cells`."""
     of = heading(objective)
-    return [of, "spread", f"~{of}", "vs base", "TTFT p50", "p99", "TPOT p50"]
+    return [of, _("spread"), f"~{of}", _("vs base"), "TTFT p50", "p99", "TPOT p50"]
 
 
 def front(plan: Plan) -> list[Mapping[str, Any]]:
-    """Return the load points that no other beats in both output tokens per second and median time per token."""
+    """Return the Pareto-optimal load points of output tokens per second and median time per token."""
     points = [
         {"trial": trial.number, **point}
         for trial in plan.trials
@@ -241,7 +254,7 @@ def front(plan: Plan) -> list[Mapping[str, Any]]:
 
 
 def _load_of(measured: Measurement, name: str) -> str:
-    """Return of which load point the figures of a measurement are; nothing where it has one only."""
+    """Return the load of the figures of a measurement; empty if it has one load point."""
     if len(measured.points) < 2:
         return ""
     return next((load_text(point) for point in measured.points if point.get(name) == measured.figures[name]), "")

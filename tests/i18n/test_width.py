@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flagcore.i18n.width import columns, left, right, words, wrapped
+from flagcore.i18n.width import columns, left, pieces, right, wrapped
 
 
 def test_a_wide_letter_takes_two_columns() -> None:
@@ -24,10 +24,11 @@ def test_no_line_begins_with_a_comma_or_ends_with_an_opening_bracket() -> None:
         assert max(map(columns, lines)) <= width
 
 
-def test_a_word_longer_than_a_line_is_cut() -> None:
+def test_a_word_longer_than_a_line_is_cut_unless_it_is_a_path() -> None:
     assert wrapped("显存a" + "b" * 20, 10, " ")[0] == "显存"
     assert max(map(columns, wrapped("显存a" + "b" * 20, 10, " "))) == 10
+    assert wrapped("see /a/very/long/path", 10, cut=False) == ["see", "/a/very/long/path"]
 
 
-def test_words_are_what_is_not_broken() -> None:
-    assert words("显存，12 GiB") == ["显", "存，", "12", "GiB"]
+def test_pieces_keep_punctuation_with_its_word() -> None:
+    assert [each for each in pieces("显存，12 GiB") if not each.isspace()] == ["显", "存，", "12", "GiB"]

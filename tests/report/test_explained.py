@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flagcore.report.explanation import explained
+from flagcore.report.explanation import prediction_text
 
 RECORD: dict[str, Any] = {
     "step_time_s": {"value": 2.0, "low": 1.5, "high": 2.5},
@@ -35,33 +35,33 @@ RECORD: dict[str, Any] = {
 
 
 def test_model_memory_and_time_are_told_in_full() -> None:
-    text = explained(RECORD)
+    text = prediction_text(RECORD)
     lines = [line.split() for line in text.splitlines()]
     assert ["MLP", "0.2000", "3", "0.6000"] in lines
     assert ["Total", "0.7000"] in lines
     order = [name for name in ("QKV Proj", "Output", "novelty") if name in text]
     assert sorted(order, key=text.index) == order
     assert "weight and optimizer=8192.00 MB, activation=4096.00 MB, total=12288.00 MB" in text
-    assert "13.00 of 10.00 GiB; it does not fit" in text
+    assert "13.00 / 10.00 GiB (does not fit)" in text
     assert ["bubble", "0.5", "25.0%"] in lines
     assert "MFU 50.0%" in text
-    assert text.endswith("Limited by: bubble")
+    assert text.endswith("Bottleneck: bubble")
 
 
 def test_what_is_not_known_is_said() -> None:
     memory = {key: value for key, value in RECORD["memory"].items() if key not in ("fits", "capacity_gib")}
-    text = explained({"memory": memory, "model": RECORD["model"]})
+    text = prediction_text({"memory": memory, "model": RECORD["model"]})
     assert "Time: unknown" in text
-    assert "nobody knows how much the device has" in text
-    assert explained({"status": "unknown", "reason": "no such chip"}) == "unknown: no such chip"
+    assert "capacity unknown" in text
+    assert prediction_text({"status": "unknown", "reason": "no such chip"}) == "unknown: no such chip"
 
 
 def test_the_table_of_memory_adds_up_to_the_peak_whatever_is_gone_by_then() -> None:
     components = {"embedding": {"params": 1e6, "weights_gib": 3.0, "optimizer_gib": 5.0, "activation_gib": 4.0}}
     for peak, rest in ((12.0, "0.000"), (11.75, "-0.250"), (14.5, "2.500")):
         memory = RECORD["memory"] | {"components": components, "peak_allocated_gib": peak}
-        rows = [line.split() for line in explained(RECORD | {"memory": memory}).splitlines()]
-        assert ["left", "over", "0", "0.000", "0.000", rest] in rows
+        rows = [line.split() for line in prediction_text(RECORD | {"memory": memory}).splitlines()]
+        assert ["other", "0", "0.000", "0.000", rest] in rows
         assert ["Total", "1,000,000", "3.000", "5.000", f"{peak - 8:.3f}"] in rows
 
 
@@ -83,13 +83,11 @@ SERVED: dict[str, Any] = {
 
 
 def test_a_server_is_told_in_words_and_units() -> None:
-    text = explained(SERVED)
-    assert "~1,500 output tokens a second" in text
-    assert "A request takes ~1 s in the mean:" in text
-    assert ["queue", "0.5", "50.0%", "waiting", "for", "a", "place,"] in [
-        line.split()[:7] for line in text.splitlines()
-    ]
-    assert "~20.00 GiB of weights, ~2.00 of activations and graphs, ~40.00 of cache" in text
-    assert "320,000 tokens over all instances); ~70.00 of 80.00 GiB are in use; it fits." in text
+    text = prediction_text(SERVED)
+    assert "~1,500 output tokens/s" in text
+    assert "Mean time of a request: ~1 s" in text
+    assert ["queue", "0.5", "50.0%", "waiting"] in [line.split()[:4] for line in text.splitlines()]
+    assert "weights ~20.00, activations and graphs ~2.00, KV cache (320,000 tokens" in text
+    assert "~70.00 / 80.00 GiB (fits)" in text
     assert "{" not in text
     assert "_s" not in text

@@ -6,9 +6,9 @@ import dataclasses
 
 from flagcore.domain.plan import Counts, Plan, gains
 from flagcore.domain.trial import Role, Trial
+from flagcore.report.plan_text import plan_text
 from flagcore.report.result import result
 from flagcore.report.serving_text import front, impossible
-from flagcore.report.text import plan_text
 from flagcore.stages.learn import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
 
@@ -52,9 +52,9 @@ def test_percentiles_of_few_requests_are_told_as_such() -> None:
         return plan(dataclasses.replace(one, measurement=dataclasses.replace(one.measurement, points=points)))
 
     (note,) = result(found(32), "r")["notes"]
-    assert note.startswith("p99 is of 32 requests only")
+    assert note.startswith("p99 of 32 requests")
     assert f"Note: {note}." in plan_text(found(32))
-    assert "p99 and p90 are of 8 requests only" in plan_text(found(8))
+    assert "p99 and p90 of 8 requests" in plan_text(found(8))
     assert result(found(100), "r")["notes"] == []
 
 
@@ -64,15 +64,15 @@ BASELINE = trial(0, 100.0, role=Role.BASELINE)
 def test_the_best_is_told_with_what_the_limits_cost() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0, ttft=1.5), trial(2, 160.0, ttft=0.9)))
     assert "160 output tok/s" in text
-    assert "+60.0% output tok/s against the baseline" in text
-    assert "it keeps p99 TTFT <= 1 s" in text
-    assert "the limits have a price: trial 1 gave 200 output tok/s, but ttft_s.p99 is 1.5 s" in text
+    assert "+60.0% output tok/s vs baseline" in text
+    assert "within limits: p99 TTFT <= 1 s" in text
+    assert "trial 1 reached 200 output tok/s (ttft_s.p99 = 1.5 s)" in text
 
 
 def test_limits_that_cost_nothing_are_told_as_such() -> None:
     text = plan_text(plan(BASELINE, trial(1, 200.0)))
     assert "the limits cost nothing" in text
-    assert "it keeps" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
+    assert "within limits" not in plan_text(plan(BASELINE, trial(1, 200.0), limits={}))
 
 
 def test_a_load_point_that_breaks_the_limits_is_their_price_though_its_candidate_keeps_them_at_another() -> None:
@@ -83,15 +83,15 @@ def test_a_load_point_that_breaks_the_limits_is_their_price_though_its_candidate
     found = plan(BASELINE, dataclasses.replace(best, measurement=dataclasses.replace(best.measurement, points=points)))
     text = plan_text(found)
     assert "200 output tok/s at 4 clients" in text
-    assert "trial 1 gave 350 output tok/s at 16 clients, but ttft_s.p99 is 1.7 s" in text
-    assert "Throughput against latency" in text
+    assert "trial 1 reached 350 output tok/s at 16 clients (ttft_s.p99 = 1.7 s)" in text
+    assert "Pareto front" in text
 
 
 def test_limits_that_nothing_keeps_name_the_nearest() -> None:
     found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), trial(1, 200.0, ttft=1.5))
-    assert impossible(found).startswith("none of 2 trials kept p99 TTFT <= 1 s; the nearest is trial 1 (parallel=1)")
+    assert "p99 TTFT <= 1 s; nearest: trial 1 (parallel=1)" in impossible(found)
     assert "ttft_s.p99 is 1.5 s, over 1 s" in impossible(found)
-    assert "No configuration kept p99 TTFT <= 1 s" in plan_text(found)
+    assert "No configuration is within the limits p99 TTFT <= 1 s" in plan_text(found)
 
 
 def test_a_trial_that_broke_the_limits_only_when_it_ran_again_says_so() -> None:
@@ -99,7 +99,7 @@ def test_a_trial_that_broke_the_limits_only_when_it_ran_again_says_so() -> None:
     again = dataclasses.replace(again, candidate=once.candidate)
     found = plan(trial(0, 100.0, ttft=3.0, role=Role.BASELINE), once, again)
     assert found.best is None
-    assert impossible(found).endswith("it broke them when it ran again (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
+    assert impossible(found).endswith("exceeded when repeated (trial 2: ttft_s.p99 is 1.5 s, over 1 s)")
 
 
 def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
@@ -108,7 +108,7 @@ def test_a_latency_objective_is_told_in_seconds_and_less_is_better() -> None:
     found = plan(dataclasses.replace(base, role=Role.BASELINE), best, objective=objective, limits={})
     text = plan_text(found)
     assert "0.4 TTFT p99 s" in text
-    assert "-50.0% TTFT p99 against the baseline" in text
+    assert "-50.0% TTFT p99 vs baseline" in text
     assert result(found, "x")["objective"] == {"name": objective, "direction": "min"}
 
 

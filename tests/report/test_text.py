@@ -37,7 +37,7 @@ def test_a_candidate_is_told_by_what_it_turns_on(values: dict[str, object], text
 def test_a_flag_that_engines_set_by_themselves_is_told_where_it_is_off() -> None:
     usual = {"instances": 1, "parallel": 8, "n_gpu_layers": -1, "enable_prefix_caching": True}
     assert values_text(usual) == "parallel 8"
-    assert values_text({"instances": 1}) == "the engine's own values"
+    assert values_text({"instances": 1}) == "engine defaults"
     assert values_text({"instances": 2, "enable_prefix_caching": False}) == "instances 2, no prefix caching"
 
 

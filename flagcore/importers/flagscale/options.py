@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale.flags import Flags
 from flagcore.importers.flagscale.tables import TABLES
-from flagcore.spec.settings import SETTINGS, Settings, settings_of
+from flagcore.spec.knobs import settings_of, settings_section
 
 _RENAMED_SETTINGS = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
@@ -26,7 +27,8 @@ _TRIAL_DEFAULTS = {
 }
 """Defaults of flagcore's trial program that are not off."""
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
-RELEVANT: Collection[str] = (*SETTINGS, *_RENAMED_SETTINGS, "peft_type", "bf16", "fp16", "fp8", "fp8_recipe")
+_SETTING_NAMES = (*(knob.name for knob in SETTINGS), *_RENAMED_SETTINGS)
+RELEVANT: Collection[str] = (*_SETTING_NAMES, "peft_type", "bf16", "fp16", "fp8", "fp8_recipe")
 """Flags of this module, which are read in every section."""
 NO_INFLUENCE = frozenset(TABLES["no_influence"])
 
@@ -98,7 +100,7 @@ def _settings(flags: Flags, runs: bool, precision: str) -> dict[str, Any]:
             flags.note("peft_type", text, "train.settings")
         else:
             found["trainable"] = "adapters"
-    for name in (*SETTINGS, *_RENAMED_SETTINGS):
+    for name in _SETTING_NAMES:
         if (value := flags.take(name)) is None:
             continue
         key = _RENAMED_SETTINGS.get(name, name)
@@ -133,7 +135,7 @@ def _drop_grouped_recompute(flags: Flags, found: dict[str, Any]) -> None:
 
 def _valid(key: str, value: object) -> bool:
     with suppress(ValidationError, SpecError):
-        settings_of(Settings.model_validate({key: value}))
+        settings_of(settings_section(SETTINGS).model_validate({key: value}), SETTINGS)
         return True
     return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.importers.flagscale.experiment import check_experiment, cluster, control, drop_launcher_keys, environment
 from flagcore.importers.flagscale.flags import Flags, take_flags
 from flagcore.importers.flagscale.options import RELEVANT, options
@@ -30,7 +31,6 @@ _MIB = 1 << 20
 
 def training(source: Source) -> dict[str, Any]:
     """Return the data of a spec that trains. Raises SpecError where something that it needs is missing."""
-    from flagcore.spec.knobs import SPACE_KNOBS
 
     check_experiment(source)
     vocabulary = source.take("train.data.tokenizer.vocab_size", source.take("train.data.vocab_size"))
@@ -55,7 +55,7 @@ def training(source: Source) -> dict[str, Any]:
             raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=source.file)
     train = {"engine": "megatron", **sizes, **options(flags, nodes=nodes)}
     tuner: dict[str, Any] = {}
-    if space := _space(source, SPACE_KNOBS.keys()):
+    if space := _space(source, [knob.name for knob in SPACE_KNOBS]):
         tuner["space"] = space
     if why := _why_not_runnable(baseline, train, model, nodes * devices):
         text = f"cannot run: {why}; the rule of thumb is the baseline instead"

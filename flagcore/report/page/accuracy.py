@@ -1,4 +1,4 @@
-"""Predicted against measured, and how the model learned."""
+"""Predicted against measured, and learning during the run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore.domain.objective import told
+from flagcore.i18n import _
 from flagcore.report.formats import lookup
 from flagcore.report.page.blocks import Block, Cell, Chart, Section, cell, percent, table
 from flagcore.report.page.charts import layout, line, points, spread_axis
 from flagcore.report.page.run import RunData, configuration, name_of, number
-from flagcore.report.text import far
+from flagcore.report.plan_text import far
 
 
 def accuracy(run: RunData) -> Section | None:
-    """Return how far predictions were off; None where nothing was both predicted and measured."""
+    """Return the errors of predictions; None if no trial is both predicted and measured."""
     pairs = [(trial, both) for trial in run.trials if (both := _both(run, trial)) is not None]
     if not pairs:
         return None
@@ -22,11 +23,11 @@ def accuracy(run: RunData) -> Section | None:
     learned = _learned(run)
     if learned is not None:
         blocks.append(learned)
-    return Section(anchor="accuracy", title="Predicted against measured", blocks=tuple(blocks))
+    return Section(anchor="accuracy", title=_("Predicted against measured"), blocks=tuple(blocks))
 
 
 def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, float, float, float] | None:
-    """Return a trial's figure as measured and as predicted, with the interval of that."""
+    """Return the measured figure of a trial, and the predicted one with its interval."""
     measured = trial["measured"]
     if not measured:
         return None
@@ -40,16 +41,25 @@ def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, float, float, 
 
 
 def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, float, float, float]]]) -> Chart:
-    unit = run.unit if run.serves else "s a step"
+    unit = run.unit if run.serves else _("s/step")
     rows = []
     for trial, (measured, value, low, high) in pairs:
-        inside = "inside" if low <= measured <= high else "outside"
+        inside = low <= measured <= high
         figures = [cell(each) for each in (measured, value, low, high)]
         over = percent(measured / value - 1.0 if value else None, signed=True)
-        rows.append([Cell(name_of(run, trial), float(trial["number"])), configuration(trial), *figures, over, inside])
-    held = table(
-        f"Measured and predicted {unit}; the interval is an 80% one",
-        ["trial", "configuration", "measured", "~predicted", "~low", "~high", "measured over predicted", "interval"],
+        rows.append(
+            [
+                Cell(name_of(run, trial), float(trial["number"])),
+                configuration(trial),
+                *figures,
+                over,
+                _("inside") if inside else _("outside"),
+            ]
+        )
+    headings = [_("trial"), _("configuration"), _("measured"), _("~predicted"), _("~low"), _("~high"), _("error")]
+    data = table(
+        _("Measured and predicted {unit}, with 80% intervals", unit=unit),
+        [*headings, _("80% interval")],
         rows,
         sortable=True,
     )
@@ -64,15 +74,15 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, flo
         "thickness": 1,
         "width": 4,
     }
-    kept = sum(row[-1] == "inside" for row in rows)
+    hits = sum(low <= measured <= high for measured, value, low, high in (both for trial, both in pairs))
     kind = spread_axis(values)
     return Chart(
-        title="Predicted before anything ran, against measured",
-        says=f"{kept} of {len(rows)} measured figures lie inside their 80% interval.",
+        title=_("Predicted against measured"),
+        summary=_("{count} of {total} measurements are inside the 80% interval.", count=hits, total=len(rows)),
         traces=(
-            line("as predicted", 2, ends, ends),
+            line(_("predicted = measured"), 2, ends, ends),
             points(
-                "a trial, with its 80% interval",
+                _("trial, with 80% interval"),
                 0,
                 x,
                 y,
@@ -80,24 +90,32 @@ def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, flo
                 text=[name_of(run, each) for each, _ in pairs],
             ),
         ),
-        layout=layout(f"measured {unit}", f"predicted {unit}", height=430, xaxis=dict(kind), yaxis=dict(kind)),
-        table=held,
+        layout=layout(
+            _("measured {unit}", unit=unit),
+            _("predicted {unit}", unit=unit),
+            height=430,
+            xaxis=dict(kind),
+            yaxis=dict(kind),
+        ),
+        table=data,
     )
 
 
 def _learned(run: RunData) -> Chart | None:
-    """Return how far predictions were off before and after learning, a trial at a time."""
-    known = run.result.get("predictions_off")
+    """Return the errors of predictions before and after learning, per trial."""
+    errors = run.result.get("predictions_off")
     pairs = [
         (trial, float(over["predicted"]), float(over["believed"]))
         for trial in run.trials
         if (over := trial["measured_over"])["predicted"] and over["believed"]
     ]
-    if not known or not pairs:
+    if not errors or not pairs:
         return None
-    says = (
-        f"Over {known['trials']} trials predictions were off by {far(known['before'])} in the median, and by "
-        f"{far(known['after'])} after learning from the trials before."
+    summary = _(
+        "The median error of predictions over {count} trials is {before}, and {after} after learning.",
+        count=errors["trials"],
+        before=far(errors["before"]),
+        after=far(errors["after"]),
     )
     rows = [
         [
@@ -107,22 +125,26 @@ def _learned(run: RunData) -> Chart | None:
         ]
         for trial, before, after in pairs
     ]
-    held = table(
-        "Measured step time over what was expected, less one",
-        ["trial", "over the first prediction", "over what was believed by then"],
+    data = table(
+        _("Relative error of the step time: measured / predicted - 1"),
+        [_("trial"), _("first prediction"), _("after learning")],
         rows,
     )
     numbers = [str(trial["number"]) for trial, _, _ in pairs]
     return Chart(
-        title="How the model learned",
-        says=says,
+        title=_("Learning during the run"),
+        summary=summary,
         traces=(
-            line("no error", 6, numbers, [0.0] * len(pairs), line={"color": "#888888", "width": 1, "dash": "dot"}),
-            points("first prediction", 1, numbers, [before - 1.0 for _, before, _ in pairs], mode="lines+markers"),
-            points("believed by then", 0, numbers, [after - 1.0 for _, _, after in pairs], mode="lines+markers"),
+            line(_("no error"), 6, numbers, [0.0] * len(pairs), line={"color": "#888888", "width": 1, "dash": "dot"}),
+            points(_("first prediction"), 1, numbers, [before - 1.0 for _, before, _ in pairs], mode="lines+markers"),
+            points(_("after learning"), 0, numbers, [after - 1.0 for _, _, after in pairs], mode="lines+markers"),
         ),
         layout=layout(
-            "trial", "measured over expected", xaxis={"type": "category"}, yaxis={"tickformat": "+.0%"}, height=340
+            _("trial"),
+            _("measured over predicted"),
+            xaxis={"type": "category"},
+            yaxis={"tickformat": "+.0%"},
+            height=340,
         ),
-        table=held,
+        table=data,
     )

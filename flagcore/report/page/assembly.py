@@ -1,29 +1,30 @@
-"""From a run to its page: which sections there are, and in which order."""
+"""The sections of a report page, in their order."""
 
 from __future__ import annotations
 
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
+from flagcore.i18n import N_, _, ngettext
 from flagcore.report.page.accuracy import accuracy
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.environment import chips, environment
 from flagcore.report.page.funnel import funnel
-from flagcore.report.page.improvements import levers
+from flagcore.report.page.improvements import improvements
 from flagcore.report.page.memory import memory
 from flagcore.report.page.progress import progress
 from flagcore.report.page.run import RunData
 from flagcore.report.page.serving import serving
 from flagcore.report.page.step_time import step_time
-from flagcore.report.page.summary import answer
+from flagcore.report.page.summary import summary
 from flagcore.report.page.timeline import pipeline
 from flagcore.report.page.trials import trials
 
-TRIED = {RUN: "tried", PROBE: "probed on one device", ESTIMATE: "as predicted, nothing ran"}
+HOW = {RUN: N_("measured"), PROBE: N_("probed on one device"), ESTIMATE: N_("predicted only")}
 
 
 def page(run: RunData) -> Page:
-    """Return all that is told of a run; sections that have nothing to tell are left out."""
+    """Return the page of a run; empty sections are omitted."""
     made = (
-        answer(run),
+        summary(run),
         funnel(run),
         progress(run),
         serving(run),
@@ -31,15 +32,21 @@ def page(run: RunData) -> Page:
         memory(run),
         step_time(run),
         pipeline(run),
-        levers(run),
+        improvements(run),
         trials(run),
         environment(run),
         chips(run),
     )
-    work = "Serving" if run.serves else "Training"
-    where = f"{work} on {run.result['devices']} x {run.result['chip']}"
+    hardware, name = f"{run.result['devices']} x {run.result['chip']}", run.folder.resolve().name
+    title = _("Serving on {hardware}: {run}") if run.serves else _("Training on {hardware}: {run}")
     return Page(
-        title=f"{where}: {run.folder.resolve().name}",
-        subtitle=f"{len(run.trials)} candidates, {TRIED[run.fidelity]}; objective {run.unit}",
+        title=title.format(hardware=hardware, run=name),
+        subtitle=ngettext(
+            "{count} candidate, {how}; objective: {objective}",
+            "{count} candidates, {how}; objective: {objective}",
+            len(run.trials),
+            how=_(HOW[run.fidelity]),
+            objective=run.unit,
+        ),
         sections=tuple(section for section in made if section is not None),
     )

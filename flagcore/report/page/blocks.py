@@ -1,4 +1,4 @@
-"""What a page is made of. Blocks hold text as it is; whoever writes them out escapes it."""
+"""The elements of a page. Their text is not escaped; the renderers do that."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from flagcore.report.formats import shown
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a table shows at one place. `value` is the figure behind the text, unrounded; `link` an anchor of the page,
-    or a file beside it. `kept` marks what reads the same in every language: a value of somebody's, not a word of ours.
-    """
+    """A cell of a table. `value` is the unrounded number, `link` an anchor of the page or a relative path."""
 
     text: str
     value: float | None = None
     link: str = ""
-    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows below headings. `sortable` lets a reader of the HTML page order them by any column."""
+    """A table. `sortable` lets readers of the HTML page sort it by any column."""
 
     caption: str
     headings: tuple[str, ...]
@@ -32,28 +29,28 @@ class Table:
 
     @property
     def figures(self) -> tuple[bool, ...]:
-        """Whether each column has figures, beside places that have nothing."""
+        """Whether each column has numbers, besides empty cells."""
         return tuple(any(row[place].value is not None for row in self.rows) for place in range(len(self.headings)))
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph. `warns` marks one that a reader should not miss."""
+    """A paragraph; `warning` highlights it."""
 
     text: str
-    warns: bool = False
+    warning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names with values, the first of them the most important."""
+    """Names with values, the most important first."""
 
     items: tuple[tuple[str, Cell], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Text that is shown as it stands: a command, a file, the end of a log."""
+    """Preformatted text: a command, a file, the end of a log."""
 
     caption: str
     text: str
@@ -61,30 +58,30 @@ class Code:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart of plotly's (`traces` and `layout` in its JSON), what it says in one sentence, and its figures."""
+    """A plotly chart (`traces` and `layout` in its JSON), its summary in one sentence, and its data as a table."""
 
     title: str
-    says: str
+    summary: str
     traces: tuple[Mapping[str, Any], ...]
     layout: Mapping[str, Any]
     table: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
-    """Blocks that are folded away under a line of text, until somebody wants them."""
+class Collapsed:
+    """Blocks that are hidden below a line of text until it is clicked."""
 
     anchor: str
     title: str
     blocks: tuple[Block, ...]
 
 
-Block: TypeAlias = "Text | Facts | Code | Table | Chart | Folded"
+Block: TypeAlias = "Text | Facts | Code | Table | Chart | Collapsed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with blocks; `anchor` is its place in the page."""
+    """A heading with blocks; `anchor` is its id in the page."""
 
     anchor: str
     title: str
@@ -93,7 +90,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """All that is told of a run."""
+    """The report of a run."""
 
     title: str
     subtitle: str
@@ -101,7 +98,7 @@ class Page:
 
 
 def cell(value: Any, text: str | None = None) -> Cell:
-    """Return a value as a cell, with four significant digits unless its text is given; `-` for nothing."""
+    """Return a value as a cell, with four significant digits unless its text is given; `-` for None."""
     figure = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     if text is None:
         text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown(value)
@@ -109,13 +106,13 @@ def cell(value: Any, text: str | None = None) -> Cell:
 
 
 def percent(share: float | None, *, signed: bool = False) -> Cell:
-    """Return a share as a cell in percent; `-` for nothing."""
+    """Return a share as a cell in percent; `-` for None."""
     if share is None:
         return Cell("-")
     return Cell(f"{share:+.1%}" if signed else f"{share:.1%}", share)
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> Table:
-    """Return a table of cells, or of values that become some."""
+    """Return a table of cells, or of values that are converted to cells."""
     cells = tuple(tuple(each if isinstance(each, Cell) else cell(each) for each in row) for row in rows)
     return Table(caption=caption, headings=tuple(headings), rows=cells, sortable=sortable)

@@ -1,6 +1,6 @@
-"""Traces and layouts of charts that read without colour: each series has a colour, and a pattern, symbol or dash.
+"""Traces and layouts of charts that are readable without colour: each series also has a pattern, symbol or dash.
 
-Their text is plain; `drawn` makes of it what plotly shows as it stands.
+Their text is plain; `drawn` escapes and wraps it for plotly.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import Any
 
 from flagcore.i18n.width import columns, pieces
 from flagcore.report.formats import shown
-from flagcore.report.page.translation import told
 
 COLOURS = ("#2B87D1", "#CC7A00", "#1A9E77", "#C45E96", "#8A7DD9", "#D9541E", "#8A8A8A", "#9A8F00")
-"""Each at least 3:1 against light and dark paper (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
+"""Contrast at least 3:1 on light and dark backgrounds (WCAG 2.2, 1.4.11); after Okabe and Ito 2008."""
 PATTERNS = ("", "/", ".", "x", "\\", "-", "+", "|")
 SYMBOLS = ("circle", "diamond-open", "square", "triangle-up-open", "x", "star-open", "cross", "hexagon-open")
 MARGIN = {"l": 10, "r": 16, "t": 10, "b": 10}
-"""Pixels around a chart; its axes take what their labels need beside that."""
-WIDELY = 8.0
-BEYOND = 0.05
-"""An axis goes on beyond its figures by this share: a limit at its very end is taken for the frame."""
+"""Margins in pixels; axes add room for their labels."""
+LOG_FROM = 8.0
+"""The ratio of the largest to the least value from which an axis is logarithmic."""
+PADDING = 0.05
+"""The share by which an axis extends beyond its values: a limit line at its end would look like the frame."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 TEXTS = {"name": 40, "text": 60, "hovertext": 60, "x": 22, "y": 22}
-"""Where text stands in a trace or a layout, and the columns of text after which it is broken."""
+"""The keys of a trace or layout that hold text, and the columns after which it is wrapped."""
 
 
 def bars(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """Return horizontal bars: lengths `x` at the places `y`."""
+    """Return horizontal bars of length `x` at positions `y`."""
     look: dict[str, Any] = {"shape": PATTERNS[min(series, len(PATTERNS) - 1)], "size": 7, "solidity": 0.2}
     if series >= len(PATTERNS):
         look = {"shape": PATTERNS[1 + series % (len(PATTERNS) - 1)], "size": 4, "solidity": 0.5}
@@ -52,14 +52,14 @@ def line(name: str, series: int, x: Sequence[Any], y: Sequence[Any], **more: Any
 
 
 def limit_line(name: str, x: float) -> dict[str, Any]:
-    """Return a line across a chart at `x`, for its layout's `shapes`; the legend has its name."""
+    """Return a vertical line at `x` for the `shapes` of a layout, with a legend entry."""
     style = {"color": COLOURS[5], "width": 2, "dash": "dash"}
     ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
     return {"type": "line", "name": name, "showlegend": True, "line": style, **ends}
 
 
 def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
-    """Return a layout with titles of both axes. `more` goes before what is here; axes are merged."""
+    """Return a layout with titles of both axes. `more` overrides the defaults; axes are merged."""
     axes = {
         "xaxis": {"title": {"text": x}, "automargin": True, "tickangle": 0, **more.pop("xaxis", {})},
         "yaxis": {"title": {"text": y}, "automargin": True, **more.pop("yaxis", {})},
@@ -70,14 +70,14 @@ def layout(x: str, y: str, *, height: int = 380, **more: Any) -> dict[str, Any]:
 
 
 def rows_layout(x: str, rows: int, *, each: int = 34, **more: Any) -> dict[str, Any]:
-    """Return a layout for horizontal bars, the first at the top, as high as there are rows."""
+    """Return a layout for horizontal bars, the first at the top, with a height for so many rows."""
     yaxis: Mapping[str, Any] = {"autorange": "reversed", "type": "category", **more.pop("yaxis", {})}
     return layout(x, "", height=130 + each * max(rows, 2), yaxis=yaxis, **more)
 
 
 def spread_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis for positive figures that differ by more than a factor of `WIDELY`, else nothing."""
-    if not values or min(values) <= 0 or max(values) <= WIDELY * min(values):
+    """Return a logarithmic axis for positive values that span more than a factor of `LOG_FROM`, else an empty one."""
+    if not values or min(values) <= 0 or max(values) <= LOG_FROM * min(values):
         return {}
     ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
     few = (1,) if ends[1] - ends[0] > 3 else (1, 2, 5)
@@ -86,24 +86,24 @@ def spread_axis(values: Sequence[float]) -> dict[str, Any]:
 
 
 def clear_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return an axis, logarithmic as `spread_axis` has it or from 0, on which all figures stand clear of its ends."""
+    """Return an axis, logarithmic as in `spread_axis` or from 0, with padding around its values."""
     axis = spread_axis(values)
     low, high = (math.log10(end(values)) for end in (min, max)) if axis else (0.0, max(values, default=0.0) or 1.0)
-    room = (high - low) * BEYOND
+    room = (high - low) * PADDING
     return axis | {"range": [low - room if axis else 0.0, high + room]}
 
 
 def drawn(data: Any, width: int | None = None) -> Any:
-    """Return traces or a layout with their texts in the reader's language, and as labels."""
+    """Return traces or a layout with their texts as labels."""
     if isinstance(data, Mapping):
         return {key: drawn(value, TEXTS.get(key)) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
         return [drawn(each, width) for each in data]
-    return label(told(data), width) if width and isinstance(data, str) else data
+    return label(data, width) if width and isinstance(data, str) else data
 
 
 def label(text: str, width: int = TEXTS["y"]) -> str:
-    """Return text for a chart: what plotly would read as a tag or an entity is escaped, long text is broken."""
+    """Return text for plotly: tags and entities are escaped, long lines are wrapped."""
     lines, line = [], ""
     for piece in (part for whole in pieces(text) for part in re.split("(?<=_)", whole)):
         if line.strip() and not piece.isspace() and columns(line + piece) > width:

@@ -1,22 +1,22 @@
-"""Where every combination went, rule by rule."""
+"""How the rules reduced the search space."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.trial import PROBE
+from flagcore.i18n import _
 from flagcore.report.page.blocks import Chart, Section, Text, cell, table
 from flagcore.report.page.charts import MARGIN, bars, label, rows_layout
 from flagcore.report.page.run import RunData
-from flagcore.report.page.translation import told
 from flagcore.report.text import repeats_text
 
 
 @dataclass(frozen=True, slots=True)
-class _Took:
-    """What was taken away, how many of it, and why."""
+class _Stage:
+    """A stage of the funnel: how many it removes, and why."""
 
     name: str
     count: int
@@ -24,61 +24,66 @@ class _Took:
 
 
 def funnel(run: RunData) -> Section:
-    """Return the books: from all combinations to the candidates, and what became of these."""
+    """Return the counts from all combinations to the candidates, and from these to the untried ones."""
     counts, says = run.result["counts"], run.insight.get("says", {})
-    same = "means the same to the engine as a candidate that is left"
-    took = [*_rules("illegal", counts["illegal"], says), _Took("the same as another", counts["merged"], same)]
-    ran = "probed" if run.fidelity == PROBE else "measured"
-    became = [
-        _Took("predicted not to fit", counts["does_not_fit"], says.get(DOES_NOT_FIT, "")),
-        *_rules("pruned", counts["pruned"], says),
-        _Took(ran, counts["measured"]),
-        _Took("ended early as surely slower", counts["stopped"]),
-        _Took("failed", counts["failed"]),
+    duplicates = _Stage(_("duplicates"), counts["merged"], _("the same configuration for the engine"))
+    illegal = [_Stage(_("illegal: {rule}", rule=_(name)), *rest) for name, rest in _rules(counts["illegal"], says)]
+    pruned = [_Stage(_("pruned: {rule}", rule=_(name)), *rest) for name, rest in _rules(counts["pruned"], says)]
+    states = [
+        _Stage(_("predicted not to fit"), counts["does_not_fit"], says.get(DOES_NOT_FIT, "")),
+        *pruned,
+        _Stage(_("probed") if run.fidelity == PROBE else _("measured"), counts["measured"]),
+        _Stage(_("stopped early"), counts["stopped"]),
+        _Stage(_("failed"), counts["failed"]),
     ]
-    every, left, untried = counts["combinations"], counts["candidates"], counts["untried"]
+    combinations = _Stage(_("combinations"), counts["combinations"])
+    candidates, untried = _Stage(_("candidates"), counts["candidates"]), _Stage(_("untried"), counts["untried"])
     blocks = (
-        _chart("From combinations to candidates", ("combinations", every), took, ("candidates", left)),
-        _chart("What became of the candidates", ("candidates", left), became, ("untried", untried)),
+        _chart(_("From combinations to candidates"), combinations, [*illegal, duplicates], candidates),
+        _chart(_("States of the candidates"), candidates, states, untried),
     )
     lost = {each["number"]: each["state"] for each in run.result.get("repeats") or () if not each["measured"]}
-    told = (Text(line) for line in repeats_text(lost))
-    return Section(anchor="funnel", title="Where the combinations went", blocks=(*blocks, *told))
+    notes = (Text(line) for line in repeats_text(lost))
+    return Section(anchor="funnel", title=_("Search space"), blocks=(*blocks, *notes))
 
 
-def _rules(kind: str, counts: Mapping[str, int], says: Mapping[str, str]) -> list[_Took]:
-    order = sorted(counts.items(), key=lambda pair: -pair[1])
-    return [_Took(f"{kind}: {name}", count, says.get(name, "")) for name, count in order]
+def _rules(counts: Mapping[str, int], says: Mapping[str, str]) -> Iterable[tuple[str, tuple[int, str]]]:
+    for name, count in sorted(counts.items(), key=lambda pair: -pair[1]):
+        yield name, (count, says.get(name, ""))
 
 
-def _chart(title: str, start: tuple[str, int], took: Sequence[_Took], end: tuple[str, int]) -> Chart:
-    rows: list[tuple[str, int, str]] = [
-        (*start, ""),
-        *((each.name, -each.count, each.why) for each in took),
-        (*end, ""),
-    ]
-    held = table(
-        f"{title}; what is taken away has a minus",
-        ["what", "number", "why"],
-        [[name, cell(count), why] for name, count, why in rows],
+def _chart(title: str, start: _Stage, removed: Sequence[_Stage], end: _Stage) -> Chart:
+    data = table(
+        _("{title}; removed ones are negative", title=title),
+        [_("stage"), _("number"), _("why")],
+        [
+            [start.name, cell(start.count), ""],
+            *([each.name, cell(-each.count), each.why] for each in removed),
+            [end.name, cell(end.count), ""],
+        ],
     )
-    shown = [each for each in took if each.count]
-    names = [start[0], *(each.name for each in shown), end[0]]
-    after = [start[1]]
-    for each in shown:
-        after.append(after[-1] - each.count)
-    taken = [0, *(each.count for each in shown), 0]
-    text = [f"{start[1]:,}", *(f"-{each.count:,}" for each in shown), f"{end[1]:,}"]
+    drawn = [each for each in removed if each.count]
+    names = [start.name, *(each.name for each in drawn), end.name]
+    left = [start.count]
+    for each in drawn:
+        left.append(left[-1] - each.count)
+    text = [f"{start.count:,}", *(f"-{each.count:,}" for each in drawn), f"{end.count:,}"]
     beside = {"text": text, "textposition": "outside", "cliponaxis": False}
-    left = [*after, end[1]]
-    lines, most = max(label(told(name)).count("<br>") + 1 for name in names), max(start[1], 1)
-    largest = max(shown, key=lambda each: each.count, default=None)
-    rest = f' The largest group of the others, {largest.count:,}, is "{largest.name}".' if largest else ""
+    lines = max(label(name).count("<br>") + 1 for name in names)
+    summary = [f"{start.name}: {start.count:,}; {end.name}: {end.count:,}."]
+    if drawn:
+        largest = max(drawn, key=lambda each: each.count)
+        summary.append(_('Largest group removed: "{name}", {count:,}.', name=largest.name, count=largest.count))
     return Chart(
         title=title,
-        says=f"Of {start[1]:,} {start[0]} {end[1]:,} are {'left' if end[0] == 'candidates' else 'untried'}.{rest}",
-        traces=(bars("left", 0, left, names), bars("taken away", 1, taken, names, **beside)),
-        layout=rows_layout(start[0], len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, most]})
+        summary=" ".join(summary),
+        traces=(
+            bars(_("left"), 0, [*left, end.count], names),
+            bars(_("removed"), 1, [0, *(each.count for each in drawn), 0], names, **beside),
+        ),
+        layout=rows_layout(
+            start.name, len(names), each=14 + 15 * lines, barmode="stack", xaxis={"range": [0, max(start.count, 1)]}
+        )
         | {"margin": MARGIN | {"r": 8 * max(map(len, text)) + 6}},
-        table=held,
+        table=data,
     )

@@ -1,8 +1,7 @@
-"""A page as one HTML file that opens without a network: style, script and plotly's library are inside.
+"""A page as one HTML file that opens offline: style, script and plotly's library are inline.
 
-Everything that comes from a run is escaped: text by jinja2, the charts' data so that it cannot end its script element.
-What the page may do is bounded by a policy of its own: it loads nothing, and runs only the scripts that are written
-here.
+All data of a run is escaped: text by jinja2, data of charts so that it cannot close its script element. A content
+security policy forbids to load anything, and to run any other script.
 """
 
 from __future__ import annotations
@@ -14,41 +13,42 @@ from importlib.resources import files
 
 from flagcore import __version__
 from flagcore.errors import UsageError
-from flagcore.i18n import said, spoken
+from flagcore.i18n import N_, _, language
 from flagcore.report.page.blocks import Block, Chart, Page
 from flagcore.report.page.charts import drawn
-from flagcore.report.page.translation import colon, in_words
 
 TEMPLATES = files("flagcore.report.page") / "templates"
 TAGS = {"en": "en", "zh": "zh-CN"}
-"""What HTML calls each language."""
+"""The HTML language tags."""
 WORDS = {
-    "skip": "Skip to the answer",
-    "note": "Note:",
-    "contents": "Contents",
-    "no_script": "charts need JavaScript; the tables below them have the same figures.",
-    "figures": "Its figures as a table",
-    "footer": f"Written by flagcore {__version__}. A figure with ~ is predicted, or modelled in part; all others were "
-    "measured.",
-    "ascending": "Sorted by {0}, ascending",
-    "descending": "Sorted by {0}, descending",
+    "skip": N_("Skip to the summary"),
+    "note": N_("Note:"),
+    "contents": N_("Contents"),
+    "no_script": N_("charts need JavaScript; the tables below them show the same data."),
+    "data": N_("Data table"),
+    "footer": N_(
+        "Written by flagcore {version}. Figures with ~ are predicted or partly modelled; others are measured."
+    ),
+    "ascending": N_("Sorted by {0}, ascending"),
+    "descending": N_("Sorted by {0}, descending"),
 }
-"""What the template and the script say by themselves."""
+"""Texts of the template and of the script."""
 
 
 def as_html(page: Page) -> str:
-    """Return a page as HTML, in the language of its reader.
-
-    Raises UsageError where a library that flagcore depends on is not there.
-    """
+    """Return a page as HTML. Raises UsageError if a library is missing."""
     try:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise UsageError(f"{error.name} is not installed: `pip install plotly jinja2`, or --format markdown") from None
+        raise UsageError(
+            _(
+                "{package} is not installed: run `pip install plotly jinja2`, or use --format markdown",
+                package=error.name,
+            )
+        ) from None
 
-    page = in_words(page)
     charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
     script = (TEMPLATES / "page.js").read_text(encoding="utf-8")
     library = get_plotlyjs() if charts else ""
@@ -62,9 +62,8 @@ def as_html(page: Page) -> str:
 
     return template.render(
         page=page,
-        language=TAGS[spoken()],
-        colon=colon(),
-        words={name: said(text) for name, text in WORDS.items()},
+        language=TAGS[language()],
+        words={name: _(text).replace("{version}", __version__) for name, text in WORDS.items()},
         version=__version__,
         policy=_policy([library, script] if charts else [script]),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
@@ -74,13 +73,13 @@ def as_html(page: Page) -> str:
         script=Markup(script),
         kind_of=lambda block: type(block).__name__,
         number_of=number_of,
-        aloud=_aloud,
+        description_of=_description,
     )
 
 
-def _aloud(chart: Chart) -> str:
-    """Return what stands for a chart where it is not seen."""
-    return said(f"Chart: {chart.title}. {chart.says} Its figures are in the table below.")
+def _description(chart: Chart) -> str:
+    """Return the description of a chart for screen readers."""
+    return _("Chart: {title}. {summary} The table below shows its data.", title=chart.title, summary=chart.summary)
 
 
 def _policy(scripts: list[str]) -> str:

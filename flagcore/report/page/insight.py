@@ -1,5 +1,5 @@
-"""What a report tells beside result.json, as plain data: it needs what was predicted of the whole space, which is there
-when a run ends and need not be later, on another machine, or with other plugins."""
+"""The data of a report beside result.json. It needs the predictions of the whole space, which are available at the end
+of a run, but not later, on another machine, or with other plugins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
-    """Return what was known before any trial: rules, chips, environment and, of `best`, its stages and neighbours."""
+    """Return the rules, chips and environment of a run and, of `best`, its stages, pipeline and neighbours."""
     row = None if best is None else problem.space.find(best)
     data: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -45,15 +45,15 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
 
 
 def _says(problem: Problem) -> dict[str, str]:
-    """Return what each rule says that removed something."""
+    """Return the description of each rule that eliminated something."""
     legality = {rule.name: rule.message for rule in problem.legality.rules}
-    says = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
-    took = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
-    return {name: text for name, text in says.items() if name in took}
+    messages = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
+    used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
+    return {name: text for name, text in messages.items() if name in used}
 
 
 def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, Any]]:
-    """Return what the first device of each pipeline stage holds, by component as far as the workload tells."""
+    """Return the memory of the first device of each pipeline stage, by component if the workload has them."""
     platform, task = problem.platform, problem.platform.task
     columns = problem.space.columns(np.array([row]))
     as_set = engine_task(task, effects_of_row(task, columns))
@@ -103,7 +103,7 @@ def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] 
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
-    """Yield the chips of a task with every fact that is known of them, in base units, and its source."""
+    """Yield the chips of a task with their facts in base units, each with its source."""
     for group in task.cluster.groups:
         yield {
             "name": group.chip.name,

@@ -1,4 +1,4 @@
-"""How TTFT and TPOT spread over the requests of the best and of the baseline, in each of their runs."""
+"""The distributions of TTFT and TPOT over requests, of each run of the best and of the baseline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.serving import STATISTICS
+from flagcore.i18n import _
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Table, Text, cell, table
@@ -18,17 +19,13 @@ from flagcore.report.page.charts import clear_axis, layout, limit_line, line, po
 from flagcore.report.page.run import RunData, name_of, number
 
 LATENCIES = ("ttft_s", "tpot_s")
-NOT_KEPT = (
-    "Of the latencies of single requests no more was kept than these statistics: another client was the judge, the run "
-    "is of an earlier version, or the folders of its trials are gone. So no distribution is drawn."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ran:
-    """A trial of the best's or the baseline's configuration; `who` is what it is called, `again` that it is a repeat.
+class _Run:
+    """A trial of the best or of the baseline, or a repeat of it (`again`).
 
-    `values` are quantiles of one latency, seconds from the least to the greatest, a list for each time the load ran.
+    `values` are ascending quantiles of a latency in seconds, a list for each time the load ran.
     """
 
     who: str
@@ -38,31 +35,28 @@ class _Ran:
     values: tuple[tuple[float, ...], ...]
 
 
-def spread(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
-    """Yield how each latency spreads over requests: as far as it was kept, else by its statistics, which is said."""
-    said = False
+def distributions(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
+    """Yield the distribution of each latency, or its statistics if quantiles are missing."""
+    explained = False
     for latency in LATENCIES:
-        held = _statistics(run, latency)
-        if not held.rows:
+        statistics = _statistics(run, latency)
+        if not statistics.rows:
             continue
-        known = [each for each in _known(run, latency) if each.values]
-        if known:
-            yield _distribution(run, latency, known, limits, held)
+        runs = [each for each in _runs(run, latency) if each.values]
+        if runs:
+            yield _distribution(latency, runs, limits, statistics)
             continue
-        if not said:
-            yield Text(NOT_KEPT)
-        said = True
-        yield _dots(latency, held)
+        if not explained:
+            yield Text(_("No distributions: the latencies of single requests of this run are not saved."))
+        explained = True
+        yield _dots(latency, statistics)
 
 
 def _trials(run: RunData) -> Iterator[tuple[str, bool, Mapping[str, Any]]]:
-    """Yield the best and the baseline, each with its repeats after it; the baseline once where it is the best.
-
-    Where no trial keeps the limits, the nearest to them stands for the best.
-    """
+    """Yield the best, or else the trial nearest to the limits, and the baseline, each followed by its repeats."""
     seen: list[Any] = []
-    first = ("best", run.best) if run.best else ("nearest", run.nearest)
-    for who, trial in (first, ("baseline", run.baseline)):
+    first = (_("best"), run.best) if run.best else (_("nearest"), run.nearest)
+    for who, trial in (first, (_("baseline"), run.baseline)):
         if not trial or not trial["measured"] or trial["candidate"] in seen:
             continue
         seen.append(trial["candidate"])
@@ -75,18 +69,18 @@ def _points(trial: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [point for point in (trial["measured"] or {}).get("points") or [] if isinstance(point, Mapping)]
 
 
-def _known(run: RunData, latency: str) -> Iterator[_Ran]:
-    """Yield what was kept of the load point that the best is told by."""
-    place = _told(run.best or run.nearest)
+def _runs(run: RunData, latency: str) -> Iterator[_Run]:
+    """Yield the saved quantiles of the load point that decided for the best."""
+    place = _deciding_point(run.best or run.nearest)
     for who, again, trial in _trials(run):
         points_of = _points(trial)
         if place < len(points_of):
             values = tuple(_quantiles(run, trial, place, latency))
-            yield _Ran(who=who, again=again, trial=trial, point=points_of[place], values=values)
+            yield _Run(who=who, again=again, trial=trial, point=points_of[place], values=values)
 
 
-def _told(best: Mapping[str, Any] | None) -> int:
-    """Return the place of the load point whose figures are those of the measurement."""
+def _deciding_point(best: Mapping[str, Any] | None) -> int:
+    """Return the index of the load point whose figures are those of the measurement."""
     figures = lookup(best or {}, "measured.figures") or {}
     keys = ("output_tokens_per_s", "e2e_s", "ttft_s")
     for place, point in enumerate(_points(best) if best else ()):
@@ -96,7 +90,7 @@ def _told(best: Mapping[str, Any] | None) -> int:
 
 
 def _quantiles(run: RunData, trial: Mapping[str, Any], place: int, latency: str) -> Iterator[tuple[float, ...]]:
-    """Yield the quantiles that a trial's program wrote; what is not as it writes them is left out."""
+    """Yield the valid quantiles in the metrics.json of a trial."""
     try:
         repeats = run.metrics(trial)["points"][place]["repeats"]
         found = [repeat["quantiles"][latency] for repeat in repeats]
@@ -109,52 +103,50 @@ def _quantiles(run: RunData, trial: Mapping[str, Any], place: int, latency: str)
             yield tuple(float(each) for each in values)
 
 
-def _distribution(run: RunData, latency: str, known: Sequence[_Ran], limits: Mapping[str, float], held: Table) -> Chart:
+def _distribution(latency: str, known: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
     short = serving_text.SHORT_LATENCIES[latency]
     mine = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
-        ran = [each for each in known if (each.who == "baseline", each.again) == (series % 2 == 1, again)]
-        if ran:
+        same = [each for each in known if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
+        if same:
             width = 1.5 if again else 3
-            trace = line(_called(ran), series, *_curves([values for each in ran for values in each.values]))
+            trace = line(_legend(same), series, *_curves([values for each in same for values in each.values]))
             trace["line"] = {**trace["line"], "width": width}
             traces.append(trace)
     for series, each in enumerate(one for one in known if not one.again):
         marks = [(number(lookup(each.point, f"{latency}.{name}")), _share(name)) for name in STATISTICS[1:]]
         there = [(x, y) for x, y in marks if x is not None]
-        name = f"its p50, p90 and p99 ({each.who})"
-        traces.append(points(name, series, [x for x, _ in there], [y for _, y in there]))
+        traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
     values = [float(x) for trace in traces for x in trace["x"] if x is not None]
     shapes = []
     for name, limit in mine.items():
         values.append(limit)
-        shapes.append(limit_line(f"limit: {serving_text.name_of(name)} {limit:g} s", limit))
+        shapes.append(limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit))
     load = serving_text.load_text(known[0].point)
     return Chart(
-        title=f"How {short} spreads over requests" + (f", {load}" if load else ""),
-        says=" ".join(_says(latency, known, mine)),
+        title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
+        summary=" ".join(_summary(latency, known, mine)),
         traces=tuple(traces),
         layout=layout(
             f"{short}, s",
-            "requests that are as fast or faster",
+            _("share of requests"),
             xaxis=clear_axis(values),
             yaxis={"tickformat": ".0%", "range": [0, 1.02]},
             shapes=shapes,
             height=420,
         ),
-        table=held,
+        table=statistics,
     )
 
 
-def _called(ran: Sequence[_Ran]) -> str:
-    numbers = ", ".join(str(each.trial["number"]) for each in ran)
-    trials = f"trial{'s' if len(ran) > 1 else ''} {numbers}"
-    return f"{ran[0].who} again, {trials}" if ran[0].again else f"{ran[0].who}, {trials}"
+def _legend(runs: Sequence[_Run]) -> str:
+    numbers = ", ".join(str(each.trial["number"]) for each in runs)
+    return ", ".join([runs[0].who, *([_("repeat")] if runs[0].again else []), f"{_('trial')} {numbers}"])
 
 
 def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], list[float | None]]:
-    """Return lines of latency and share of requests, one after another, with a gap between them."""
+    """Return lines of latency and share of requests, with a gap between two lines."""
     x: list[float | None] = []
     y: list[float | None] = []
     for values in several:
@@ -168,25 +160,23 @@ def _share(statistic: str) -> float:
     return float(statistic.removeprefix("p")) / 100.0
 
 
-def _says(latency: str, known: Sequence[_Ran], limits: Mapping[str, float]) -> Iterator[str]:
+def _summary(latency: str, known: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:
     short = serving_text.SHORT_LATENCIES[latency]
     for each in known:
         if each.again:
             continue
         half, most = (number(lookup(each.point, f"{latency}.{name}")) for name in ("p50", "p99"))
-        yield (
-            f"The {each.who}: half of the requests have a {short} of {shown(half)} s or less, 99 of 100 of at most "
-            f"{shown(most)} s" + "".join(_within(each, limit) for limit in sorted(set(limits.values()))) + "."
-        )
+        within = "".join(_within(each, limit) for limit in sorted(set(limits.values())))
+        yield f"{each.who.capitalize()}: {short} p50 {shown(half)} s, p99 {shown(most)} s{within}."
 
 
-def _within(ran: _Ran, limit: float) -> str:
+def _within(ran: _Run, limit: float) -> str:
     shares = [_share_within(values, limit) for values in ran.values]
-    return f"; {min(shares):.1%} are within {limit:g} s"
+    return "; " + _("{share:.1%} of requests within {limit:g} s", share=min(shares), limit=limit)
 
 
 def _share_within(values: Sequence[float], limit: float) -> float:
-    """Return the share of requests that take no longer than `limit`, between two quantiles in proportion."""
+    """Return the share of requests within `limit`, interpolated between quantiles."""
     if limit >= values[-1]:
         return 1.0
     if limit < values[0]:
@@ -195,14 +185,14 @@ def _share_within(values: Sequence[float], limit: float) -> float:
 
 
 def _statistics(run: RunData, latency: str) -> Table:
-    """Return the statistics of every load point of the best, of the baseline and of their repeats."""
+    """Return the statistics of every load point of the best, the baseline and their repeats."""
     rows = []
     for who, again, trial in _trials(run):
         for point in _points(trial):
             figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
             if figures[1] is not None:
                 load = serving_text.load_text(point)
-                name = f"{who} again" if again else who
+                name = f"{who}, {_('repeat')}" if again else who
                 link = Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}")
                 answered = number(point.get("answered"))
                 rows.append(
@@ -210,19 +200,19 @@ def _statistics(run: RunData, latency: str) -> Table:
                 )
     short = serving_text.SHORT_LATENCIES[latency]
     return table(
-        f"{short} of requests, s; where a load ran several times, the median of each statistic",
-        ["load point", "trial", "requests", *STATISTICS],
+        _("{latency} of requests, s; median over repeats of a load point", latency=short),
+        [_("load point"), _("trial"), _("requests"), *STATISTICS],
         rows,
     )
 
 
-def _dots(latency: str, held: Table) -> Chart:
-    """Return the statistics of each load point side by side."""
+def _dots(latency: str, statistics: Table) -> Chart:
+    """Return the statistics of each load point as a chart."""
     short, first = serving_text.SHORT_LATENCIES[latency], 3
-    names = [f"{row[0].text} (trial {row[1].text})" for row in held.rows]
+    names = [f"{row[0].text} ({_('trial')} {row[1].text})" for row in statistics.rows]
     x: list[float | None] = []
     y: list[str | None] = []
-    for row, name in zip(held.rows, names, strict=True):
+    for row, name in zip(statistics.rows, names, strict=True):
         x += [row[first + 1].value, row[first + 3].value, None]
         y += [name, name, None]
     grey = {"color": "#888888", "width": 3}
@@ -230,13 +220,12 @@ def _dots(latency: str, held: Table) -> Chart:
         {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}
     ]
     for series, each in enumerate(STATISTICS):
-        traces.append(points(each, series, [row[first + series].value for row in held.rows], names))
-    told = held.rows[0]
+        traces.append(points(each, series, [row[first + series].value for row in statistics.rows], names))
+    row = statistics.rows[0]
     return Chart(
-        title=f"{short} over the requests of a load point",
-        says=f"{told[0].text}: half of the requests have a {short} of {told[first + 1].text} s or less, 99 of 100 of "
-        f"at most {told[first + 3].text} s.",
+        title=_("{latency} over the requests of a load point", latency=short),
+        summary=f"{row[0].text}: {short} p50 {row[first + 1].text} s, p99 {row[first + 3].text} s.",
         traces=tuple(traces),
-        layout=rows_layout(f"{short}, s", len(held.rows), xaxis={"rangemode": "tozero"}),
-        table=held,
+        layout=rows_layout(f"{short}, s", len(statistics.rows), xaxis={"rangemode": "tozero"}),
+        table=statistics,
     )

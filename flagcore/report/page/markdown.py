@@ -1,20 +1,18 @@
-"""A page as Markdown: charts as their tables, everything from a run escaped."""
+"""A page as Markdown: charts as tables, all data of a run escaped."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from flagcore.i18n import said
-from flagcore.report.page.blocks import Block, Cell, Chart, Code, Facts, Folded, Page, Table, Text
-from flagcore.report.page.translation import colon, in_words
+from flagcore.i18n import _
+from flagcore.report.page.blocks import Block, Cell, Chart, Code, Collapsed, Facts, Page, Table, Text
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
 
 
 def as_markdown(page: Page) -> str:
-    """Return a page as Markdown with tables and fenced code as GitHub reads them, in the language of its reader."""
-    page = in_words(page)
+    """Return a page as GitHub-flavoured Markdown."""
     parts = [f"# {_text(page.title)}", _text(page.subtitle)]
     for section in page.sections:
         parts.append(f"## {_text(section.title)}")
@@ -24,16 +22,16 @@ def as_markdown(page: Page) -> str:
 
 def _block(block: Block) -> Iterator[str]:
     if isinstance(block, Text):
-        yield f"**{said('Note:')}** {_text(block.text)}" if block.warns else _text(block.text)
+        yield f"**{_('Note:')}** {_text(block.text)}" if block.warning else _text(block.text)
     elif isinstance(block, Facts):
-        yield "\n".join(f"- {_text(name)}{colon()}**{_text(cell.text)}**" for name, cell in block.items)
+        yield "\n".join(f"- {_text(name)}: **{_text(cell.text)}**" for name, cell in block.items)
     elif isinstance(block, Code):
-        yield from (_text(block.caption) + colon().rstrip(), _fenced(block.text))
+        yield from (_text(block.caption) + ":", _fenced(block.text))
     elif isinstance(block, Table):
-        yield from (_text(block.caption) + colon().rstrip(), _table(block))
+        yield from (_text(block.caption) + ":", _table(block))
     elif isinstance(block, Chart):
-        yield from (f"### {_text(block.title)}", _text(block.says), *_block(block.table))
-    elif isinstance(block, Folded):
+        yield from (f"### {_text(block.title)}", _text(block.summary), *_block(block.table))
+    elif isinstance(block, Collapsed):
         yield f"### {_text(block.title)}"
         for inner in block.blocks:
             yield from _block(inner)
@@ -53,7 +51,7 @@ def _cell(cell: Cell) -> str:
 
 
 def _text(text: str) -> str:
-    """Return text in one line with what Markdown or HTML would read in it escaped."""
+    """Return text in one line, with Markdown and HTML escaped."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("&", "&amp;")
 
 

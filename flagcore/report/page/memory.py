@@ -1,10 +1,11 @@
-"""Memory of the best by component and pipeline stage, and what was measured beside it."""
+"""Memory of the best configuration by component and pipeline stage, predicted and measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flagcore.i18n import N_, _
 from flagcore.report.explanation import COMPONENTS, HEADINGS
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
@@ -12,16 +13,16 @@ from flagcore.report.page.charts import bars, limit_line, points, rows_layout
 from flagcore.report.page.run import RunData, number
 
 LEVELS = {
-    "peak_allocated_gib": "allocated at the peak",
-    "reserved_gib": "reserved by the allocator",
-    "device_used_gib": "in use on the device",
+    "peak_allocated_gib": N_("peak allocated"),
+    "reserved_gib": N_("reserved"),
+    "device_used_gib": N_("in use"),
 }
 MEASURED = {"peak_allocated_gib": "peak_allocated_gib", "reserved_gib": "peak_reserved_gib"}
 GIB = 2**30
 
 
 def memory(run: RunData) -> Section | None:
-    """Return what a device of each stage of the best holds; None where there is no best."""
+    """Return the memory of a device of each stage of the best; None without a best."""
     if run.best is None:
         return None
     predicted = run.best["predicted"].get("memory") or {}
@@ -30,38 +31,44 @@ def memory(run: RunData) -> Section | None:
     if any(stage["components"] for stage in stages):
         blocks += [_by_component(run, stages, predicted), _components(stages)]
     blocks.append(_levels(run, stages, predicted))
-    kinds = {"static_gib": "weights and cache", "activation_gib": "activations and graphs", "kv_cache_gib": "KV cache"}
+    kinds = {
+        "static_gib": _("~weights and cache"),
+        "activation_gib": _("~activations and graphs"),
+        "kv_cache_gib": _("~KV cache"),
+    }
     if run.serves and predicted:
-        known = [[f"~{text}", cell(predicted[name])] for name, text in kinds.items() if name in predicted]
+        known = [[text, cell(predicted[name])] for name, text in kinds.items() if name in predicted]
         if "kv_cache_tokens" in predicted:
-            known.append(["~tokens that the KV cache has room for", cell(predicted["kv_cache_tokens"])])
-        blocks.append(table("Of this, GiB", ["what", "GiB or tokens"], known))
-    return Section(anchor="memory", title="Memory of the best", blocks=tuple(blocks))
+            known.append([_("~capacity of the KV cache, tokens"), cell(predicted["kv_cache_tokens"])])
+        blocks.append(table(_("Parts, GiB"), [_("part"), _("GiB or tokens")], known))
+    return Section(anchor="memory", title=_("Memory of the best configuration"), blocks=tuple(blocks))
 
 
 def _by_component(run: RunData, stages: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> Chart:
-    names = [f"stage {stage['stage']}" for stage in stages]
+    names = [_("stage {number}", number=stage["stage"]) for stage in stages]
     traces = [
         bars(COMPONENTS.get(part, part), place, [_held(stage, part) for stage in stages], names, width=0.5)
         for place, part in enumerate(_parts(stages))
     ]
     for place, (level, text) in enumerate(LEVELS.items()):
-        traces.append(points(f"~{text}", place + 4, [stage[level] for stage in stages], names))
+        traces.append(points(f"~{_(text)}", place + 4, [stage[level] for stage in stages], names))
     measured = _measured_by_stage(run, len(stages))
     for place, (level, text) in enumerate(LEVELS.items()):
         known = [(figures[level], name) for figures, name in zip(measured, names, strict=False) if level in figures]
         if known:
-            trace = points(f"{text}, measured", place, [value for value, _ in known], [name for _, name in known])
+            trace = points(
+                _("{level}, measured", level=_(text)), place, [value for value, _ in known], [name for _, name in known]
+            )
             traces.append(
                 trace | {"marker": {**trace["marker"], "size": 12, "symbol": ("star", "hash", "bowtie")[place]}}
             )
     capacity = number(predicted.get("capacity_gib"))
-    shapes = [] if capacity is None else [limit_line(f"capacity {shown(capacity)} GiB", capacity)]
+    shapes = [] if capacity is None else [limit_line(_("capacity {gib} GiB", gib=shown(capacity)), capacity)]
     worst = max(stages, key=lambda stage: float(stage["device_used_gib"]))
-    room = "" if capacity is None else f" of {shown(capacity)} GiB"
+    used = f"~{shown(worst['device_used_gib'])}" + ("" if capacity is None else f" / {shown(capacity)}")
     return Chart(
-        title="What a device holds, by component and stage",
-        says=f"Stage {worst['stage']} needs most: ~{shown(worst['device_used_gib'])} GiB in use{room}, as predicted.",
+        title=_("Memory of a device by component and stage"),
+        summary=_("Stage {number} needs the most memory: {used} GiB (predicted).", number=worst["stage"], used=used),
         traces=tuple(traces),
         layout=rows_layout("GiB", len(stages), barmode="stack", xaxis={"rangemode": "tozero"}, shapes=shapes)
         | {"height": 320 + 46 * len(stages)},
@@ -78,12 +85,12 @@ def _by_stage(stages: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[st
         levels = [cell(stage[level]) for level in LEVELS]
         rows.append([cell(stage["stage"]), *held, *levels, *(cell(known.get(level)) for level in LEVELS)])
     return table(
-        "GiB of a device of each stage. Components need not all be there at one time, nor add up to the peak",
+        _("GiB per device of each stage. Components need not coexist, so they may not add up to the peak"),
         [
-            "stage",
+            _("stage"),
             *(f"~{COMPONENTS.get(part, part)}" for part in parts),
-            *(f"~{text}" for text in LEVELS.values()),
-            *(f"{text}, measured" for text in LEVELS.values()),
+            *(f"~{_(text)}" for text in LEVELS.values()),
+            *(_("{level}, measured", level=_(text)) for text in LEVELS.values()),
         ],
         rows,
     )
@@ -97,31 +104,32 @@ def _components(stages: Sequence[Mapping[str, Any]]) -> Table:
         for name, part in stage["components"].items()
     ]
     return table(
-        "By component and kind, as predicted",
-        ["stage", "component", *(HEADINGS[key] for key in keys)],
+        _("By component and kind (predicted)"),
+        [_("stage"), _("component"), *(_(HEADINGS[key]) for key in keys)],
         rows,
         sortable=True,
     )
 
 
 def _levels(run: RunData, stages: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> Block:
-    """Return the levels of the device with the least room: allocated, reserved, in use, capacity."""
+    """Return the memory of the fullest device: allocated, reserved, in use, capacity."""
     if not predicted:
-        return Text("Nothing is known of its memory.")
+        return Text(_("There is no prediction of memory."))
     assert run.best is not None
     measured = run.best["measured"] or {}
     rows = [
-        [text, cell(number(predicted.get(level))), cell(number(measured.get(MEASURED.get(level, level))))]
+        [_(text), cell(number(predicted.get(level))), cell(number(measured.get(MEASURED.get(level, level))))]
         for level, text in LEVELS.items()
     ]
-    rows.append(["capacity", cell(number(predicted.get("capacity_gib"))), cell(None)])
-    where = f", stage {predicted['worst_stage']}" if len(stages) > 1 else ""
-    return table(f"The device with the least room{where}, GiB", ["level", "~predicted", "measured, worst rank"], rows)
+    rows.append([_("capacity"), cell(number(predicted.get("capacity_gib"))), cell(None)])
+    caption = _("Fullest device, GiB")
+    if len(stages) > 1:
+        caption = _("Fullest device (stage {number}), GiB", number=predicted["worst_stage"])
+    return table(caption, [_("level"), _("~predicted"), _("measured, worst rank")], rows)
 
 
 def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
-    """Return the largest figures of the ranks of each stage of the best, as its trial wrote them; ranks lie on stages
-    in their order."""
+    """Return the largest measured figures of the ranks of each stage; ranks are in the order of stages."""
     assert run.best is not None
     ranks = run.metrics(run.best).get("ranks") if run.best["measured"] else None
     if not isinstance(ranks, list) or not ranks or len(ranks) % count:

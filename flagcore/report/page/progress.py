@@ -1,4 +1,4 @@
-"""How the best got better while trials ran."""
+"""The course of the search."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 from flagcore.domain.objective import is_rate
 from flagcore.domain.trial import ESTIMATE
+from flagcore.i18n import _
 from flagcore.report.page.blocks import Cell, Chart, Section, Text, cell, table
 from flagcore.report.page.charts import layout, line, points
 from flagcore.report.page.run import RunData, configuration, name_of
+from flagcore.report.text import state_name
 
 
 def progress(run: RunData) -> Section | None:
-    """Return the best so far over the time of all trials; None where nothing ran."""
+    """Return the best so far over time; None if nothing ran."""
     if run.fidelity == ESTIMATE or not run.trials:
         return None
     rows, spent, best = [], 0.0, None
@@ -21,7 +23,7 @@ def progress(run: RunData) -> Section | None:
     ran: dict[str, list[tuple[float, float, str]]] = {}
     failed: list[tuple[float, str]] = []
     steps: list[tuple[float, float]] = []
-    for trial in run.everything:
+    for trial in run.all_trials:
         spent += float(trial["duration_s"])
         figure = run.figure(trial)
         if trial["number"] in first:
@@ -30,9 +32,7 @@ def progress(run: RunData) -> Section | None:
             if best is not None:
                 steps.append((spent, best))
         if figure is not None:
-            kind = (
-                "ended early" if trial["state"] == "stopped" else "a repeat" if trial["role"] == "repeat" else "a trial"
-            )
+            kind = "stopped" if trial["state"] == "stopped" else "repeat" if trial["role"] == "repeat" else "trial"
             ran.setdefault(kind, []).append((spent, figure, name_of(run, trial)))
         else:
             failed.append((spent, name_of(run, trial)))
@@ -40,48 +40,52 @@ def progress(run: RunData) -> Section | None:
             [
                 Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}"),
                 configuration(trial),
-                trial["state"],
+                state_name(trial["state"]),
                 cell(float(spent)),
                 cell(figure),
                 cell(best),
             ]
         )
-    held = table(
-        f"Trials in the order in which they ran, and the best {run.unit} so far",
-        ["trial", "configuration", "state", "seconds spent", run.unit, "best so far"],
+    data = table(
+        _("Trials in the order of their start, with the best {unit} so far", unit=run.unit),
+        [_("trial"), _("configuration"), _("state"), _("elapsed, s"), run.unit, _("best so far")],
         rows,
     )
     if not steps:
-        return Section(anchor="progress", title="The search", blocks=(Text("Nothing was measured."), held))
-    traces = [line("best first run so far", 0, *zip(*steps, strict=True))]
+        return Section(anchor="progress", title=_("Search"), blocks=(Text(_("No trial was measured.")), data))
+    traces = [line(_("best so far (first runs)"), 0, *zip(*steps, strict=True))]
     traces[0]["line"] |= {"shape": "hv"}
-    for series, kind in enumerate(("a trial", "a repeat", "ended early"), start=1):
+    names = {"trial": _("trial"), "repeat": _("repeat"), "stopped": _("stopped early")}
+    for series, kind in enumerate(names, start=1):
         if mine := ran.get(kind):
             x, y, numbers = zip(*mine, strict=True)
-            traces.append(points(kind, series, x, y, text=list(numbers)))
+            traces.append(points(names[kind], series, x, y, text=list(numbers)))
     if failed:
         low = min(y for mine in ran.values() for _, y, _ in mine)
-        names = [name for _, name in failed]
-        traces.append(points("not measured", 4, [x for x, _ in failed], [low] * len(failed), text=names))
-    says = f"{len(rows):,} trials, repeats included, took {spent:,.0f} s; {_went(run, steps[0][1], steps[-1][1])}."
-    if "a repeat" in ran:
-        says += " The answer goes by the median of all runs of a candidate instead."
+        text = [name for _, name in failed]
+        traces.append(points(_("not measured"), 4, [x for x, _ in failed], [low] * len(failed), text=text))
+    summary = [
+        _("{count:,} trials (with repeats) took {seconds:,.0f} s.", count=len(rows), seconds=spent),
+        _improvement(run, steps[0][1], steps[-1][1]),
+    ]
+    if "repeat" in ran:
+        summary.append(_("The best configuration is chosen by the median of all runs of a candidate."))
     chart = Chart(
-        title="Best so far, by first runs, over the time of all trials",
-        says=says,
+        title=_("Best so far over time"),
+        summary=" ".join(summary),
         traces=tuple(traces),
-        layout=layout("seconds of all trials together", run.unit),
-        table=held,
+        layout=layout(_("total time of trials, s"), run.unit),
+        table=data,
     )
-    return Section(anchor="progress", title="The search", blocks=(chart,))
+    return Section(anchor="progress", title=_("Search"), blocks=(chart,))
 
 
-def _went(run: RunData, first: float, last: float) -> str:
-    """Return in words how far the best first run got."""
+def _improvement(run: RunData, first: float, last: float) -> str:
+    """Return how far the best first run improved."""
     start, end = cell(first).text, cell(last).text
     if start == end:
-        return f"no first run was faster than the first one with a figure, {start} {run.unit}"
-    return f"the best first run went from {start} to {end} {run.unit}"
+        return _("The first measured trial was the fastest: {value} {unit}.", value=start, unit=run.unit)
+    return _("The best improved from {start} to {end} {unit}.", start=start, end=end, unit=run.unit)
 
 
 def _broken(trial: Mapping[str, Any]) -> bool:

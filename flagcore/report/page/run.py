@@ -1,4 +1,4 @@
-"""A run as its page needs it: the result, what was predicted beside it, and files of its folder."""
+"""The data of a report page: the result of a run, its predictions, and files of its folder."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from typing import Any
 from flagcore.domain.objective import SERVING, told
 from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.files import open_regular, read_regular
+from flagcore.i18n import _
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.text import values_text
 
 INSIGHT = "insight.json"
 TAIL_LINES, TAIL_BYTES = 25, 4000
-"""The end of a log that is told: so many lines at most, of so many bytes."""
-MOST_FILE = 1 << 20
-"""Bytes of a file that is shown whole."""
+"""The most lines, and bytes, of the end of a log."""
+MAX_FILE = 1 << 20
+"""The most bytes of a file that is shown."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """A run's result as in result.json, and its `insight` (see `flagcore.report.page.insight`), empty if unknown.
+    """The result of a run as in result.json, and its `insight` (`flagcore.report.page.insight`), empty if missing.
 
-    `folder` has the trials' files. `called` is how the user names the run's folder, for commands. `notes` are to be
-    told before all else. `secrets` are values that must not be shown, wherever they stand.
+    `folder` has the files of trials. `called` is the folder as the user wrote it, for commands. `notes` are warnings
+    that come first. `secrets` are values that must not be shown.
     """
 
     result: Mapping[str, Any]
@@ -46,7 +47,7 @@ class RunData:
     def to_hand_on(
         cls, result: Mapping[str, Any], insight: Mapping[str, Any], secrets: Sequence[str], **rest: Any
     ) -> RunData:
-        """Return a run without its secrets: a page is handed on."""
+        """Return a run with its secrets removed: pages are shared."""
         return cls(
             result=redact_data(result, secrets),
             insight=redact_data(insight, secrets),
@@ -61,12 +62,12 @@ class RunData:
 
     @property
     def serves(self) -> bool:
-        """Whether servers were tuned."""
+        """Whether the run is for serving."""
         return self.objective in SERVING
 
     @property
     def fidelity(self) -> str:
-        """That of the trials."""
+        """The fidelity of its trials."""
         return str(self.result["fidelity"])
 
     @property
@@ -76,22 +77,22 @@ class RunData:
 
     @property
     def baseline(self) -> Mapping[str, Any] | None:
-        """The baseline's trial."""
+        """The trial of the baseline."""
         return self.result.get("baseline")
 
     @property
     def trials(self) -> Sequence[Mapping[str, Any]]:
-        """One trial a candidate, in the order in which they ran."""
+        """One trial per candidate, in their order."""
         return list(self.result["trials"])
 
     @property
-    def everything(self) -> Sequence[Mapping[str, Any]]:
-        """Probes, trials and repeats in the order in which they ran."""
+    def all_trials(self) -> Sequence[Mapping[str, Any]]:
+        """Probes, trials and repeats in their order."""
         every = [*self.result.get("probes", ()), *self.trials, *self.result.get("repeats", ())]
         return sorted(every, key=lambda trial: int(trial["number"]))
 
     def figure(self, trial: Mapping[str, Any]) -> float | None:
-        """Return a trial's objective as measured, None without a measurement."""
+        """Return the measured objective of a trial, None without a measurement."""
         if not trial["measured"]:
             return None
         if not self.serves:
@@ -99,7 +100,7 @@ class RunData:
         return told(self.objective, float(trial["measured"]["step_time_s"]["median"]))
 
     def predicted(self, trial: Mapping[str, Any], bound: str = "value") -> float | None:
-        """Return a trial's objective as predicted before it ran, or a `bound` of it, `low` or `high`; None: unknown."""
+        """Return the predicted objective of a trial, or its `low` or `high` bound; None without a prediction."""
         key = "objective" if self.serves else "tokens_per_second_per_device"
         return number(lookup(trial["predicted"], f"{key}.{bound}"))
 
@@ -109,13 +110,13 @@ class RunData:
         return [trial, *(each for each in same if each["number"] != trial["number"])]
 
     def why_broken(self, trial: Mapping[str, Any]) -> str:
-        """Return which limits a trial broke, or its repeats did; nothing where all kept them."""
+        """Return the limits that a trial, or else its repeats, exceeded; empty without any."""
         found = [(each["number"], (each["measured"] or {}).get("broken") or []) for each in self.runs(trial)]
         return serving_text.broken_text(trial["number"], [(number, "; ".join(why)) for number, why in found if why])
 
     @property
     def nearest(self) -> Mapping[str, Any] | None:
-        """The trial that misses the limits by least where none keeps them, by the median of its runs."""
+        """The trial nearest to the limits by the median of its runs, if none is within them."""
         limits: Mapping[str, float] = self.result.get("limits") or {}
         if self.best is not None or not limits:
             return None
@@ -132,21 +133,21 @@ class RunData:
 
     @property
     def unit(self) -> str:
-        """What the objective is called, with its unit."""
+        """The objective with its unit."""
         return serving_text.heading(self.objective) if self.serves else "tokens/s/device"
 
     def trial_folder(self, trial: Mapping[str, Any]) -> Path:
-        """Return the folder of a trial's files."""
+        """Return the folder of a trial."""
         return self.folder / "trials" / str(int(trial["number"]))
 
     def metrics(self, trial: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what a trial's program wrote of itself; nothing where there is nothing, or none that can be read."""
+        """Return the metrics.json of a trial, empty if it cannot be read."""
         return json_file(self.trial_folder(trial) / "metrics.json")
 
     def tails(self, trial: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return names and ends of a trial's logs, of its probed ranks too.
+        """Return names and ends of the logs of a trial and of its probed ranks.
 
-        Empty ones are left out, and links out of the folder of trials: a page is handed on.
+        Empty logs and links out of the folder are omitted.
         """
         folder, whole = self.trial_folder(trial), (self.folder / "trials").resolve()
         try:
@@ -159,31 +160,31 @@ class RunData:
 
 
 def number(value: Any) -> float | None:
-    """Return a figure, None for anything else."""
+    """Return a number as float, None for anything else."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def name_of(run: RunData, trial: Mapping[str, Any]) -> str:
-    """Return a trial's number with its role and, for another fidelity than the run's, that."""
-    role = "" if trial["role"] == "search" else f" {trial['role']}"
+    """Return the number of a trial with its role, or with its fidelity if that is not the fidelity of the run."""
+    role = "" if trial["role"] == "search" else trial["role"]
     if trial["fidelity"] != run.fidelity:
-        role = f" {trial['fidelity']}"
-    best = " best" if run.best and trial["number"] == run.best["number"] else ""
-    return f"{trial['number']}{role}{best}"
+        role = trial["fidelity"]
+    best = _("best") if run.best and trial["number"] == run.best["number"] else ""
+    return " ".join(filter(None, [str(trial["number"]), _(role), best]))
 
 
 def configuration(trial: Mapping[str, Any]) -> str:
-    """Return a trial's candidate in one line."""
+    """Return the candidate of a trial in one line."""
     return values_text(trial["candidate"])
 
 
 def objective_text(run: RunData, figure: float | None) -> str:
-    """Return a figure of the objective with its unit, rounded as tables are."""
+    """Return a value of the objective with its unit, rounded."""
     return "-" if figure is None else f"{shown(figure)} {run.unit}"
 
 
 def tail(file: Path) -> str:
-    """Return the last lines of a text file, nothing where it cannot be read."""
+    """Return the last lines of a text file, empty if it cannot be read."""
     try:
         with open_regular(file) as log:
             size = os.fstat(log.fileno()).st_size
@@ -198,19 +199,16 @@ def tail(file: Path) -> str:
 
 
 def text_file(file: Path, known: Collection[str] = ()) -> str:
-    """Return a text file without its secrets, `known` ones and others: a page is handed on.
-
-    Nothing where it is not there or too large.
-    """
+    """Return a text file without secrets, `known` ones and others; empty if it is missing or too large."""
     try:
-        text = read_regular(file, MOST_FILE).decode("utf-8", errors="replace")
+        text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
     except OSError:
         return ""
     return redact_text(_printable(text), known)
 
 
 def json_file(file: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file, an empty one where there is none that can be read."""
+    """Return the object in a JSON file, an empty one if it cannot be read."""
     try:
         data = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):
@@ -223,6 +221,6 @@ def _log_order(file: Path) -> tuple[str, int, str]:
 
 
 def _printable(text: str) -> str:
-    """Return text without a terminal's colours and other control characters."""
+    """Return text without terminal colours and other control characters."""
     text = COLOURS.sub("", text)
     return "".join(letter if letter in "\n\t" or letter.isprintable() else "�" for letter in text)

@@ -1,39 +1,41 @@
-"""Servers: throughput against latency with what no other load point beats, limits, and how latencies spread."""
+"""Serving: throughput against latency with its Pareto front, limits, and distributions of latencies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flagcore.i18n import _
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Section, Text, cell, table
 from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
-from flagcore.report.page.latency_distribution import LATENCIES, spread
+from flagcore.report.page.latency_distribution import LATENCIES, distributions
 from flagcore.report.page.run import RunData, configuration, name_of, number
 
 RATE = "output_tokens_per_s"
 
 
 def serving(run: RunData) -> Section | None:
-    """Return the figures of servers; None where nothing was served."""
+    """Return load points and latencies; None for training."""
     if not run.serves:
         return None
     points_of = [(trial, point) for trial in run.trials for point in (trial["measured"] or {}).get("points") or []]
     if not points_of:
         return None
     limits: Mapping[str, float] = run.result.get("limits") or {}
-    blocks: list[Block] = [
-        Text(f"Limits: {serving_text.limits_text(limits)}." if limits else "No limits of latency were given.")
-    ]
+    text = (
+        _("Latency limits: {limits}.", limits=serving_text.limits_text(limits)) if limits else _("No latency limits.")
+    )
+    blocks: list[Block] = [Text(text)]
     for latency in _wanted(limits):
         blocks += _against(run, points_of, latency, limits.get(latency))
-    blocks += spread(run, limits)
-    return Section(anchor="serving", title="Throughput against latency", blocks=tuple(blocks))
+    blocks += distributions(run, limits)
+    return Section(anchor="serving", title=_("Throughput and latency"), blocks=tuple(blocks))
 
 
 def _wanted(limits: Mapping[str, float]) -> list[str]:
-    """Return the latencies worth a chart: those with a limit, else their median."""
+    """Return the latencies to chart: those with a limit, else their median."""
     wanted = list(limits)
     wanted += [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in limits)]
     return wanted
@@ -42,7 +44,7 @@ def _wanted(limits: Mapping[str, float]) -> list[str]:
 def _against(
     run: RunData, every: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], latency: str, limit: float | None
 ) -> Iterator[Block]:
-    """Yield output tokens per second against one latency, a marker a load point."""
+    """Yield output tokens per second against a latency, a marker per load point."""
     known = [
         (trial, point, float(x), float(y))
         for trial, point in every
@@ -54,54 +56,62 @@ def _against(
     front = _front([(x, y) for _, _, x, y in known])
     rows = []
     for trial, point, x, y in known:
-        kept = "" if limit is None else "keeps it" if x <= limit else "breaks it"
-        beaten = "" if (x, y) in front else "beaten"
+        within = [] if limit is None else [_("yes") if x <= limit else _("no")]
+        optimal = _("yes") if (x, y) in front else _("no")
         link = f"#trial-{trial['number']}"
         row = [
             Cell(name_of(run, trial), float(trial["number"]), link),
             configuration(trial),
             serving_text.load_text(point),
         ]
-        rows.append([*row, cell(y), cell(x), beaten or "not beaten", *([kept] if limit is not None else [])])
-    headings = ["trial", "configuration", "load", short, f"{name}, s", "by another load point"]
-    held = table(
-        f"Load points by {short} and {name}",
-        [*headings, *([f"limit {limit:g} s"] if limit is not None else [])],
+        rows.append([*row, cell(y), cell(x), optimal, *within])
+    headings = [_("trial"), _("configuration"), _("load"), short, f"{name}, s", _("Pareto-optimal")]
+    data = table(
+        _("Load points by {rate} and {latency}", rate=short, latency=name),
+        [*headings, *([_("within {limit:g} s", limit=limit)] if limit is not None else [])],
         rows,
         sortable=True,
     )
     best = run.best["number"] if run.best else None
     groups = [
-        ("others", 0, 9, [each for each in known if each[0]["number"] != best]),
-        ("the best's", 1, 14, [each for each in known if each[0]["number"] == best]),
+        (_("others"), 0, 9, [each for each in known if each[0]["number"] != best]),
+        (_("best"), 1, 14, [each for each in known if each[0]["number"] == best]),
     ]
     traces = []
     if len(front) > 1:
-        traces.append(line("what no other beats", 3, [x for x, _ in front], [y for _, y in front]))
+        traces.append(line(_("Pareto front"), 3, [x for x, _ in front], [y for _, y in front]))
         traces[0]["line"] |= {"shape": "hv"}
     for group, series, size, mine in groups:
         if mine:
-            text = [f"trial {trial['number']}: {serving_text.load_text(point)}" for trial, point, _, _ in mine]
+            text = [f"{_('trial')} {trial['number']}: {serving_text.load_text(point)}" for trial, point, *xy in mine]
             trace = points(group, series, [x for *_, x, _ in mine], [y for *_, y in mine], text=text)
             traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     shapes: list[Any] = []
     x_values = [x for *_, x, _ in known]
     if limit is not None:
-        shapes = [limit_line(f"limit {limit:g} s", limit)]
+        shapes = [limit_line(_("limit {seconds:g} s", seconds=limit), limit)]
         x_values.append(limit)
     top = max(known, key=lambda each: each[3])
+    summary = _(
+        "{count} of {total} load points are Pareto-optimal; the maximum is {rate} {unit} at {seconds} s {latency}.",
+        count=len(front),
+        total=len(known),
+        rate=shown(top[3]),
+        unit=short,
+        seconds=shown(top[2]),
+        latency=name,
+    )
     yield Chart(
-        title=f"{short} against {name}",
-        says=f"No other load point beats {len(front)} of {len(known)}; most is {shown(top[3])} {short} at "
-        f"{shown(top[2])} s {name}" + (f"; the limit is {limit:g} s." if limit is not None else "."),
+        title=_("{rate} against {latency}", rate=short, latency=name),
+        summary=summary,
         traces=tuple(traces),
         layout=layout(f"{name}, s", short, shapes=shapes, xaxis=clear_axis(x_values)),
-        table=held,
+        table=data,
     )
 
 
 def _front(known: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the (latency, rate) points that no other beats in both, by latency."""
+    """Return the Pareto-optimal (latency, rate) points by latency."""
     kept: list[tuple[float, float]] = []
     for x, y in sorted(known, key=lambda point: (point[0], -point[1])):
         if not kept or y > kept[-1][1]:

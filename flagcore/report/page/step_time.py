@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The parts of the step time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from flagcore.report.explanation import PARTS
+from flagcore.i18n import N_, _
+from flagcore.report.explanation import part_name
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Chart, Section, cell, percent, table
 from flagcore.report.page.charts import bars, points, rows_layout
 from flagcore.report.page.run import RunData, number
 
-MEASURED = {"forward_backward_s": "forward and backward", "optimizer_s": "optimizer"}
-"""What the trial program measures of a step, of its first rank."""
+MEASURED = {"forward_backward_s": N_("forward and backward, s"), "optimizer_s": N_("optimizer, s")}
+"""The parts of a step that the trial program measures on its first rank."""
 
 
 def step_time(run: RunData) -> Section | None:
-    """Return the parts of a step; None where none is known."""
+    """Return the parts of the step time; None without a prediction."""
     trials = {"best": run.best, "baseline": run.baseline}
     if run.best and run.baseline and run.best["candidate"] == run.baseline["candidate"]:
         trials.pop("baseline")
@@ -25,11 +26,11 @@ def step_time(run: RunData) -> Section | None:
     if not known:
         return None
     blocks: list[Block] = [_by_part(run, known, {name: trial for name, trial in trials.items() if trial})]
-    measured = [[name, *_measured(run, trial)] for name, trial in trials.items() if trial and _measured(run, trial)]
+    measured = [[_(name), *_measured(run, trial)] for name, trial in trials.items() if trial and _measured(run, trial)]
     if measured:
-        headings = ["what ran", *(f"{text}, s" for text in MEASURED.values()), "step, s"]
-        blocks.append(table("Measured by the trial program, median over the steps that count", headings, measured))
-    return Section(anchor="step", title="Time of a step", blocks=tuple(blocks))
+        headings = [_("trial"), *(_(text) for text in MEASURED.values()), _("step, s")]
+        blocks.append(table(_("Measured by the trial program, median over steps"), headings, measured))
+    return Section(anchor="step", title=_("Step time"), blocks=tuple(blocks))
 
 
 def _parts(trial: Mapping[str, Any]) -> dict[str, float]:
@@ -38,15 +39,16 @@ def _parts(trial: Mapping[str, Any]) -> dict[str, float]:
 
 def _by_part(run: RunData, known: Mapping[str, Mapping[str, float]], trials: Mapping[str, Mapping[str, Any]]) -> Chart:
     names = list(dict.fromkeys(name for parts in known.values() for name in parts))
+    labels = [_(name) for name in known]
     traces = [
-        bars(PARTS.get(name, name), place, [parts.get(name, 0.0) for parts in known.values()], list(known), width=0.5)
+        bars(_(part_name(name)), place, [parts.get(name, 0.0) for parts in known.values()], labels, width=0.5)
         for place, name in enumerate(names)
         if any(parts.get(name) for parts in known.values())
     ]
     steps = {name: number(lookup(trials[name], "measured.step_time_s.median")) for name in known}
     if any(step is not None for step in steps.values()):
-        there = [(step, name) for name, step in steps.items() if step is not None]
-        trace = points("the step as measured", 5, [step for step, _ in there], [name for _, name in there])
+        there = [(step, _(name)) for name, step in steps.items() if step is not None]
+        trace = points(_("measured step"), 5, [step for step, _ in there], [name for _, name in there])
         traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
     totals = {name: sum(parts.values()) for name, parts in known.items()}
     rows: list[list[Any]] = []
@@ -55,28 +57,33 @@ def _by_part(run: RunData, known: Mapping[str, Mapping[str, float]], trials: Map
         shares = [
             each for seconds, total in figures for each in (cell(seconds), percent(seconds / total if total else 0))
         ]
-        rows.append([PARTS.get(part, part), *shares])
-    rows.append(["step, predicted", *(each for name in known for each in (cell(totals[name]), cell(None)))])
-    rows.append(["step, measured", *(each for name in known for each in (cell(steps[name]), cell(None)))])
-    held = table(
-        "Seconds of a step by part, as predicted",
-        ["part", *(heading for name in known for heading in (f"~{name}, s", f"~{name}, share"))],
+        rows.append([_(part_name(part)), *shares])
+    rows.append([_("step, predicted"), *(each for name in known for each in (cell(totals[name]), cell(None)))])
+    rows.append([_("step, measured"), *(each for name in known for each in (cell(steps[name]), cell(None)))])
+    data = table(
+        _("Parts of the step time (predicted)"),
+        [_("part"), *(heading for name in labels for heading in (f"~{name}, s", "~%"))],
         rows,
     )
     first = next(iter(known))
     most = max(known[first], key=lambda part: known[first][part])
     return Chart(
-        title="What a step is predicted to be spent on",
-        says=f"Of the {first}'s predicted {shown(totals[first])} s a step, {PARTS.get(most, most)} takes "
-        f"{known[first][most] / (totals[first] or 1.0):.1%}.",
+        title=_("Parts of the step time (predicted)"),
+        summary=_(
+            "{name}: {part} takes {share:.1%} of a step of ~{seconds} s.",
+            name=_(first).capitalize(),
+            part=_(part_name(most)),
+            share=known[first][most] / (totals[first] or 1.0),
+            seconds=shown(totals[first]),
+        ),
         traces=tuple(traces),
-        layout=rows_layout("seconds", len(known), each=60, barmode="stack") | {"height": 240 + 50 * len(known)},
-        table=held,
+        layout=rows_layout(_("seconds"), len(known), each=60, barmode="stack") | {"height": 240 + 50 * len(known)},
+        table=data,
     )
 
 
 def _measured(run: RunData, trial: Mapping[str, Any]) -> list[Any]:
-    """Return the medians of what a trial's program measured over the steps that count; nothing without it."""
+    """Return the medians of the measured parts of a step, over the steps after warm-up; empty without them."""
     count = lookup(trial, "measured.step_time_s.n")
     steps = run.metrics(trial).get("steps")
     if not count or not isinstance(steps, list) or trial["fidelity"] != "run":

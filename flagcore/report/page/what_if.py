@@ -1,4 +1,4 @@
-"""What each value of each knob would have cost, as predicted, beside what won."""
+"""The predicted cost of each value of each knob, compared to the best configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CHUNK = 1 << 16
 
 
 @dataclass(slots=True)
-class _Found:
-    """The fastest row with one value of one knob, and the fastest of those that differ least from the best."""
+class _Value:
+    """The fastest row with a value of a knob, and the fastest of those that differ least from the best."""
 
     fastest: int = -1
     seconds: float = np.inf
@@ -30,14 +30,14 @@ class _Found:
 
 @dataclass(slots=True)
 class _Knob:
-    values: dict[int, _Found] = field(default_factory=dict)
+    values: dict[int, _Value] = field(default_factory=dict)
 
 
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
-    """Return, for each knob that has several values among what is predicted to fit, what each of them allows.
+    """Return for each knob with several values what each value costs, among candidates predicted to fit.
 
-    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of those in which fewest knobs
-    differ from row `best`. Candidates without a predicted time do not count.
+    `fastest` is the fastest predicted candidate with the value, `nearest` the fastest of those in which the fewest
+    knobs differ from row `best`. Candidates without a predicted time are ignored.
     """
     space, own = problem.space, {knob: int(code[0]) for knob, code in problem.space.columns(np.array([best])).items()}
     knobs = {knob: _Knob() for knob in own}
@@ -51,20 +51,20 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
         columns = {knob: codes[usable] for knob, codes in columns.items()}
         distance = np.sum([codes != own[knob] for knob, codes in columns.items()], axis=0)
         for knob, codes in columns.items():
-            _look(knobs[knob], codes, seconds, distance, rows.start + usable)
-    told = []
+            _update(knobs[knob], codes, seconds, distance, rows.start + usable)
+    found = []
     for axis in space.axes:
         values = knobs[axis.knob].values
         if len(values) > 1:
-            listed = [_value(problem, axis.decode(code), values[code], best) for code in sorted(values)]
-            told.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
-    return told
+            listed = [_value_record(problem, axis.decode(code), values[code], best) for code in sorted(values)]
+            found.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
+    return found
 
 
-def _look(knob: _Knob, codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
+def _update(knob: _Knob, codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
     for code in np.unique(codes).tolist():
         mine = np.flatnonzero(codes == code)
-        found = knob.values.setdefault(code, _Found())
+        found = knob.values.setdefault(code, _Value())
         found.count += int(mine.size)
         first = mine[np.argmin(seconds[mine])]
         if seconds[first] < found.seconds:
@@ -76,7 +76,7 @@ def _look(knob: _Knob, codes: IntArray, seconds: Any, distance: IntArray, rows: 
             found.nearest, found.distance, found.near_seconds = int(rows[first]), least, float(seconds[first])
 
 
-def _value(problem: Problem, value: Any, found: _Found, best: int) -> dict[str, Any]:
+def _value_record(problem: Problem, value: Any, found: _Value, best: int) -> dict[str, Any]:
     return {
         "value": value,
         "candidates": found.count,
@@ -86,7 +86,7 @@ def _value(problem: Problem, value: Any, found: _Found, best: int) -> dict[str, 
 
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:
-    """Return a candidate by what differs from the best, with what is predicted of it."""
+    """Return a candidate by its differences from the best, with its prediction."""
     candidate, own = problem.space.candidate(row), problem.space.candidate(best)
     predicted: Mapping[str, Any] = record(problem.platform.task, problem.predictions.row(row))
     wanted = ("step_time_s", "tokens_per_second_per_device", "objective", "time", "limit", "memory")

@@ -20,7 +20,7 @@ from flagcore.i18n import choose
 from tests.cli.conftest import MODEL, Project
 from tests.report.page.reading import Read, read
 
-SERVER = Path(__file__).parents[2] / "workloads" / "serving" / "trial" / "server.py"
+SERVER = Path(__file__).parents[2] / "engines" / "serving" / "trial" / "server.py"
 EXPERTS = {**MODEL, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256}
 HOSTILE = "</script><script>alert('log')</script> <img src=x onerror=alert(1)> a|b `c` \x1b[31mred\x1b[0m \x07"
 BROKEN = f"""\

@@ -160,9 +160,9 @@ SIZES = """() => [...document.querySelectorAll(".plot")].map((plot) => {
 
 def test_figures_that_are_seen_are_those_of_the_result(opened: Open, runs: Runs) -> None:
     found, result = opened("dense"), runs("dense").result
-    told = found.page.locator("#answer dl").inner_text()
+    told = found.page.locator("#summary dl").inner_text()
     assert f"{result['gain']:+.1%} tokens/s" in told
-    value = found.page.locator("#answer dd[data-value]").first.get_attribute("data-value")
+    value = found.page.locator("#summary dd[data-value]").first.get_attribute("data-value")
     assert float(value) == result["best"]["measured"]["tokens_per_second_per_device"]
 
 
@@ -257,8 +257,8 @@ def test_it_prints_on_light_paper_with_its_charts(opened: Open, tmp_path: Path) 
 
 def test_without_scripts_the_tables_tell_all(opened: Open) -> None:
     page = opened("dense", java_script_enabled=False).page
-    assert page.locator("#answer dl").is_visible()
-    assert "charts need JavaScript" in page.locator("header .warns").inner_text()
+    assert page.locator("#summary dl").is_visible()
+    assert "charts need JavaScript" in page.locator("header .warning").inner_text()
     page.locator("#accuracy summary").first.click()
     assert page.locator("#accuracy table").first.is_visible()
 
@@ -272,4 +272,4 @@ def test_a_screen_reader_finds_its_way(opened: Open) -> None:
     charts = page.get_by_role("img", name=re.compile(r"^Chart: .+ Its figures are in the table below"))
     assert charts.count() == page.locator(".plot").count() > 0
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Skip to the answer"
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the summary"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.report.page.blocks import Chart, Code, Folded, Page, Section, Text, table
+from flagcore.report.page.blocks import Chart, Code, Collapsed, Page, Section, Text, table
 from flagcore.report.page.charts import label
 from flagcore.report.page.html import as_html
 from flagcore.report.page.markdown import as_markdown
@@ -25,13 +25,13 @@ def evil_page() -> Page:
     rows = [[EVIL, 1.0]]
     chart = Chart(
         title=EVIL,
-        says=EVIL,
+        summary=EVIL,
         traces=({"type": "bar", "x": [1.0], "y": [EVIL], "name": EVIL},),
         layout={"height": 100, "title": {"text": EVIL}},
         table=table(EVIL, [EVIL, "n"], rows),
     )
-    folded = Folded(anchor="trial-0", title=EVIL, blocks=(Code(EVIL, EVIL), Text(EVIL)))
-    section = Section(anchor="answer", title=EVIL, blocks=(Text(EVIL), chart, table(EVIL, [EVIL, "n"], rows), folded))
+    folded = Collapsed(anchor="trial-0", title=EVIL, blocks=(Code(EVIL, EVIL), Text(EVIL)))
+    section = Section(anchor="summary", title=EVIL, blocks=(Text(EVIL), chart, table(EVIL, [EVIL, "n"], rows), folded))
     return Page(title=EVIL, subtitle=EVIL, sections=(section,))
 
 
@@ -74,7 +74,7 @@ def test_a_log_that_would_break_out_of_its_page_is_shown_as_it_stands(runs: Runs
     assert shown in logs
     assert sum("</pre><b>it is</b>" in text for text in logs) == len(made.result["trials"])
     assert shown in made.markdown
-    reasons = [row["reason"].text for row in made.page.rows("answer", "Why")]
+    reasons = [row["reason"].text for row in made.page.rows("summary", "Reasons")]
     assert reasons == [trial["reason"] for trial in made.result["trials"]]
 
 

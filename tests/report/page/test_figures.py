@@ -15,7 +15,7 @@ import pytest
 from flagcore import api
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.progress import _went
+from flagcore.report.page.progress import _improvement
 from flagcore.report.page.run import RunData
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 from tests.report.page.reading import read
@@ -26,15 +26,15 @@ MEASURED = tuple(kind for kind in FINISHED if kind != "estimate")
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_answer_is_the_best_with_its_gain(runs: Runs, kind: str) -> None:
     made = runs(kind)
-    best, facts = made.result["best"], made.page.facts("answer")
-    assert facts["Gain over the baseline"].value == made.result["gain"]
+    best, facts = made.result["best"], made.page.facts("summary")
+    assert facts["Speedup over the baseline"].value == made.result["gain"]
     if kind in SERVED:
         told = best["measured"]["figures"]["output_tokens_per_s"]
     elif kind == "estimate":
         told = best["predicted"]["tokens_per_second_per_device"]["value"]
     else:
         told = best["measured"]["tokens_per_second_per_device"]
-        assert facts["Step"].value == best["measured"]["step_time_s"]["median"]
+        assert facts["Step time"].value == best["measured"]["step_time_s"]["median"]
     assert facts["Speed"].value == pytest.approx(told, rel=1e-12)
     assert shown(told) in facts["Speed"].text
 
@@ -43,16 +43,16 @@ def test_uncertainty_is_told_from_the_least_round_to_the_largest(runs: Runs) -> 
     made = runs("dense")
     gains = made.result["gains"]
     assert len(gains) > 1
-    told = made.page.facts("answer")["Uncertainty of the gain"].text
-    assert told.startswith(f"{min(gains):+.1%} to {max(gains):+.1%} in {len(gains)} rounds")
-    rounds = made.page.rows("answer", "Gain over the baseline in each round")
-    assert [row["gain"].value for row in rounds] == gains
+    text = made.page.facts("summary")["Uncertainty of the speedup"].text
+    assert text.startswith(f"{min(gains):+.1%} to {max(gains):+.1%}")
+    rounds = made.page.rows("summary", "Speedup over the baseline per round")
+    assert [row["speedup"].value for row in rounds] == gains
 
 
 @pytest.mark.parametrize("kind", MEASURED)
 def test_the_command_that_starts_the_best_is_there(runs: Runs, kind: str) -> None:
     made = runs(kind)
-    codes = [each.text for each in made.page.section("answer").every("code")]
+    codes = [each.text for each in made.page.section("summary").every("code")]
     assert f"flag run {made.folder}" in codes
     assert any(text.startswith("#!/bin/sh") for text in codes)
 
@@ -63,16 +63,16 @@ def test_the_books_balance_on_the_page(runs: Runs, kind: str) -> None:
     counts = made.result["counts"]
     assert Counts(**counts).balanced
     first = made.page.rows("funnel", "From combinations to candidates")
-    second = made.page.rows("funnel", "What became of the candidates")
+    second = made.page.rows("funnel", "States of the candidates")
     for rows, start, end in ((first, "combinations", "candidates"), (second, "candidates", "untried")):
         values = [row["number"].value for row in rows]
         assert values[0] == counts[start]
         assert values[-1] == counts[end]
         assert sum(value or 0.0 for value in values[:-1]) == values[-1]
-    named = {row["what"].text: row["number"].value for row in [*first, *second]}
+    named = {row["stage"].text: row["number"].value for row in [*first, *second]}
     assert all(named[f"illegal: {rule}"] == -count for rule, count in counts["illegal"].items())
     assert all(named[f"pruned: {rule}"] == -count for rule, count in counts["pruned"].items())
-    assert all(row["why"].text != "-" for row in first if row["what"].text.startswith("illegal: "))
+    assert all(row["why"].text != "-" for row in first if row["stage"].text.startswith("illegal: "))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "killed"])
@@ -87,13 +87,13 @@ def test_every_trial_is_in_the_table_with_its_figures(runs: Runs, kind: str) -> 
         "~step, s": "predicted.step_time_s.value",
         "tokens/s/device": "measured.tokens_per_second_per_device",
         "~tokens/s/device": "predicted.tokens_per_second_per_device.value",
-        "~GiB in use": "predicted.memory.device_used_gib",
+        "~in use, GiB": "predicted.memory.device_used_gib",
         "p99 TTFT, s": "measured.figures.ttft_s.p99",
         "p50 TPOT, s": "measured.figures.tpot_s.p50",
     }
     for trial in every:
         row = rows[trial["number"]]
-        assert row["state"].text == trial["state"]
+        assert row["state"].text == trial["state"].replace("_", " ")
         seen = [heading for heading in columns if heading in row]
         assert len(seen) >= 1
         assert all(row[heading].value == lookup(trial, columns[heading]) for heading in seen)
@@ -112,7 +112,7 @@ def test_predicted_against_measured_has_each_trial_with_its_interval(runs: Runs,
             bounds[name] for name in ("value", "low", "high")
         ]
         inside = bounds["low"] <= (row["measured"].value or 0.0) <= bounds["high"]
-        assert row["interval"].text == ("inside" if inside else "outside")
+        assert row["80% interval"].text == ("inside" if inside else "outside")
 
 
 @pytest.mark.parametrize("kind", MEASURED)
@@ -126,13 +126,13 @@ def test_the_best_so_far_only_gets_better_and_ends_at_the_best_first_run(runs: R
     ran = [row[heading].value for row in rows if int(row["trial"].value or 0) in first]
     assert best[-1] == max(value for value in ran if value is not None)
     spent = sum(trial["duration_s"] for name in ("trials", "repeats") for trial in made.result[name])
-    assert rows[-1]["seconds spent"].value == pytest.approx(spent)
+    assert rows[-1]["elapsed, s"].value == pytest.approx(spent)
 
 
 @pytest.mark.parametrize("kind", ["dense", "pipeline", "experts", "estimate"])
 def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
     made = runs(kind)
-    rows = made.page.rows("step", "Seconds of a step by part")
+    rows = made.page.rows("step", "Parts of the step time")
     predicted = made.result["best"]["predicted"]
     parts = [row["~best, s"].value or 0.0 for row in rows if not row["part"].text.startswith("step")]
     assert sorted(parts) == sorted(predicted["time"].values())
@@ -143,20 +143,20 @@ def test_parts_of_a_step_add_up_to_it(runs: Runs, kind: str) -> None:
 def test_memory_of_the_worst_stage_is_that_of_the_prediction(runs: Runs, kind: str) -> None:
     made = runs(kind)
     memory = made.result["best"]["predicted"]["memory"]
-    stages = made.page.rows("memory", "GiB of a device of each stage")
+    stages = made.page.rows("memory", "GiB per device of each stage")
     worst = stages[memory["worst_stage"]]
-    assert worst["~allocated at the peak"].value == pytest.approx(memory["peak_allocated_gib"])
-    assert worst["~in use on the device"].value == pytest.approx(memory["device_used_gib"])
+    assert worst["~peak allocated"].value == pytest.approx(memory["peak_allocated_gib"])
+    assert worst["~in use"].value == pytest.approx(memory["device_used_gib"])
     assert len(stages) == made.result["best"]["candidate"]["pipeline_model_parallel_size"]
-    levels = {row["level"].text: row["~predicted"].value for row in made.page.rows("memory", "The device with the")}
+    levels = {row["level"].text: row["~predicted"].value for row in made.page.rows("memory", "Fullest device")}
     assert levels["capacity"] == memory["capacity_gib"]
-    assert levels["reserved by the allocator"] == memory["reserved_gib"]
+    assert levels["reserved"] == memory["reserved_gib"]
 
 
 def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> None:
     made = runs("serving")
     rows = made.page.rows("serving", "Load points by output tok/s and p50 TPOT")
-    kept = {int(row["trial"].value or 0) for row in rows if row["by another load point"].text == "not beaten"}
+    kept = {int(row["trial"].value or 0) for row in rows if row["Pareto-optimal"].text == "yes"}
     assert kept == {point["trial"] for point in made.result["front"]}
     (limited,) = [chart for chart in made.page.charts if _x(chart) == "p99 TTFT, s"]
     limit = made.result["limits"]["ttft_s.p99"]
@@ -164,9 +164,7 @@ def test_load_points_that_no_other_beats_are_those_of_the_result(runs: Runs) -> 
     axis = limited["layout"]["xaxis"]
     low, high = axis["range"]
     assert low < (math.log10(limit) if axis.get("type") == "log" else limit) < low + 0.97 * (high - low)
-    fronts = [
-        each for chart in made.page.charts for each in chart["traces"] if each.get("name") == "what no other beats"
-    ]
+    fronts = [each for chart in made.page.charts for each in chart["traces"] if each.get("name") == "Pareto front"]
     assert all(len(front["x"]) > 1 for front in fronts)
 
 
@@ -189,7 +187,7 @@ def test_distributions_of_best_and_baseline_agree_with_the_percentiles_of_the_re
         (curve,) = [trace for trace in chart["traces"] if trace["name"] == f"{who}, trial {trial['number']}"]
         assert curve["y"] == pytest.approx(np.linspace(0.0, 1.0, len(curve["x"])))
         statistics = trial["measured"]["points"][0][latency]
-        (marks,) = [trace for trace in chart["traces"] if trace["name"] == f"its p50, p90 and p99 ({who})"]
+        (marks,) = [trace for trace in chart["traces"] if trace["name"] == f"p50, p90, p99 ({who})"]
         assert marks["x"] == [statistics[each] for each in ("p50", "p90", "p99")]
         assert [np.percentile(curve["x"], share) for share in (50, 90, 99)] == pytest.approx(marks["x"], rel=1e-12)
     limits = [each["x0"] for each in chart["layout"].get("shapes", ())]
@@ -207,7 +205,7 @@ def test_where_no_trial_keeps_the_limits_the_nearest_is_told_and_drawn(runs: Run
     (late / "result.json").write_text(json.dumps(data))
     near = min(data["trials"], key=lambda trial: trial["measured"]["figures"]["ttft_s"]["p99"])
     page = read(api.report(late))
-    assert f"The nearest is trial {near['number']} (" in page.section("answer").text
+    assert f"nearest: trial {near['number']} (" in page.section("summary").text
     assert f"nearest, trial {near['number']}" in [trace["name"] for chart in page.charts for trace in chart["traces"]]
 
 
@@ -222,7 +220,7 @@ def test_a_run_that_kept_no_distributions_says_so(runs: Runs, tmp_path: Path) ->
                 del repeat["quantiles"]
         file.write_text(json.dumps(data))
     page = read(api.report(old))
-    assert "no distribution is drawn" in page.section("serving").text
+    assert "No distributions" in page.section("serving").text
     best = made.result["best"]["measured"]["points"][0]["ttft_s"]
     assert page.rows("serving", "TTFT of requests")[0]["p99"].value == best["p99"]
 
@@ -235,7 +233,7 @@ def test_quantiles_that_no_client_writes_are_left_out(runs: Runs, tmp_path: Path
         data = json.loads(file.read_text())
         data["points"][0]["repeats"][0]["quantiles"] = {"ttft_s": values, "tpot_s": values}
         file.write_text(json.dumps(data))
-    assert "no distribution is drawn" in read(api.report(old)).section("serving").text
+    assert "No distributions" in read(api.report(old)).section("serving").text
 
 
 def test_chip_facts_have_their_sources(runs: Runs) -> None:
@@ -267,7 +265,7 @@ def _x(chart: Any) -> str:
 
 def test_engines_are_told_side_by_side_with_links_to_their_own_pages(runs: Runs) -> None:
     made = runs("engines")
-    rows = {row["engine"].text: row for row in made.page.rows("answer", "Engines that were tuned")}
+    rows = {row["engine"].text: row for row in made.page.rows("summary", "Tuned engines")}
     assert list(rows) == list(made.result["engines"])
     assert rows["llamacpp"]["output tok/s"].value == pytest.approx(
         made.result["best"]["measured"]["figures"]["output_tokens_per_s"]
@@ -275,31 +273,31 @@ def test_engines_are_told_side_by_side_with_links_to_their_own_pages(runs: Runs)
     (link,) = rows["llamacpp"]["engine"].every("a")
     assert (made.folder / link.attributes["href"]).read_text().startswith("<!DOCTYPE html>")
     (other,) = set(rows) - {"llamacpp"}
-    assert rows[other]["it ended because"].text == made.result["engines"][other]["error"]
+    assert rows[other]["stopped"].text == made.result["engines"][other]["error"]
 
 
-def test_the_largest_group_of_the_candidates_that_were_not_left_untried_is_told(runs: Runs) -> None:
+def test_the_funnel_names_the_largest_group_that_was_removed(runs: Runs) -> None:
     made = runs("dense")
     counts = made.result["counts"]
-    told = " ".join(each.text for each in made.page.section("funnel").every("figcaption"))
-    assert f"Of {counts['candidates']:,} candidates {counts['untried']:,} are untried." in told
-    assert "The largest group of the others, " in told
+    captions = " ".join(each.text for each in made.page.section("funnel").every("figcaption"))
+    assert f"candidates: {counts['candidates']:,}; untried: {counts['untried']:,}." in captions
+    assert "Largest group removed: " in captions
 
 
 def test_a_repeat_that_failed_is_told_beside_the_books(runs: Runs, tmp_path: Path) -> None:
     made = runs("dense")
-    assert "Candidates are counted" not in made.page.section("funnel").text
+    assert "failed repeat" not in made.page.section("funnel").text
     late = tmp_path / "late"
     shutil.copytree(made.folder, late)
     data = json.loads((late / "result.json").read_text())
     data["repeats"][-1] |= {"state": "timed_out", "measured": None, "reason": "still running after 61 s"}
     (late / "result.json").write_text(json.dumps(data))
     told = read(api.report(late)).section("funnel").text
-    assert f"1 gave no measurement: trial {data['repeats'][-1]['number']} timed_out." in told
+    assert f"1 failed repeat (trial {data['repeats'][-1]['number']} timed out)." in told
 
 
-def test_a_search_without_a_faster_run_does_not_tell_of_progress() -> None:
+def test_a_search_without_a_faster_run_reports_no_improvement() -> None:
     data = {"objective": {"name": "tokens_per_second_per_device"}}
     run = RunData(result=data, folder=Path(), called="", insight={})
-    assert _went(run, 5560.0, 5560.2).startswith("no first run was faster than the first one with a figure, 5,560 ")
-    assert "went from 5,000 to 5,560" in _went(run, 5000.0, 5560.0)
+    assert "improved" not in _improvement(run, 5560.0, 5560.2)
+    assert "from 5,000 to 5,560" in _improvement(run, 5000.0, 5560.0)

@@ -55,17 +55,17 @@ def test_what_is_predicted_otherwise_here_is_left_out_and_told(copied: Callable[
     result["best"]["predicted"]["memory"]["device_used_gib"] *= 1.01
     (folder / "result.json").write_text(json.dumps(result))
     page = read(api.report(folder))
-    assert "predicted otherwise than when the run was made" in page.section("answer").text
+    assert "predicted otherwise than when the run was made" in page.section("summary").text
     assert "pipeline" not in page.sections
-    assert page.rows("memory", "The device with the least room")
+    assert page.rows("memory", "Fullest device")
 
 
 def test_without_the_chips_plugin_the_rest_is_told(copied: Callable[[str], Path]) -> None:
     folder = copied("dense")
     (folder / "insight.json").unlink()
     page = read(api.report(folder, without=["cpu"]))
-    assert "What result.json does not keep is left out" in page.section("answer").text
-    assert page.facts("answer")["Gain over the baseline"].value is not None
+    assert "What result.json does not keep is left out" in page.section("summary").text
+    assert page.facts("summary")["Speedup over the baseline"].value is not None
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"schema_version": 99}'])
@@ -77,7 +77,7 @@ def test_an_insight_that_cannot_be_used_is_not(copied: Callable[[str], Path], ru
 
 def test_a_killed_run_is_told_by_its_journal(runs: Runs) -> None:
     made = runs("killed")
-    assert "goes on, or was killed" in made.page.section("answer").text
+    assert "goes on, or was killed" in made.page.section("summary").text
     assert len(made.page.rows("trials", "All trials")) == 2
     assert not (made.folder / "result.json").exists()
 
@@ -86,10 +86,10 @@ def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Pat
     folder = copied("resumed")
     shutil.copy(runs("interrupted").folder / "result.json", folder)
     page = read(api.report(folder))
-    assert "goes on, or was killed" in page.section("answer").text
+    assert "goes on, or was killed" in page.section("summary").text
     finished = runs("resumed").result
     assert len(page.rows("trials", "All trials")) == len(finished["trials"]) + len(finished["repeats"])
-    assert page.facts("answer")["Gain over the baseline"].value == finished["gain"]
+    assert page.facts("summary")["Speedup over the baseline"].value == finished["gain"]
     books = api.explain(folder)
     assert (books.counts.measured, books.ended_because) == (finished["counts"]["measured"], None)
     assert api.load_run(folder).stopped_because is None
@@ -98,7 +98,7 @@ def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Pat
 
 def test_a_resumed_run_is_told_like_one_that_was_never_interrupted(runs: Runs) -> None:
     page = runs("resumed").page
-    assert "goes on" not in page.section("answer").text
+    assert "goes on" not in page.section("summary").text
     assert len(page.rows("trials", "All trials")) > len(runs("interrupted").page.rows("trials", "All trials"))
 
 
@@ -126,8 +126,8 @@ def test_a_run_without_any_trial_is_told(copied: Callable[[str], Path]) -> None:
     folder = copied("killed")
     (folder / "journal.log").unlink()
     page = read(api.report(folder))
-    assert "No trial has ended" in page.section("answer").text
-    assert "No trial has ended" in page.section("trials").text
+    assert "No trial has finished" in page.section("summary").text
+    assert "No trial has finished" in page.section("trials").text
 
 
 def test_a_page_that_cannot_be_made_loses_no_run(
@@ -150,7 +150,7 @@ def test_a_page_that_cannot_be_made_loses_no_run(
 def test_logs_that_are_gone_are_said_to_be(copied: Callable[[str], Path]) -> None:
     folder = copied("dense")
     shutil.rmtree(folder / "trials")
-    assert "Its logs are empty, or are not there any more." in api.report(folder)
+    assert "Its logs are empty or were deleted." in api.report(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"a": 1}'])

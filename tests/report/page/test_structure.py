@@ -27,7 +27,7 @@ def test_headings_and_landmarks_lead_through_the_page(runs: Runs, kind: str) -> 
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
-    assert page.sections[0] == "answer"
+    assert page.sections[0] == "summary"
     assert all(section.attributes["aria-labelledby"] for section in html.every("section"))
 
 

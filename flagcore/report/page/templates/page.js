@@ -75,7 +75,7 @@
     body.append(...rows.map((each) => each.row));
     for (const each of table.tHead.rows[0].cells) each.setAttribute("aria-sort", "none");
     heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
-    const status = document.getElementById("said");
+    const status = document.getElementById("status");
     status.textContent = status.dataset[heading.getAttribute("aria-sort")].replace("{0}", () => heading.textContent.trim());
   }
 

@@ -1,0 +1,200 @@
+"""What a load point is expected to measure on one lane: its requests simulated, and the figures of a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flagcore.domain.serving import Load
+from flagcore.domain.space import BoolArray, FloatArray, IntArray
+from flagcore.engines.serving.load.traffic import in_flight, traffic
+from flagcore.engines.serving.model.price import Price
+from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.request_times import RequestTimes
+
+WAVES = 10
+"""A steady state is simulated as so many times the requests in flight, as published points are measured."""
+
+STEADY_RATIO = 0.9
+"""Its lengths are drawn from this share of a length to the length itself: requests of one length would stay in step."""
+
+OPEN = 64
+"""What stands for the requests in flight of an open loop without end."""
+
+MAX_REQUESTS = 6000
+"""No more requests of one lane are simulated, but thrice those in flight: the others are as these."""
+
+SPARE = 64
+"""So many requests wait for a place at the least where more are in flight than can be in work."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLoad:
+    """Requests of a load, drawn once for all candidates."""
+
+    load: Load
+    input_len: IntArray
+    output_len: IntArray
+    arrivals: FloatArray | None
+
+    @classmethod
+    def draw(cls, load: Load) -> SimulatedLoad:
+        """Draw the requests of `load`. Raises SpecError for one that cannot be sent, or an unreadable trace."""
+        sent = load = in_flight(load)
+        if load.num_prompts is None and load.trace is None:
+            flight = load.concurrency or OPEN
+            count = max(min(WAVES * flight, MAX_REQUESTS), 2 * flight, 16)
+            ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
+            sent = replace(load, num_prompts=count, range_ratio=ratio)
+        drawn = traffic(sent)
+        return cls(load, drawn.input_len, drawn.output_len, drawn.arrive_s)
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest request, prompt and answer."""
+        return float((self.input_len + self.output_len).max())
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Mean tokens of prompts and answers."""
+        return float(self.input_len.mean()), float(self.output_len.mean())
+
+    def flight(self, lanes: int) -> int:
+        """Return how many requests one of several lanes may have in flight: its share, of an open loop all of them."""
+        return -(-self._most // min(lanes, self._most))
+
+    @property
+    def _most(self) -> int:
+        """Return how many requests are in flight at the most: no more than there are."""
+        return min(self.load.concurrency or self.input_len.size, self.input_len.size)
+
+    def figures(self, kinds: Sequence[tuple[Price, int]], slo: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures of the load on lanes of one kind or several, so many of each; rates of all together."""
+        lanes = sum(count for _, count in kinds)
+        flight, here = self._most, self.flight(lanes)
+        if len(kinds) > 1:
+            served = RequestTimes.from_outcome(self._together(kinds, here))
+            if flight < lanes:  # some are always idle, and a request goes to the one that has had the fewest
+                return figures_of(served.steady_state(flight, flight), 1.0, slo)
+            served = served.steady_state(here * lanes, here * lanes) if self._endless else served
+            return figures_of(served, flight / here / lanes, slo)
+        served = self._served(kinds[0][0], min(lanes, flight), here)
+        if self.arrivals is not None:  # the last of all requests comes to another lane than the last of this one
+            served = replace(served, seconds=max(served.seconds, float(self.arrivals[-1] + served.e2e[-1])))
+        return figures_of(served, flight / here, slo)  # the load makes so many full lanes
+
+    @property
+    def _endless(self) -> bool:
+        """Whether it is a steady state of a closed loop."""
+        return self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
+
+    def _served(self, price: Price, lanes: int, flight: int) -> RequestTimes:
+        """Return what one of `lanes` lanes does with its requests, `flight` of them at once.
+
+        Requests that come while all places are taken only wait: a closed loop and a burst are simulated with fewer of
+        them in flight, and the others wait longer. Of more than `MAX_REQUESTS` the first stand for all.
+        """
+        inputs, outputs = self.input_len[::lanes], self.output_len[::lanes]
+        arrivals = None if self.arrivals is None else self.arrivals[::lanes]
+        if inputs.size <= MAX_REQUESTS:
+            some, few, closed = inputs.size, flight, arrivals is None
+        else:
+            closed = arrivals is None or not arrivals[-1]
+            places = min(price.lane.running, price.lane.cache_tokens / max(float(inputs.mean()), 1.0))
+            few = int(min(flight, math.ceil(2 * places) + SPARE)) if closed else flight
+            some = min(inputs.size, max(MAX_REQUESTS, 3 * few if closed else 0))
+        lengths = list(zip(inputs[:some].tolist(), outputs[:some].tolist(), strict=True))
+        times = None if (closed and few < flight) or arrivals is None else arrivals[:some].tolist()
+        served = RequestTimes.from_outcome(simulate(price, lengths, times, few))
+        if self._endless:
+            return served.steady_state(few, flight, crowded=price.lane.running < flight)
+        if some < inputs.size:
+            return served.extrapolated(inputs, outputs, few if times is None else None, flight)
+        return served
+
+    def _together(self, kinds: Sequence[tuple[Price, int]], flight: int) -> Outcome:
+        """Return what happens on lanes that are not alike, each with the requests that come to it.
+
+        Where each request goes to the lane with the fewest in flight, all have about as many, so a lane is sent
+        requests in proportion to 1 over the time that one takes there (Little's law); equally many where the load
+        cannot know, since all are sent at once, or where lanes are idle. Two rounds: equal shares tell the times.
+        """
+        lanes = sum(count for _, count in kinds)
+        shares = [1.0 / lanes] * len(kinds)
+        blind = (self.load.concurrency or lanes) < lanes or (self.arrivals is not None and not self.arrivals[-1])
+        for _ in range(1 if blind else 2):
+            found = [self._lane(price, share, flight) for (price, _), share in zip(kinds, shares, strict=True)]
+            speeds = [len(out.requests) / sum(each.end - each.arrival for each in out.requests) for out in found]
+            last, shares = (
+                found,
+                [
+                    speed / sum(other * count for other, (_, count) in zip(speeds, kinds, strict=True))
+                    for speed in speeds
+                ],
+            )
+        joined = Outcome([], duration=max(out.duration for out in last))
+        for out, (_, count) in zip(last, kinds, strict=True):
+            joined.requests += out.requests * count
+            joined.gaps += out.gaps * count
+            joined.preemptions += out.preemptions * count
+        return joined
+
+    def _lane(self, price: Price, share: float, flight: int) -> Outcome:
+        """Return what happens on a lane that is sent `share` of the requests, `MAX_REQUESTS` at the most."""
+        many = max(1, min(round(share * self.input_len.size), MAX_REQUESTS))
+        places = np.minimum((np.arange(many) / share).astype(np.int64), self.input_len.size - 1)
+        arrivals = None if self.arrivals is None else self.arrivals[places].tolist()
+        lengths = list(zip(self.input_len[places].tolist(), self.output_len[places].tolist(), strict=True))
+        return simulate(price, lengths, arrivals, flight)
+
+
+def figures_of(served: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
+    """Return latencies by statistic and rates, as `flagcore.engines.serving.load.figures` defines them."""
+    per = lanes * served.count / max(served.seconds, 1e-9)
+    several = ~np.isnan(served.tpot)
+    good = float(_good(served, several, slo).mean())
+    found = {
+        "output_tokens_per_s": served.output_len * per,
+        "total_tokens_per_s": (served.input_len + served.output_len) * per,
+        "requests_per_s": per,
+        "goodput_requests_per_s": good * per,
+    }
+    for name, values, weights in (
+        ("ttft_s", served.ttft, None),
+        ("tpot_s", served.tpot[several], None),
+        ("itl_s", np.array([gap for gap, _ in served.gaps]), np.array([float(count) for _, count in served.gaps])),
+        ("e2e_s", served.e2e, None),
+    ):
+        found |= {f"{name}.{statistic}": value for statistic, value in _statistics(values, weights).items()}
+    return found
+
+
+def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
+    """Return mean and percentiles; where all answers are one token, nothing follows the first: 0."""
+    if not values.size:
+        return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
+    if weights is None:
+        p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+        return {"mean": float(values.mean()), "p50": p50, "p90": p90, "p99": p99}
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    places = np.minimum(np.searchsorted(below, np.array([0.5, 0.9, 0.99]) * below[-1]), values.size - 1)
+    p50, p90, p99 = (float(each) for each in values[order][places])
+    return {"mean": float((values * weights).sum() / weights.sum()), "p50": p50, "p90": p90, "p99": p99}
+
+
+def _good(served: RequestTimes, several: BoolArray, slo: Mapping[str, float]) -> BoolArray:
+    """Return which requests keep all limits on a latency of theirs, the widest of those on several statistics."""
+    widest: dict[str, float] = {}
+    for figure, limit in slo.items():
+        name = figure.partition(".")[0]
+        widest[name] = max(limit, widest.get(name, 0.0))
+    good = np.ones(served.ttft.size, dtype=np.bool_)
+    tpot = np.where(several, served.tpot, 0.0)
+    for name, values in (("ttft_s", served.ttft), ("tpot_s", tpot), ("e2e_s", served.e2e)):
+        if name in widest:
+            good &= values <= widest[name]
+    return good

@@ -1,0 +1,101 @@
+"""The messages of the sources and their catalogue.
+
+python -m tests.i18n.messages update        # add new messages to the catalogue (.po), and compile it (.mo)
+python -m tests.i18n.messages untranslated  # list the messages without a translation
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from babel.messages.catalog import Catalog
+from babel.messages.mofile import write_mo
+from babel.messages.pofile import read_po, write_po
+
+ROOT = Path(__file__).parents[2]
+CORE = ROOT / "flagcore"
+FILE = CORE / "i18n" / "locale" / "zh" / "LC_MESSAGES" / "flagcore.po"
+MARKS = {"_": 1, "N_": 1, "ngettext": 2}
+"""The functions that mark messages, and how many of their arguments are texts."""
+
+Message = str | tuple[str, ...]
+
+
+def sources() -> Catalog:
+    """Return all messages of the sources."""
+    catalogue = Catalog(project="flagcore", domain="flagcore", fuzzy=False)
+    for file in sorted(CORE.rglob("*.py")):
+        tree, place = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(ROOT))
+        for message in [*_marked(tree), *(_help(tree) if file.parent == CORE / "cli" else [])]:
+            catalogue.add(message, locations=[(place, 0)])
+    return catalogue
+
+
+def _marked(tree: ast.Module) -> Iterator[Message]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MARKS:
+            texts = [each.value for each in node.args[: MARKS[node.func.id]] if isinstance(each, ast.Constant)]
+            if texts and all(texts):
+                yield texts[0] if len(texts) == 1 else tuple(texts)
+
+
+def _help(tree: ast.Module) -> Iterator[str]:
+    """Yield the help of commands and options, and the headings of tables: keys of `..._COLUMNS`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(map(_is_command, node.decorator_list)):
+            for paragraph in inspect.cleandoc(ast.get_docstring(node) or "").split("\n\n"):
+                yield " ".join(paragraph.split())
+        elif isinstance(node, ast.keyword) and node.arg == "help" and isinstance(node.value, ast.Constant):
+            yield node.value.value
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_COLUMNS"):
+            assert isinstance(node.value, ast.Dict)
+            yield from (key.value for key in node.value.keys if isinstance(key, ast.Constant))
+
+
+def _is_command(decorator: ast.expr) -> bool:
+    call = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(call, ast.Attribute) and call.attr in ("command", "group")
+
+
+def translations() -> Catalog:
+    """Return the Chinese catalogue."""
+    with FILE.open("rb") as stream:
+        return read_po(stream, locale="zh")
+
+
+def compiled(catalogue: Catalog) -> bytes:
+    """Return a catalogue in gettext's binary format."""
+    binary = io.BytesIO()
+    write_mo(binary, catalogue)
+    return binary.getvalue()
+
+
+def update() -> None:
+    """Put the messages of the sources into the catalogue, and compile it."""
+    catalogue = translations()
+    catalogue.update(sources(), no_fuzzy_matching=True, update_creation_date=False)
+    catalogue.obsolete.clear()
+    catalogue.revision_date = datetime(2026, 1, 1, tzinfo=timezone.utc)
+    text = io.BytesIO()
+    write_po(text, catalogue, width=120, sort_output=True, include_lineno=False)
+    FILE.write_bytes(text.getvalue())
+    FILE.with_suffix(".mo").write_bytes(compiled(translations()))
+
+
+def untranslated() -> None:
+    """Print the messages without a translation, and how many have one."""
+    known, messages = translations(), [each for each in sources() if each.id]
+    missing = [each for each in messages if (found := known.get(each.id)) is None or not found.string]
+    for message in missing:
+        print(f"{message.locations[0][0]}: {message.id!r}")
+    print(f"{len(messages) - len(missing)} of {len(messages)} messages are translated")
+
+
+if __name__ == "__main__":
+    {"update": update, "untranslated": untranslated}[sys.argv[1]]()
