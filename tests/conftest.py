@@ -1,5 +1,6 @@
 """What all tests share: nothing that this user has calibrated decides them, and how they are spread over processes."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             shared = [name for name in EXPENSIVE if name in getattr(item, "fixturenames", ())]
             if shared or not any(item.iter_markers("process")):
                 item.add_marker(pytest.mark.xdist_group(shared[0] if shared else item.nodeid.partition("::")[0]))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what collecting made out of later garbage collections: the load client asks for a full one a measurement."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,6 +15,8 @@ import pytest
 
 from flagcore.plugins import WORKLOADS, names
 
+pytestmark = pytest.mark.long
+
 PAGE = (Path(__file__).parent.parent / "docs" / "write-a-plugin.md").read_text("utf-8")
 pytestmark = [pytest.mark.long, pytest.mark.process]
 

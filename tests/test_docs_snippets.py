@@ -24,10 +24,13 @@ from click.testing import CliRunner
 
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
+from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec, read_spec
 from flagcore.spec.serving import engines_of, only
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
+
+pytestmark = pytest.mark.xdist_group("docs snippets")
 
 OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": "", "docs/write-an-engine.md": ""}
 """Pages with tests of their own: test_docs_hooks.py (Python only), test_docs_plugin.py and test_docs_own_engine.py."""
@@ -105,7 +108,7 @@ def test_yaml_is_a_spec_or_a_part_of_one(block: Block, workshop: Path) -> None:
     part = yaml.safe_load(block.text)
     whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     for data in [only(part, engine) for engine in engines_of(part)] or [part]:
-        parse_spec({**whole, **data}, file=block.page, base=workshop)
+        parse_spec({**whole, **data}, file=block.page, base=workshop, engines=ENGINES)
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
@@ -197,7 +200,7 @@ def _shorter(arguments: list[str]) -> list[str]:
     source = _parsed(arguments)
     if len(source) > 1:
         return ["estimate", *source, "--chip", _any_chip()]
-    spec = read_spec(Path(source[0]))
+    spec = read_spec(Path(source[0]), ENGINES)
     if isinstance(spec.work, TrainSpec) and spec.work.command is not None:
         return arguments
     if spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int):

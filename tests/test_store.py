@@ -187,6 +187,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_every_finished_trial_is_kept_once(tmp_path: Path) -> None:
     draw = random.Random(5)
     promised: list[int] = []

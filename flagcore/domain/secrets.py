@@ -37,7 +37,7 @@ _VALUE = r"""(?!\(left out\)|["']\(left out\))(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n
 _LINE = re.compile(r"""^(\s*(?:export\s+|-\s+)?["']?([A-Za-z_][\w.-]*)["']?\s*[:=]\s*)(\S.*)$""", re.MULTILINE)
 _PAIR = re.compile(rf"""((?<![\w.-])-{{0,2}}([A-Za-z_][\w.-]*)["']?\s*[:=]\s*(?:\[|\((?!left out))?)({_VALUE})""")
 _FLAG = re.compile(rf"""((?<![\w-])--?([A-Za-z][\w-]*)(?:["']\s*,\s*|[ \t]+))((?!["']?-){_VALUE})""")
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://[^/\s:@'\"]*:)([^/\s@'\"]+)(?=@)")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]*:)([^/\s@'\"]+)(?=@)")
 _BEARER = re.compile(r"(\b(?:bearer|basic)\s+)([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
 _FORMS = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|glpat-[\w-]{16,}"

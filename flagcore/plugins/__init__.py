@@ -5,6 +5,7 @@ Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
 """
 
 from flagcore.plugins.entry_points import (
+    ENGINES,
     IMPORTERS,
     LAUNCHERS,
     STRATEGIES,
@@ -23,6 +24,7 @@ from flagcore.plugins.loader import Plugin
 
 __all__ = [
     "DISABLE_VARIABLE",
+    "ENGINES",
     "GROUP",
     "IMPORTERS",
     "LAUNCHERS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -45,6 +46,31 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
     return found
+
+
+class _Engines(Mapping[str, Workload]):
+    """The installed engines by name, those of flagcore itself first. An engine is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Workload:
+        if name not in installed(WORKLOADS).points:
+            raise KeyError(name)
+        return workload(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(names(WORKLOADS), key=lambda name: not _is_own(name)))
+
+    def __len__(self) -> int:
+        return len(names(WORKLOADS))
+
+    def __contains__(self, name: object) -> bool:
+        return name in installed(WORKLOADS).points
+
+
+def _is_own(name: str) -> bool:
+    return any(point.value.startswith("flagcore.") for point in installed(WORKLOADS).points[name])
+
+
+ENGINES: Mapping[str, Workload] = _Engines()
 
 
 def kind_of(engine: str) -> str:

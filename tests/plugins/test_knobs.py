@@ -22,7 +22,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.learning import features
-from flagcore.plugins import strategy, workload_of
+from flagcore.plugins import ENGINES, strategy, workload_of
 from flagcore.problem import Problem, build_problem, candidate_columns
 from flagcore.spec import parse_spec
 from flagcore.stages.build import build
@@ -384,6 +384,7 @@ for number, step in enumerate(json.loads(pathlib.Path(given.folder, "metrics.jso
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+@pytest.mark.process
 def test_a_real_trial_gets_the_flag_and_the_variable_of_a_plugins_knobs(install: Install, tmp_path: Path) -> None:
     install("flagcore-acme", {"acme": "acme_hooks"}, {"acme_hooks": PLUGIN})
     model = {**SPEC["model"], "num_query_groups": 4, "kv_channels": 16}
@@ -422,7 +423,7 @@ def posed(install: Install, space: dict[str, Any]) -> Problem:
     loaded = load_plugins()
     data = json.loads(json.dumps(SPEC))
     data["auto_tuner"]["space"] |= space
-    spec = parse_spec(data, file="spec.yaml", base=Path(), plugin_knobs=loaded.knob_names("megatron"))
+    spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=loaded.knob_names("megatron"))
     return build_problem(spec, loaded, workload_of(spec.work))
 
 

@@ -44,8 +44,15 @@ def lost_by_ending(real: FloatArray, rows: IntArray, past: Past) -> bool:
     return bool(real[rows].min() * (1 + LEAST_GAIN) < best)
 
 
-@pytest.mark.parametrize("rough", [0.05, 0.2])
-@pytest.mark.parametrize("misled", [False, True])
+@pytest.mark.parametrize(
+    ("rough", "misled"),
+    [
+        (0.05, False),
+        pytest.param(0.05, True, marks=pytest.mark.long),
+        pytest.param(0.2, False, marks=pytest.mark.long),
+        pytest.param(0.2, True, marks=pytest.mark.long),
+    ],
+)
 def test_little_is_left_when_it_ends(rough: float, misled: bool) -> None:
     lost = 0
     for seed in range(8):

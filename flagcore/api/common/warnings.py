@@ -16,10 +16,9 @@ from flagcore.domain.chip import Support
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
 from flagcore.errors import FlagError
-from flagcore.plugins import LoadedPlugins, load_plugins
+from flagcore.plugins import ENGINES, LoadedPlugins, load_plugins
 from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.spec import parse_spec
-from flagcore.spec.knobs import SPACE_KNOBS
 from flagcore.spec.unused_keys import unused_in_space
 
 LOG = logging.getLogger("flagcore")
@@ -37,17 +36,19 @@ def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
-    """Turn plain data into a spec. Plugins are asked for their knobs only if it names some that the core does not have.
+    """Turn plain data into a spec. Plugins are asked for their knobs only if it names some that its engine lacks.
 
     Raises SpecError.
     """
-    names: Collection[str] = ()
     train, tuner = data.get("train"), data.get("auto_tuner")
-    given = [tuner.get(where) for where in ("space", "baseline")] if isinstance(tuner, Mapping) else []
-    named = {name for each in given if isinstance(each, Mapping) for name in each}
-    if isinstance(train, Mapping) and isinstance(train.get("engine"), str) and named - SPACE_KNOBS.keys():
-        names = load_plugins(without).knob_names(train["engine"])
-    return parse_spec(data, file=file, base=base, plugin_knobs=names)
+    sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
+    named = {name for section in sections if isinstance(section, Mapping) for name in section}
+    engine = train.get("engine") if isinstance(train, Mapping) else None
+    names: Collection[str] = ()
+    if named and isinstance(engine, str) and engine in ENGINES:
+        own = {knob.name for knob in ENGINES[engine].knobs}
+        names = load_plugins(without).knob_names(engine) if named - own else ()
+    return parse_spec(data, file=file, base=base, engines=ENGINES, plugin_knobs=names)
 
 
 def tell_of_problem(problem: Problem, workload: Workload) -> None:

@@ -75,7 +75,7 @@ def _name(line: object) -> str | None:
 def _job(line: Line) -> Job:
     if isinstance(line, SpecError):
         raise line
-    return read_job(line)
+    return read_job(line, plugins.ENGINES)
 
 
 def _refused(error: FlagError) -> Answer:

@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale.flat import Flat
-from flagcore.spec.settings import SETTINGS, Settings, settings_of
+from flagcore.spec.knobs import settings_of, settings_section
 
 _SPELT = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
@@ -25,7 +26,8 @@ _AS_TRIALS = {
 }
 """What flagcore's own trial program does without being told; all else that it could be told is off there."""
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
-INFLUENCE: Collection[str] = (*SETTINGS, *_SPELT, "peft_type", "bf16", "fp16", "fp8", "fp8_recipe")
+_NAMES = (*(knob.name for knob in SETTINGS), *_SPELT)
+INFLUENCE: Collection[str] = (*_NAMES, "peft_type", "bf16", "fp16", "fp8", "fp8_recipe")
 """Flags of this module that count in whatever section they stand."""
 NO_INFLUENCE = {
     "max_position_embeddings",
@@ -165,7 +167,7 @@ def _settings(flat: Flat, runs: bool, precision: str) -> dict[str, Any]:
             flat.note("peft_type", text, "train.settings")
         else:
             found["trainable"] = "adapters"
-    for name in (*SETTINGS, *_SPELT):
+    for name in _NAMES:
         if (value := flat.take(name)) is None:
             continue
         key = _SPELT.get(name, name)
@@ -202,7 +204,7 @@ def _without_grouped(flat: Flat, found: dict[str, Any]) -> None:
 
 def _valid(key: str, value: object) -> bool:
     with suppress(ValidationError, SpecError):
-        settings_of(Settings.model_validate({key: value}))
+        settings_of(settings_section(SETTINGS).model_validate({key: value}), SETTINGS)
         return True
     return False
 

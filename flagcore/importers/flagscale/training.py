@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.importers.flagscale.experiment import checked_experiment, cluster, control, drop_the_rest, environment
 from flagcore.importers.flagscale.flat import Flat, found_in
 from flagcore.importers.flagscale.options import INFLUENCE, options
@@ -34,7 +35,6 @@ _MIB = 1 << 20
 
 def training(source: Source) -> dict[str, Any]:
     """Return the data of a spec that trains. Raises SpecError where something that it needs is missing."""
-    from flagcore.spec.knobs import SPACE_KNOBS
 
     checked_experiment(source)
     vocabulary = source.take("train.data.tokenizer.vocab_size", source.take("train.data.vocab_size"))
@@ -59,7 +59,7 @@ def training(source: Source) -> dict[str, Any]:
             raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=source.file)
     train = {"engine": "megatron", **sizes, **options(flat, nodes=nodes)}
     tuner: dict[str, Any] = {}
-    if space := _space(source, SPACE_KNOBS.keys()):
+    if space := _space(source, [knob.name for knob in SPACE_KNOBS]):
         tuner["space"] = space
     if why := _cannot_run(baseline, train, model, nodes * devices):
         text = f"is no baseline here, for it cannot run: {why}; an expert's rule of thumb takes its place"

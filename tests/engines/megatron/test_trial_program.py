@@ -176,6 +176,7 @@ def test_parameters_are_counted_once_whatever_the_layout(metrics: dict[str, Any]
     assert metrics["tied"]["parameters"] == dense - embedding  # 500 words are padded to 512
 
 
+@pytest.mark.long
 def test_torchrun_can_start_the_ranks(tmp_path: Path) -> None:
     job = trial_jobs.make_job(tmp_path / "out", DENSE, tensor_model_parallel_size=2)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PROGRAM]
@@ -229,14 +230,6 @@ def endless(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int], 
         program.communicate()
 
 
-def test_steps_are_written_while_the_trial_runs(endless: tuple[subprocess.Popen[str], list[int], Path]) -> None:
-    program, _, out = endless
-    lines = (out / "steps.jsonl").read_text().splitlines()[:3]
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
-    assert program.poll() is None
-    assert not (out / "metrics.json").exists()
-
-
 def test_killing_the_parent_leaves_no_rank(endless: tuple[subprocess.Popen[str], list[int], Path]) -> None:
     program, pids, _ = endless
     assert len(pids) == 2
@@ -244,8 +237,13 @@ def test_killing_the_parent_leaves_no_rank(endless: tuple[subprocess.Popen[str],
     assert wait_until(lambda: not any(is_running(pid) for pid in pids), 5)
 
 
-def test_asking_the_parent_to_end_ends_the_ranks(endless: tuple[subprocess.Popen[str], list[int], Path]) -> None:
+def test_steps_are_written_while_the_trial_runs_and_sigterm_ends_its_ranks(
+    endless: tuple[subprocess.Popen[str], list[int], Path],
+) -> None:
     program, pids, out = endless
+    lines = (out / "steps.jsonl").read_text().splitlines()[:3]
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+    assert program.poll() is None
     program.terminate()
     assert program.wait(timeout=5) == 128 + signal.SIGTERM
     assert not any(is_running(pid) for pid in pids)
@@ -301,20 +299,19 @@ def test_rank_that_the_kernel_killed_for_memory_is_out_of_memory(
     assert capfd.readouterr().err == "out of memory: the kernel killed rank 0\n"
 
 
-def test_results_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
-    job = trial_jobs.make_job(tmp_path / "out", DENSE, recompute_granularity="sometimes")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "metrics.json").write_text("{}")
-    codes, _ = trial_jobs.run_jobs(tmp_path, {"refused": job})
-    assert codes == {"refused": failures.INVALID}
-    assert not (tmp_path / "out" / "metrics.json").exists()
-
-
-def test_model_larger_than_memory_exits_with_3(tmp_path: Path) -> None:
+def test_job_that_fails_exits_with_its_code_and_removes_results_of_an_earlier_run(tmp_path: Path) -> None:
     huge = {**DENSE, "vocab_size": 2**36}  # 17 TB: the first allocation is refused
-    codes, stderr = trial_jobs.run_jobs(tmp_path, {"huge": trial_jobs.make_job(tmp_path / "out", huge)})
-    assert codes == {"huge": failures.OUT_OF_MEMORY}
+    jobs = {
+        "refused": trial_jobs.make_job(tmp_path / "refused", DENSE, recompute_granularity="sometimes"),
+        "huge": trial_jobs.make_job(tmp_path / "huge", huge),
+    }
+    for name in jobs:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.json").write_text("{}")
+    codes, stderr = trial_jobs.run_jobs(tmp_path, jobs)
+    assert codes == {"refused": failures.INVALID, "huge": failures.OUT_OF_MEMORY}
     assert "\nout of memory: " in stderr
+    assert not [name for name in jobs if (tmp_path / name / "metrics.json").exists()]
 
 
 @pytest.mark.parametrize(

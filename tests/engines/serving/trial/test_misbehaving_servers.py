@@ -50,7 +50,13 @@ def all_gone(folder: Path) -> bool:
     return not left and not any(listeners(port) for port in ports)
 
 
-@pytest.mark.parametrize("behaviour", WRONG)
+SHORT = ("dies", "never_healthy", "refuses", "out_of_memory", "garbage", "stale")
+"""One behaviour of each state, of start-up and of load; the others are long."""
+
+
+@pytest.mark.parametrize(
+    "behaviour", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in WRONG]
+)
 def test_a_trial_that_went_wrong_has_its_class_its_reason_and_no_figures(behaviour: str, tmp_path: Path) -> None:
     state, reason = WRONG[behaviour]
     where = trials.platform(tmp_path, behaviour, seconds=9.0 if state is TrialState.TIMED_OUT else 60.0)
