@@ -317,7 +317,7 @@ def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> 
         Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
         for place, row in enumerate(off)
     ]
-    seen = search_context(task, engine, space, foretold, pruned, learn(failed), Past.nothing())
+    seen = search_context(task, engine, space, foretold, pruned, learn(failed), Past.empty())
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]

@@ -1,4 +1,4 @@
-"""What earlier runs teach: their measurements beside what is predicted of them today."""
+"""Transfer from earlier runs: their measurements and what is predicted for them today."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong beside a command's own work: a warning in the log `flagcore`, on stderr unless told otherwise."""
+"""Warnings beside the result of a command: the log `flagcore`, by default on stderr."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins, with the user's calibrations, and tell at the end of each that failed or could not answer."""
+    """Load the plugins, with the user's calibrations, and warn at the end of each that failed."""
     found = load_plugins(without)
     loaded = CalibratedPlugins(found.plugins, found.failures, Calibrations.of_user(), LOG.warning)
     try:
         yield loaded
     finally:
-        tell(loaded.failures)
+        warn(loaded.failures)
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
@@ -51,22 +51,24 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     return parse_spec(data, file=file, base=base, engines=ENGINES, plugin_knobs=names)
 
 
-def tell_of_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that nobody has said to work on the chip, of variables to which the user gives other values
-    than plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
+def warn_about_problem(problem: Problem, workload: Workload) -> None:
+    """Warn of an engine that is untested on the chip, of variables that the user sets differently from plugins,
+    of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
     nothing, and of flags that nobody could check.
     """
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
-        tell([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
-    tell(problem.platform.conflicts)
-    tell(sizes_held_at_one(problem))
-    tell(problem.pruned.broken_rules)
+        warn([f"{task.spec.work.engine} on {chip}: untested; {support.reason}"])
+    if untested := getattr(workload, "untested", ""):
+        warn([f"engine {task.spec.work.engine} is untested: {untested}"])
+    warn(problem.platform.conflicts)
+    warn(sizes_held_at_one(problem))
+    warn(problem.pruned.broken_rules)
     if isinstance(task.spec.work, TrainSpec):
-        tell(unused_in_space(task.spec.work.settings, task.spec.space))
+        warn(unused_in_space(task.spec.work.settings, task.spec.space))
     if isinstance(task.spec.work, ServeSpec):
-        tell(_unchecked(task.spec.work, task.spec, workload))
+        warn(_unchecked(task.spec.work, task.spec, workload))
 
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
@@ -81,7 +83,7 @@ def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
     return [] if found else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
 
 
-def tell(problems: Iterable[object]) -> None:
+def warn(problems: Iterable[object]) -> None:
     """Warn of each problem."""
     for problem in problems:
         LOG.warning("%s", problem)

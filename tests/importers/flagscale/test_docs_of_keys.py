@@ -39,10 +39,12 @@ def test_the_lists_of_the_page_are_those_of_the_importer() -> None:
     for names in (options.NO_INFLUENCE, shape.OTHER_LAYERS):
         assert [name for name in sorted(names) if f"`{name}`" not in KEYS] == []
     moved = {part for old in layouts.MOVED for part in old.split(".")}
-    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *training.DROPPED, *experiment.RUNNERS)}
+    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *training.DROPPED, *experiment.RUNNER_KEYS)}
     assert sorted(name for name in (moved | dropped) if name not in WORDS) == []
 
 
 def test_columns_of_a_history_are_on_the_page() -> None:
     page = PAGE[: PAGE.index("## What becomes of the keys")]
-    assert [name for name in (*history.BOOKKEEPING, *history.IGNORED, *history.SPELT) if f"`{name}`" not in page] == []
+    assert [
+        name for name in (*history.BOOKKEEPING, *history.IGNORED, *engines.KNOB_NAMES) if f"`{name}`" not in page
+    ] == []
