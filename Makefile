@@ -12,7 +12,7 @@ JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 .PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser coverage mutations \
-  changelog dist docs bench bench-estimate bench-load bench-replay sweeps accuracy untranslated clean
+  changelog dist docs bench bench-estimate bench-load bench-replay sweeps accuracy messages untranslated clean
 
 setup: $(VENV)/.done
 
@@ -22,9 +22,13 @@ $(VENV)/.done: pyproject.toml hatch_build.py Makefile $(wildcard plugins/*/pypro
 	$(PIP) --no-deps $(foreach plugin,cpu $(PLUGINS),-e plugins/$(plugin))
 	touch $@
 
-# What flagcore prints and flagcore/i18n/zh/ has no Chinese for, in the form of those files.
+# Add new messages to the catalogue of translations (.po), and compile it (.mo).
+messages: setup
+	@$(BIN)/python -m tests.i18n.messages update
+
+# List the messages without a Chinese translation.
 untranslated: setup
-	@$(BIN)/python tests/i18n/sources.py
+	@$(BIN)/python -m tests.i18n.messages untranslated
 
 tune: setup
 	$(BIN)/flag tune examples/train-cpu.yaml --run-dir runs/train-cpu
@@ -94,6 +98,7 @@ test-browser: setup
 docs: setup
 	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)')
 	$(BIN)/python docs/site/cli_page.py
+	$(BIN)/python docs/site/engine_tables.py
 	$(BIN)/python docs/site/vendor_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html

@@ -37,9 +37,11 @@ ENGINES = {
     "vllm": ["vllm>=0.11"],
     "sglang": ["sglang>=0.5"],
     "llamacpp": ["xllamacpp>=2026.10"],
+    "lmdeploy": ["lmdeploy>=0.18"],
 }
 IMPORTERS = {"flagscale": ["hydra-core>=1.3"]}
 DEV = [
+    "babel>=2.14",
     "Babel>=2.12",
     "build>=1.2",
     "gguf>=0.10",

@@ -135,7 +135,7 @@ def _stages(data: Figures) -> Figures:
     from flagcore.stages.rank import rank, search_context
     from flagcore.strategies.learned import STRATEGY
 
-    spec = parse_spec(data, file="benchmark", base=Path())
+    spec = parse_spec(data, file="benchmark", base=Path(), engines=plugins.ENGINES)
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
         found = discover(spec, loaded)
@@ -146,7 +146,7 @@ def _stages(data: Figures) -> Figures:
         space, build_s = _timed(lambda: build(legal.axes, legal.rules, legal.merges), 1)
         predictions, predict_s = _timed(lambda: predict(task, workload, space, found.costs), ROUNDS)
         pruned, prune_s = _timed(lambda: prune(space, predictions, workload, pruning, ()), 1)
-        seen = search_context(task, workload, space, predictions, pruned, nothing, Past.nothing())
+        seen = search_context(task, workload, space, predictions, pruned, nothing, Past.empty())
         _, rank_s = _timed(lambda: rank(STRATEGY, seen), 1)
     return {
         "chip": task.cluster.groups[0].chip.name,

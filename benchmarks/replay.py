@@ -36,7 +36,7 @@ from flagcore.errors import FlagError
 
 SHIPPED = Path(__file__).with_name("sweeps")
 TOLERANCES = {"5pct": 0.05, "1pct": 0.01, "0pct": 0.0}
-LOOKED_AT = 5
+MAX_ROWS = 5
 SPACES = ("measured", "candidates", "combinations")
 """What never tried is a share of: what was measured, what is legal and distinct among its ranges, and all of these."""
 DEFAULT = ("learned", "predicted", "grid")
@@ -161,7 +161,7 @@ def _score(sweep: Sweep, run: Search) -> Score:
     return Score(
         trials=trials,
         seconds=seconds,
-        regret=float(so_far[:LOOKED_AT][-1] / sweep.best - 1),
+        regret=float(so_far[:MAX_ROWS][-1] / sweep.best - 1),
         untried={of: 1 - len(run.rows) / size for of, size in _spaces(sweep).items()} if done else {},
         regret_when_done=float(so_far[-1] / sweep.best - 1) if done else None,
     )

@@ -26,7 +26,7 @@ from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
 from flagcore.stages.combine import combine
 from flagcore.stages.learn import learn
-from flagcore.stages.measure import HOPELESS
+from flagcore.stages.measure import EARLY_STOP_RATIO
 from flagcore.stages.predict import record
 from flagcore.stages.probe_result import judge
 from flagcore.stages.prune import prune
@@ -71,13 +71,13 @@ def by_strategy(strategy: Strategy, others: Sequence[Sweep] = (), *, probes: int
     return search
 
 
-_NOTHING = Observed.nothing(), Observed.nothing()
+_NOTHING = Observed.empty(), Observed.empty()
 
 
 def _last(observed: Observed, most: int) -> Observed:
     rows = np.arange(max(0, len(observed) - most), len(observed))
     if not rows.size:
-        return Observed.nothing()
+        return Observed.empty()
     return Observed(observed.features.take(rows), observed.log_ratio[rows], observed.noise[rows], observed.task[rows])
 
 
@@ -90,7 +90,7 @@ def _measured(sweep: Sweep, number: int) -> tuple[Observed, Observed]:
     """Return times and memory of what a sweep measured."""
     rows = np.flatnonzero(np.isfinite(sweep.seconds))
     predictions = sweep.problem.predictions
-    seen = _scene(sweep, sweep.problem.pruned, learn(()), Past.nothing()).features(rows)
+    seen = _scene(sweep, sweep.problem.pruned, learn(()), Past.empty()).features(rows)
 
     def observed(measured: FloatArray, predicted: FloatArray, noise: float) -> Observed:
         ratio = np.log(measured[rows] / predicted[rows])
@@ -177,7 +177,9 @@ def _ran(sweep: Sweep, row: int, number: int, role: Role, best: Trial | None) ->
     )
     if np.isnan(step):
         return trial
-    hopeless = best is not None and best.measurement is not None and step > HOPELESS * best.measurement.step_time_s
+    hopeless = (
+        best is not None and best.measurement is not None and step > EARLY_STOP_RATIO * best.measurement.step_time_s
+    )
     ran = WARMUP + 2 if hopeless else ITERATIONS
     train = task.spec.train
     measurement = Measurement(

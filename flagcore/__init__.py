@@ -7,7 +7,7 @@ here by name (docs/python.md), and lives in `flagcore.api`; what they may catch 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from flagcore.api import (
-        Account,
+        CandidateReport,
         Comparison,
         Estimate,
         Explanation,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Account",
+    "CandidateReport",
     "Comparison",
     "Estimate",
     "Explanation",

@@ -1,4 +1,4 @@
-"""What a tune finds where nothing runs: the plan that predictions make."""
+"""A tune without trials: the plan from predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flagcore.stages.predict import record
 def require_predicted_time(problem: Problem) -> None:
     """Raise NoDevice unless the time of some candidate is predicted: a probe needs that of communication, too."""
     if not np.isfinite(problem.predictions.step_time_s[problem.pruned.open_rows]).any():
-        raise NoDevice(f"no time can be told: {no_time(problem.platform.task, problem.platform.costs)}")
+        raise NoDevice(f"no time can be predicted: {no_time(problem.platform.task, problem.platform.costs)}")
 
 
 def dry_run(problem: Problem) -> Plan:
@@ -42,7 +42,7 @@ def dry_run(problem: Problem) -> Plan:
     gains: tuple[float, ...] = ()
     if best.step_time_s and base.step_time_s and base.fits is not False:
         gains = (base.step_time_s / best.step_time_s - 1.0,)
-    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), "nothing was to be run")
+    plan = summarize(task, problem.space, problem.pruned, learn((), ESTIMATE), "fidelity = estimate runs no trials")
     return replace(
         plan,
         trials=tuple(trials),

@@ -44,7 +44,7 @@ class Dependencies:
     strategy: Strategy
     open_store: Callable[[Problem], TrialStore]
     on_event: OnEvent
-    past: Callable[[Problem], Past] = lambda problem: Past.nothing()
+    past: Callable[[Problem], Past] = lambda problem: Past.empty()
     probe_strategy: Strategy | None = None
 
 

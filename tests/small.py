@@ -13,7 +13,7 @@ from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, Task, TrainSpec
-from flagcore.engines.megatron.knobs import KNOBS, neutral
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.device_memory import PlainMemory
@@ -92,4 +92,4 @@ def platform(task: Task, **changes: Any) -> Platform:
 
 def candidate(**values: KnobValue) -> Candidate:
     """A candidate of the megatron engine; knobs that are not given are neutral."""
-    return Candidate.of({knob: values.get(knob, neutral(knob)) for knob in KNOBS})
+    return Candidate.of({knob.name: values.get(knob.name, knob.neutral) for knob in SPACE_KNOBS})

@@ -160,6 +160,18 @@ def test_tutorial_explains_what_the_table_and_the_books_show() -> None:
     assert {short for short in SHORT.values() if short.isupper() and short not in page} == set()
 
 
+def test_layers_of_the_architecture_are_in_the_order_that_the_linter_checks() -> None:
+    rows = re.findall(
+        r"^\| (`.*?) \|", TEXT["docs/architecture.md"].split("## Layers")[1].split("\n## ")[0], re.MULTILINE
+    )
+    layers, *_ = re.findall(r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    floors = [each.split(" | ") for each in re.findall(r'"(.+?)"', layers)]
+    places = [
+        [next(n for n, names in enumerate(floors) if name in names) for name in re.findall(r"\w+", row)] for row in rows
+    ]
+    assert [place for row in places for place in row] == sorted(place for row in places for place in row)
+
+
 def test_readme_marks_its_result() -> None:
     assert TEXT["README.md"].count("<!-- result -->") == TEXT["README.md"].count("<!-- /result -->") == 1
 

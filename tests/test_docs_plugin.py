@@ -18,8 +18,10 @@ from flagcore.plugins import WORKLOADS, names
 pytestmark = pytest.mark.long
 
 PAGE = (Path(__file__).parent.parent / "docs" / "write-a-plugin.md").read_text("utf-8")
+pytestmark = [pytest.mark.long, pytest.mark.process]
+
 STEP = re.compile(
-    r"\*\*`(?P<file>[^`]+)`\*\*(?P<end> \(at its end\))?\n\n```\w+\n(?P<text>.*?)```|```console\n(?P<run>.*?)```", re.S
+    r"\*\*`(?P<file>[^`]+)`\*\*(?P<end> \(at its end\))?\n\n```\w+\n(?P<text>.*?)```|```bash\n(?P<run>.*?)```", re.S
 )
 BUILD = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
 
@@ -80,7 +82,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Follower:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text((file.read_text() if step["end"] else "") + step["text"])
             continue
-        for command in (line.removeprefix("$ ") for line in step["run"].splitlines()):
+        for command in (line for line in step["run"].splitlines()):
             if command == "pip install -e flagcore-acme":
                 follower.install()
             elif not command.startswith("pip install"):

@@ -24,15 +24,16 @@ from click.testing import CliRunner
 
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
+from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec, read_spec
 from flagcore.spec.serving import engines_of, only
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("docs snippets")]
+pytestmark = pytest.mark.xdist_group("docs snippets")
 
-OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": ""}
-"""Pages that tests of their own follow: tests/test_docs_hooks.py all Python, tests/test_docs_plugin.py everything."""
+OWN_TEST = {"docs/hooks.md": "python", "docs/write-a-plugin.md": "", "docs/write-an-engine.md": ""}
+"""Pages with tests of their own: test_docs_hooks.py (Python only), test_docs_plugin.py and test_docs_own_engine.py."""
 PLANNED = {"plan.yaml": ("flagcore_metax", "flagcore_nvidia"), "cluster.yaml": ("flagcore_nvidia",)}
 PLANNED |= {"node.yaml": ("flagcore_metax", "flagcore_iluvatar"), "examples/portability.yaml": ("flagcore_metax",)}
 PLANNED |= {"my-model.yaml": ("flagcore_nvidia",)}
@@ -58,6 +59,8 @@ def is_own(block: Block) -> bool:
 
 def is_translated(block: Block) -> bool:
     """Return whether the page that this one translates has the same block, comments aside."""
+    if block.page.endswith(".zh.md") and block.language == "text":
+        return True  # outputs: those of the English page are checked
     original = block.page.replace(".zh.md", ".md")
     if original == block.page or original not in TEXT:
         return False
@@ -105,7 +108,7 @@ def test_yaml_is_a_spec_or_a_part_of_one(block: Block, workshop: Path) -> None:
     part = yaml.safe_load(block.text)
     whole = {} if "serve" in part else yaml.safe_load((ROOT / "examples" / "train-cpu.yaml").read_text())
     for data in [only(part, engine) for engine in engines_of(part)] or [part]:
-        parse_spec({**whole, **data}, file=block.page, base=workshop)
+        parse_spec({**whole, **data}, file=block.page, base=workshop, engines=ENGINES)
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
@@ -113,6 +116,7 @@ def test_script_can_be_read_by_its_shell(block: Block) -> None:
     subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", CODE)
 def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(page))
@@ -123,6 +127,34 @@ def test_python_of_a_page_works_in_order(page: str, folder_of: Callable[[str], P
         assert names["run"].best == names["outcome"].plan.best
 
 
+@pytest.mark.parametrize("page", sorted({block.page for block in COMMANDS}))
+def test_command_lines_are_valid(page: str, workshop: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(workshop)
+    for block in (block for block in COMMANDS if block.page == page):
+        for line in block.text.splitlines():
+            _check(line.removeprefix("$ "))
+
+
+def _check(line: str) -> None:
+    """Raise if a line names a program, command, option, argument, target or extra that does not exist."""
+    words = shlex.split(line, comments=True)
+    program, *arguments = [word for word in words if not re.match(r"[A-Z]+=", word)]
+    if Path(program).name != "flag":
+        assert line == ". .venv/bin/activate" or Path(program).name in FOLLOWERS, line
+        if Path(program).name in ("make", "pip"):
+            FOLLOWERS[Path(program).name](arguments)
+        return
+    context, command = click.Context(flag, info_name="flag"), flag
+    while isinstance(command, click.Group) and arguments and arguments[0] != "--help":
+        name = arguments.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None, line
+        context, command = click.Context(found, info_name=name, parent=context), found
+    if arguments != ["--help"]:
+        command.make_parser(context).parse_args(args=arguments)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("block", COMMANDS, ids=str)
 def test_commands_work(block: Block, folder_of: Callable[[str], Path], monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of(block.page))
@@ -168,7 +200,7 @@ def _shorter(arguments: list[str]) -> list[str]:
     source = _parsed(arguments)
     if len(source) > 1:
         return ["estimate", *source, "--chip", _any_chip()]
-    spec = read_spec(Path(source[0]))
+    spec = read_spec(Path(source[0]), ENGINES)
     if isinstance(spec.work, TrainSpec) and spec.work.command is not None:
         return arguments
     if spec.cluster.chip == "auto" and isinstance(spec.cluster.devices_per_node, int):

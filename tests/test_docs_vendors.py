@@ -4,7 +4,7 @@ import pytest
 
 from docs.site.vendor_pages import VENDORS, chips, pages
 from flagcore.domain.maturity import Claim, Maturity
-from flagcore.vendorkit.variables import variables
+from flagcore.vendorkit.variables import read_variables
 
 PAGES = {file.stem: (file, text) for file, text in pages().items()}
 
@@ -19,7 +19,7 @@ def test_page_is_current(name: str) -> None:
 def test_page_has_every_chip_and_every_variable(vendor: str) -> None:
     text = PAGES[vendor][1]
     assert all(f"| {chip.name} |" in text for chip in chips(f"flagcore_{vendor}"))
-    assert all(f"`{each.name}`" in text for each in variables(f"flagcore_{vendor}"))
+    assert all(f"`{each.name}`" in text for each in read_variables(f"flagcore_{vendor}"))
 
 
 def test_maturity_is_the_best_level_of_a_plugin() -> None:

@@ -26,6 +26,8 @@ SMALLER = {
 MEASURED = {"idx": 1, "tensor_model_parallel_size": 2, "micro_batch_size": 1, "performance": 150.0}
 OWN = "own"
 """The run of the tutorial's `own.yaml`, with a script that prints Megatron's log lines in place of the tutorial's."""
+OWN_FILES = ("docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
+"""Pages whose files tests of their own write."""
 ALSO = ("train-cpu", "node")
 """Runs of other pages, which the same run stands for."""
 
@@ -59,7 +61,7 @@ def build(folder: Path) -> Path:
 
 def shown_files(blocks: Iterable[Block]) -> list[Block]:
     """Return the blocks with a caption that pages for users show, each file once: a translation shows the same."""
-    files = [block for block in blocks if block.file and block.page not in ("docs/write-a-plugin.md", "docs/hooks.md")]
+    files = [block for block in blocks if block.file and block.page not in OWN_FILES]
     return sorted(files, key=lambda block: block.page.endswith(".zh.md"), reverse=True)
 
 

@@ -16,7 +16,7 @@ from flagcore.cli.main import flag
 
 PAGE = Path(__file__).parents[1] / "cli.md"
 BLOCK = re.compile(r"<!-- (flag[ \w-]*|common options) -->\n.*?<!-- end -->", re.DOTALL)
-COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name", "help")
+COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name")
 """Options that several commands share. They are described once."""
 SHARED_FROM = ("tune", "estimate")
 """Commands whose help describes the shared options; the first one that has the option is used."""
@@ -49,7 +49,7 @@ def _block(name: str) -> str:
 
 
 def _command(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
-    context = click.Context(command, info_name=" ".join(("flag", *path)))
+    context = _context(command, " ".join(("flag", *path)))
     usage = command.collect_usage_pieces(context)
     yield f"```text\n{context.info_name} {' '.join(usage)}\n```\n"
     yield _prose(command.help or "")
@@ -60,11 +60,15 @@ def _command(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
     shared = _shared()
     records = _records(command, context)
     own = [(spelling, text) for key, (spelling, text) in records.items() if shared.get(key) != (spelling, text)]
-    common = [f"`{key}`" for key in records if key in shared and shared[key] == records[key] and key != "--help"]
+    common = [f"`{key}`" for key in records if key in shared and shared[key] == records[key]]
     if own:
         yield f"\n{_table(own)}"
     if common:
         yield f"\n[Common options](#common-options): {', '.join(common)}."
+
+
+def _context(command: click.Command, name: str) -> click.Context:
+    return click.Context(command, info_name=name, parent=click.Context(flag, info_name="flag", **flag.context_settings))
 
 
 def _records(command: click.Command, context: click.Context) -> dict[str, tuple[str, str]]:
@@ -72,8 +76,8 @@ def _records(command: click.Command, context: click.Context) -> dict[str, tuple[
     found = {}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
-        if record is not None and record[1]:
-            name = max(parameter.opts, key=len)
+        name = max(parameter.opts, key=len)
+        if record is not None and record[1] and name != "--help":
             found[name] = (f"`{_cell(record[0])}`", _cell(" ".join(record[1].split())))
     return found
 
@@ -83,7 +87,7 @@ def _shared() -> dict[str, tuple[str, str]]:
     every = dict(commands(flag))
     for name in SHARED_FROM:
         command = every[(name,)]
-        for key, record in _records(command, click.Context(command)).items():
+        for key, record in _records(command, _context(command, name)).items():
             if key.removeprefix("--") in COMMON:
                 found.setdefault(key, record)
     return found

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from flagcore.domain.chip import Chip, Fact, Source
+from flagcore.domain.chip import Chip, Fact, Source, Support
+from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Factor
 from flagcore.domain.maturity import Claim, Maturity
 from flagcore.vendorkit.chip_file import load_chips
+from flagcore.vendorkit.engines import read_engines
 from flagcore.vendorkit.knobs import all_knobs
-from flagcore.vendorkit.maturity import maturity
-from flagcore.vendorkit.quirks import quirks
-from flagcore.vendorkit.variables import variables
+from flagcore.vendorkit.maturity import read_maturity
+from flagcore.vendorkit.quirks import Report, read_quirks
+from flagcore.vendorkit.scope import Scope
+from flagcore.vendorkit.variables import read_variables
 
 DOCS = Path(__file__).parents[1]
 OVERVIEW = DOCS / "vendors.md"
@@ -27,6 +30,13 @@ VENDORS = {
     "metax": "MetaX",
     "iluvatar": "Iluvatar CoreX",
     "cambricon": "Cambricon",
+}
+
+STATUS = {
+    Support.YES: "works",
+    Support.IMPOSSIBLE: "not supported",
+    Support.NOT_YET: "not supported yet",
+    Support.UNKNOWN: "untested",
 }
 
 
@@ -40,7 +50,7 @@ def _overview(text: str) -> str:
     rows = [
         [
             f"[{shown}](vendors/{name}.md)",
-            maturity(f"flagcore_{name}").word,
+            _known(f"flagcore_{name}").word,
             str(len(chips(f"flagcore_{name}"))),
             ", ".join(each.name for each in chips(f"flagcore_{name}")),
         ]
@@ -59,7 +69,7 @@ def _page(name: str) -> str:
     )
     package = f"flagcore_{name}"
     sources = Sources()
-    parts = [head, *_maturity(maturity(package)), *_vendor(package, sources.number)]
+    parts = [head, *_maturity(_known(package)), *_vendor(package, sources.number)]
     parts += ["\n## Sources\n", *(f"{number}. {text}" for text, number in sources.numbers.items())]
     return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -74,6 +84,10 @@ class Sources:
         """Return the kind of a source and its number."""
         text = f"{source.kind}: {' '.join(source.detail.split())}"
         return f"{source.kind} [{self.numbers.setdefault(text, len(self.numbers) + 1)}]"
+
+
+def _known(package: str) -> Maturity:
+    return read_maturity(package) or Maturity()
 
 
 def _maturity(known: Maturity) -> Iterator[str]:
@@ -98,60 +112,74 @@ def _vendor(package: str, source: Callable[[Source], str]) -> Iterator[str]:
         found = [[chip.name, key, f"{fact.value:.6g}", source(fact.source)] for key, fact in facts(chip)]
         rows += found or [[chip.name, "no published values", "", ""]]
     yield table(["chip", "fact", "value", "source"], rows)
-    known = quirks(package)
-    where = [
-        *([each.engine, _scope(each.chips, each.versions), each.reason, source(each.source)] for each in known.support),
-    ]
-    refused = [
+    quirks = read_quirks(package)
+    engines = [[f"all that {kind}", "all chips", _works(each), ""] for kind, each in read_engines(package).items()]
+    engines += [[*_scope(each.scope), _reported(each.value), source(each.source)] for each in quirks.support]
+    yield from _section("Engines", ["engines", "applies to", "status", "source"], engines)
+    rejected = [
         [
-            each.refused.name,
-            each.engine,
-            _scope(each.chips, each.versions),
-            f"`{each.refused.knob}`: {_values(each.refused.values, each.refused.above)}",
-            each.refused.reason,
+            each.value.name,
+            *_scope(each.scope),
+            f"`{each.value.knob}`: {_values(each.value.values, each.value.above)}",
+            each.value.reason,
             source(each.source),
         ]
-        for each in known.refusals
+        for each in quirks.refused
     ]
-    refused += [
+    rejected += [
         [
-            each.forced.name,
-            each.engine,
-            _scope(each.chips, each.versions),
-            f"`{each.forced.setting}` must be {each.forced.value}",
-            each.forced.reason,
+            each.value.name,
+            *_scope(each.scope),
+            f"`{each.value.setting}` must be {each.value.value}",
+            each.value.reason,
             source(each.source),
         ]
-        for each in known.forced
+        for each in quirks.forced
     ]
-    notes = [
-        [", ".join(each.engines) or "all", _scope(each.chips, each.versions), each.message, source(each.source)]
-        for each in known.notes
-    ]
-    yield from _section("Engines", ["engine", "applies to", "status", "source"], where)
-    yield from _section(
-        "Rejected and forced values", ["rule", "engine", "applies to", "value", "reason", "source"], refused
-    )
+    heads = ["rule", "engines", "applies to", "value", "reason", "source"]
+    yield from _section("Rejected and forced values", heads, rejected)
+    notes = [[*_scope(each.scope), each.value, source(each.source)] for each in quirks.notes]
     yield from _section("Notes", ["engines", "applies to", "note", "source"], notes)
-    yield from _section(
-        "Knobs", ["knob", "value", "time", "peak memory", "enabled by", "description"], list(_knobs(package, source))
-    )
+    knobs = ["knob", "value", "time", "peak memory", "enabled by", "description"]
+    yield from _section("Knobs", knobs, list(_knobs(package, source)))
     rows = [
         [
             f"`{each.name}`",
             f"`{each.value}`" if each.value else f"not set by flagcore; the source sets `{each.used}`",
-            ", ".join(filter(None, [", ".join(each.engines), each.condition])) or "always",
+            ", ".join(filter(None, [_engines(each.scope), each.condition])),
             each.meaning,
             source(each.source),
         ]
-        for each in variables(package)
+        for each in read_variables(package)
     ]
     yield from _section("Environment variables", ["variable", "value", "when", "meaning", "source"], rows)
     failures = [
-        [f"`{each.pattern.pattern}`", each.pattern.state.value, each.pattern.advice, source(each.source)]
-        for each in known.failures
+        [f"`{pattern.pattern}`", pattern.state.value, pattern.advice, source(each.source)]
+        for each in quirks.failures
+        for pattern in [each.value.pattern]
     ]
     yield from _section("Failure patterns", ["log line", "state", "advice", "source"], failures)
+
+
+def _works(support: EngineSupport) -> str:
+    """Return what is known of a kind of engine, with torch's names."""
+    reason = f": {support.reason}" if support.reason else ""
+    return f"{STATUS[support.support]}{reason} (torch device `{support.device_type}`, `{support.distributed_backend}`)"
+
+
+def _reported(report: Report) -> str:
+    word = "" if report.works is None else "works: " if report.works else "does not work: "
+    return f"{word}{report.reason}"
+
+
+def _engines(scope: Scope) -> str:
+    return ", ".join([*scope.engines, *(f"all that {kind}" for kind in scope.kinds)]) or "all"
+
+
+def _scope(scope: Scope) -> tuple[str, str]:
+    """Return the engines, and the chips and releases."""
+    chips = ", ".join([*(scope.chips or ("all chips",)), *([f"releases {scope.versions}"] if scope.versions else [])])
+    return _engines(scope), chips
 
 
 def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -178,11 +206,7 @@ def facts(chip: Chip) -> Iterator[tuple[str, Fact]]:
 
 
 def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]:
-    try:
-        listed = all_knobs(package)
-    except FileNotFoundError:
-        listed = ()
-    for each in listed:
+    for each in all_knobs(package):
         for value, choice in each.knob.effects.items():
             how = " ".join([*choice.flags, *(f"{name}={text}" for name, text in choice.environment.items())])
             formula = f"as {', '.join(f'{key}: {value}' for key, value in choice.settings.items())}; "
@@ -192,7 +216,7 @@ def _knobs(package: str, source: Callable[[Source], str]) -> Iterator[list[str]]
                 f"{formula if choice.settings else ''}{_factor(choice.time)} of {choice.part}",
                 _factor(choice.memory),
                 f"`{how}`" if how else "unknown: for planning only",
-                f"{each.knob.message}. {each.knob.claim} ({source(each.knob.source)})",
+                f"{each.knob.help}. {each.knob.claim} ({source(each.knob.source)})",
             ]
 
 
@@ -202,10 +226,6 @@ def _factor(factor: Factor) -> str:
 
 def _values(values: Iterable[object], above: int | None) -> str:
     return ", ".join([*map(str, values), *([f"above {above}"] if above is not None else [])])
-
-
-def _scope(chips: Sequence[str], versions: str) -> str:
-    return ", ".join([*(chips or ("all chips",)), *([f"releases {versions}"] if versions else [])])
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

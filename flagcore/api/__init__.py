@@ -1,7 +1,7 @@
 """The one place where parts meet: plugins, engine, launcher, strategy, store and loop. For Python users and the CLI."""
 
 from flagcore.api.common.runs import Run, load_run
-from flagcore.api.explaining.candidate_report import Account, explain_candidate
+from flagcore.api.explaining.candidate_report import CandidateReport, explain_candidate
 from flagcore.api.explaining.compare import Comparison, compare
 from flagcore.api.explaining.explain import Explanation, explain
 from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
@@ -20,7 +20,7 @@ from flagcore.api.tuning.tune import tune
 __all__ = [
     "AT_ONCE",
     "REPORT",
-    "Account",
+    "CandidateReport",
     "Checked",
     "Comparison",
     "Estimate",

@@ -45,7 +45,7 @@ def explain_command(
     eliminated = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         rules = [{"rule": name, "says": found.says.get(name, "")} for name in eliminated]
-        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.lost_repeats)]))
+        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.failed_repeats)]))
         options.show("\n" + render(rules, "table", RULE_COLUMNS))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:
@@ -96,7 +96,7 @@ def _of_spec(spec: str, a: str, b: str) -> str:
     return f"`flag compare --spec {spec} {a} {b}`"
 
 
-def _print(found: api.Account | api.Comparison, form: str) -> None:
+def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:
     """Print a report as text, or as one record."""
     from flagcore.report.formats import render
 
@@ -110,4 +110,4 @@ def _print(found: api.Account | api.Comparison, form: str) -> None:
 
 
 RULE_COLUMNS = {"rule": "rule", "description": "says"}
-EXPLAIN_COLUMNS = {"rule": "rule", "eliminated": "took", "description": "says"}
+EXPLAIN_COLUMNS = {"rule": "rule", "took": "took", "says": "says"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.i18n.width import columns, wrapped
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def _terminal_width() -> int | None:
 
 def plugins(command: F) -> F:
     """Add `--no-plugin`; the command receives `without`, a tuple of names."""
-    text = "Disable a plugin (repeatable)."
+    text = N_("Disable a plugin (repeatable).")
     option = click.option("--no-plugin", "without", multiple=True, metavar="NAME", help=text, shell_complete=_plugins)
     return option(command)
 
 
-def chip(text: str = "Plan for this chip instead of the one in the spec.") -> Callable[[F], F]:
+def chip(text: str = N_("Plan for this chip instead of the one in the spec.")) -> Callable[[F], F]:
     """Add `--chip`."""
     return click.option("--chip", metavar="NAME", help=text, shell_complete=_chips)
 

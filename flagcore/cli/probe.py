@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from flagcore.cli import options
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 
 
 @click.command("probe")
@@ -28,7 +28,7 @@ from flagcore.i18n import _
     metavar="R",
     help="Global rank to probe (repeatable) [default: the most informative].",
 )
-@options.chip("Plan for this chip, which must be on this machine.")
+@options.chip(N_("Plan for this chip, which must be on this machine."))
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1.0, max=86400.0),

@@ -49,8 +49,8 @@ def translated(command: click.Command) -> click.Command:
 
 def _command(command: click.Command) -> click.Command:
     made = copy(command)
-    paragraphs = (command.help or "").split("\n\n")
-    made.help = "\n\n".join(_(" ".join(each.split())) for each in paragraphs)
+    paragraphs = map(_one_line, (command.help or "").split("\n\n"))
+    made.help = "\n\n".join(map(_, paragraphs))
     first = SENTENCE.match(made.help)
     made.short_help = first[0].rstrip("。.") if first else None
     made.params = [_parameter(each) for each in command.params]
@@ -61,9 +61,13 @@ def _command(command: click.Command) -> click.Command:
 
 def _parameter(parameter: click.Parameter) -> click.Parameter:
     made = copy(parameter)
-    if isinstance(made, click.Option):
-        made.help = _(made.help or "")
+    if isinstance(made, click.Option) and made.help:
+        made.help = _(made.help)
     return made
+
+
+def _one_line(paragraph: str) -> str:
+    return " ".join(paragraph.split())
 
 
 def _wrap_text(
@@ -71,5 +75,5 @@ def _wrap_text(
 ) -> str:
     """Wrap paragraphs by the columns of their letters."""
     paragraphs = text.split("\n\n") if preserve_paragraphs else [text]
-    lines = [wrapped(initial_indent + " ".join(each.split()), width, subsequent_indent) for each in paragraphs]
+    lines = [wrapped(initial_indent + _one_line(each), width, subsequent_indent) for each in paragraphs]
     return "\n\n".join("\n".join(each) for each in lines)

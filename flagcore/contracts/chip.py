@@ -14,7 +14,7 @@ class MemoryModel(Protocol):
     """From what tensors take to what the device shows, in bytes of one device. Called with whole columns."""
 
     def capacity_bytes(self) -> float | None:
-        """Return what a trial may use of one device, or None if nobody knows."""
+        """Return what a trial may use of one device, or None if unknown."""
 
     def workspace_bytes(self) -> float:
         """Return what a thread's workspace of the library of matrix products takes of the allocator."""

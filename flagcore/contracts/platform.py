@@ -1,4 +1,4 @@
-"""The plugins as the core asks them, and all that they said about one task."""
+"""The plugins as the core calls them, and their answers about one task."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flagcore.domain.spec import Task
 class Costs:
     """What predictions are made of: the plugins' answers, or the core's roofline where they have none.
 
-    `guessed` says that nobody measured the chip's kernels, or fitted a curve to them. `synchronous` says that the host
+    `guessed` is whether the chip's kernels were neither measured nor fitted. `synchronous` says that the host
     computes itself, as a plain CPU does: its launches take their own time, behind no kernel. `run_slowdown` is by how
     much kernels are longer in a run on many devices than `kernels` says.
 
     They are those of the first node group. `further` are those of the others by the rank of their first device, in the
-    order of ranks, and `between` tells what a message from one group to the next takes; without others it is None.
+    order of ranks, and `between` tells the time of a message from one group to the next; without others it is None.
     """
 
     memory: MemoryModel
@@ -44,9 +44,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """All that plugins said about one task, asked once in discover. `knobs` are all that plugins bring, whether the
-    task has them or not, `conflicts` tells where the user's own variables win over those of plugins,
-    `read_devices` which device each telemetry is of: its number on this machine."""
+    """The answers of plugins about one task, collected once in discover.
+
+    `knobs` are all that plugins have for the chip, in the spec or not. `conflicts` are variables that the user sets
+    differently from plugins. `read_devices` are the numbers on this machine of the devices of `telemetry`.
+    """
 
     task: Task
     costs: Costs

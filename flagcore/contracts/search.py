@@ -1,4 +1,4 @@
-"""What the search calls: the order of trials, the store that keeps them, and who is told."""
+"""What the search calls: a strategy, a store of trials, and a listener for events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SearchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The row to try next, or None if no further trial is worth its cost; `because` says why, in one line.
+    """The row to try next, or None to stop; `because` is the reason, in one line.
 
     `belief` is what the strategy expects of it now, as plain data in the format of predictions.
     """
@@ -55,7 +55,7 @@ class Strategy(Protocol):
 
 
 class TrialStore(Protocol):
-    """Trials that survive a kill. What was read never changes later; a finished trial is kept once."""
+    """Trials that survive a kill. A finished trial is stored once and never changes."""
 
     def trials(self) -> tuple[Trial, ...]:
         """Return every finished trial in order."""

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from flagcore.contracts.chip import PruningRule
 from flagcore.contracts.platform import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
@@ -20,6 +21,9 @@ from flagcore.errors import SpecError
 
 class SearchSpace(Protocol):
     """The knobs of an engine, their legal values, and what is known about them without measuring."""
+
+    knobs: tuple[Knob, ...]
+    """All options that specs and job records may set."""
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         """Return the knobs of the space in the order in which they are crossed."""

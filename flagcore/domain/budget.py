@@ -1,21 +1,21 @@
-"""How long a run may go on: pure arithmetic over what is known, in seconds and trials."""
+"""The budget of a run in seconds and trials."""
 
 from __future__ import annotations
 
-from flagcore.domain.noise import MORE_ROUNDS, contenders, rivals
+from flagcore.domain.noise import EXTRA_ROUNDS, contenders, rivals
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Trial, TrialState
 
-HOPELESS_START = 5
-"""After this many trials that all ended as one of BROKEN, something is wrong with the task, not with the candidates."""
-BROKEN = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
+MAX_FAILED_AT_START = 5
+"""If the first trials, so many, all ended in FAILED_STATES, the task is wrong and not the candidates."""
+FAILED_STATES = (TrialState.FAILED, TrialState.INVALID, TrialState.TIMED_OUT)
 
 
 def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> str | None:
-    """Return why no further trial may start, or None. Time is kept for the repeats and for one more trial."""
+    """Return why the search stops, or None. Time is reserved for repeats and for one more trial."""
     trials = _ended(search_state)
-    if len(trials) >= HOPELESS_START and all(trial.state in BROKEN for trial in trials):
+    if len(trials) >= MAX_FAILED_AT_START and all(trial.state in FAILED_STATES for trial in trials):
         return f"the first {len(trials)} trials all failed"
     if len(trials) >= control.max_trials:
         return f"max_trials = {control.max_trials} reached"
@@ -28,7 +28,7 @@ def stop_reason(control: Control, search_state: SearchState, elapsed: float) -> 
 
 
 def trial_timeout(control: Control, elapsed: float) -> float:
-    """Return the wall-clock limit of the next trial: its own, or what is left of the run's, but a second at least."""
+    """Return the seconds that the next trial may take: its own limit or the rest of the run's, at least one."""
     if control.max_time is None:
         return control.max_time_per_task
     return max(1.0, min(control.max_time_per_task, control.max_time - elapsed))
@@ -49,10 +49,10 @@ def seconds_left(control: Control, search_state: SearchState, candidates: int, e
 
 
 def repeats_seconds(control: Control, search_state: SearchState, *, at_most: bool = False) -> float:
-    """Return what the repeats that are still to come will take at the least, or at most, as far as is known."""
+    """Return the least, or the most, seconds that the remaining repeats take."""
     rounds = control.repeats
     if at_most and rounds and rivals(search_state):
-        rounds += MORE_ROUNDS
+        rounds += EXTRA_ROUNDS
     left = ((trial, rounds - len(search_state.repeats_of(trial.candidate))) for trial in contenders(search_state))
     return sum((max(0, runs) * trial.duration_s for trial, runs in left), 0.0)
 
@@ -63,5 +63,5 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
 
 
 def _ended(search_state: SearchState) -> list[Trial]:
-    """Return the run's own trials that came to an end of their own; one that was interrupted has used up nothing."""
+    """Return the run's own trials that were not interrupted."""
     return [trial for trial in search_state.trials if trial.state is not TrialState.INTERRUPTED and not trial.source]

@@ -1,4 +1,4 @@
-"""What trials were measured at, beside what was predicted of them: the ground on which predictions are corrected."""
+"""Measurements with the predictions of the same candidates, by which predictions are corrected."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Observed:
         return int(self.log_ratio.size)
 
     @classmethod
-    def nothing(cls) -> Observed:
+    def empty(cls) -> Observed:
         """Return no measurement."""
         return cls(Features({}, {}, {}), np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
 
@@ -74,19 +74,19 @@ class Observed:
         """Put measurements together."""
         some = [each for each in several if len(each)]
         if not some:
-            return cls.nothing()
+            return cls.empty()
         arrays = [np.concatenate([getattr(each, name) for each in some]) for name in ("log_ratio", "noise", "task")]
         return cls(Features.join([each.features for each in some]), *arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What trials of other tasks on the same chip and engine were measured at: step time, and memory in use."""
+    """Measurements of other tasks on the same chip and engine: step time, and memory in use."""
 
     time: Observed
     memory: Observed
 
     @classmethod
-    def nothing(cls) -> Past:
-        """Return what is known where nothing has run."""
-        return cls(time=Observed.nothing(), memory=Observed.nothing())
+    def empty(cls) -> Past:
+        """Return no measurements."""
+        return cls(time=Observed.empty(), memory=Observed.empty())

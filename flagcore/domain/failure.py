@@ -15,7 +15,7 @@ LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
 def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
-    """Return the kind of a failure and one line that says why, from who ended it, its log and its exit code."""
+    """Return the state of a failed trial and one line with the reason, from its log and exit."""
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
     last = lines[-1][:LONGEST_REASON] if lines else "(none)"
     if ended.ended_by == "timeout":

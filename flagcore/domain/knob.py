@@ -144,6 +144,9 @@ class Knob:
     effect_source: Source | None = None
     """Where the factors of `effects` come from; None: from `source`."""
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     @property
     def searchable(self) -> bool:
         """Whether a space can list its values. Others have one value for all candidates of a run."""

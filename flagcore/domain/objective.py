@@ -1,4 +1,4 @@
-"""What a task makes as large, or as small, as it can: always seconds inside, told as the user asked for it."""
+"""The objective of a task: seconds inside, the user's unit in output."""
 
 from __future__ import annotations
 

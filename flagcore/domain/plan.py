@@ -50,10 +50,10 @@ class Plan:
     """What `flag tune` found. `gains` is best over baseline minus one, first runs first, then a figure a repeat.
 
     `medians` are the median seconds of a step of candidates that ran more than once, by the number of their first
-    trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` are not told apart
-    from the best. `drift` is how much faster the baseline's last run was than its first, None without a repeat of it,
-    and `drifted` says that this is more than noise. `fidelity` is that of the
-    trials; `probes` are of a lower one, before the first run.
+    trial. `fastest` is the fastest measured candidate, whether or not it keeps `limits`. `rivals` do not differ
+    significantly from the best. `drift` is the relative speedup from the baseline's first to its last run, None without
+    a repeat of it, and `drifted` is whether that is more than noise. `fidelity` is that of the trials; `probes` are of
+    a lower one, before the first run.
     """
 
     chip: str
@@ -77,25 +77,28 @@ class Plan:
 
     @property
     def gain(self) -> float | None:
-        """The gain to tell: the least of the rounds, since a disturbed machine can make it look larger than it is."""
+        """The lowest gain of the rounds: a disturbed machine can make one look larger than it is."""
         return min(self.gains, default=None)
 
     @property
-    def off(self) -> Off | None:
-        """How far predictions of step times were off, over trials of which something else was believed by then."""
-        pairs = [off(trial, "predicted") for trial in self.trials], [off(trial, "believed") for trial in self.trials]
+    def prediction_error(self) -> PredictionError | None:
+        """Errors of predicted step times, over the trials whose prediction had been corrected."""
+        pairs = (
+            [measured_over(trial, "predicted") for trial in self.trials],
+            [measured_over(trial, "believed") for trial in self.trials],
+        )
         both = [pair for pair in zip(*pairs, strict=True) if None not in pair]
         if not both:
             return None
         before, after = ([abs(math.log(each)) for each in some if each] for some in zip(*both, strict=True))
-        return Off(before=math.expm1(median(before)), after=math.expm1(median(after)), trials=len(both))
+        return PredictionError(before=math.expm1(median(before)), after=math.expm1(median(after)), trials=len(both))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Off:
-    """Medians over `trials` of how far measured step times were from predicted ones, as a share, either way.
+class PredictionError:
+    """Median relative errors of predicted step times over `trials`.
 
-    `before` is of what was predicted before anything ran, `after` of what was believed just before each trial.
+    `before` is that of the predictions before any trial, `after` that of the corrected ones before each trial.
     """
 
     before: float
@@ -103,22 +106,22 @@ class Off:
     trials: int
 
 
-def off(trial: Trial, told: str) -> float | None:
+def measured_over(trial: Trial, which: str) -> float | None:
     """Return the measured over the `predicted` or `believed` step time of a trial; None if one of them is unknown."""
-    record: Any = trial.believed if told == "believed" else trial.predicted
+    record: Any = trial.believed if which == "believed" else trial.predicted
     step = record.get("step_time_s") if isinstance(record, Mapping) else None
     value = step.get("value") if isinstance(step, Mapping) else None
     measured = trial.measurement.step_time_s if trial.measurement else None
     return measured / value if measured and isinstance(value, float) and 0 < value < math.inf else None
 
 
-def lost_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
-    """Return the repeats that gave no measurement, by number, and how they ended: counts of candidates miss them."""
+def failed_repeats(repeats: Sequence[Trial]) -> dict[int, str]:
+    """Return the state of repeats without a measurement, by number."""
     return {each.number: each.state.value for each in repeats if each.state is not TrialState.MEASURED}
 
 
 def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchState, because: str) -> Plan:
-    """Sum up what is known of a task."""
+    """Return the plan of a task."""
     return Plan(
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -146,7 +149,7 @@ def summarize(task: Task, space: Space, pruned: Pruned, search_state: SearchStat
 
 
 def count(space: Space, pruned: Pruned, search_state: SearchState) -> Counts:
-    """Balance the books. A candidate that ran counts as what its trial was, whatever a rule said of it later."""
+    """Count where combinations went. A candidate that ran counts by its trial, even if a rule removed it later."""
     ran = {row: trial for trial in search_state.trials if (row := space.find(trial.candidate)) is not None}
     states = Counter(trial.state for trial in ran.values())
     rule = pruned.rule.copy()

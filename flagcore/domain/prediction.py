@@ -1,4 +1,4 @@
-"""What the model says of a candidate before it has run: by columns, and one row of it."""
+"""Predictions of candidates: by columns, and one row."""
 
 from __future__ import annotations
 

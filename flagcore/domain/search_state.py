@@ -1,4 +1,4 @@
-"""What a run knows at one moment: what the rules removed, and what the trials taught."""
+"""The state of a search: what rules removed, and the trials so far."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flagcore.domain.space import BoolArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
 
 DOES_NOT_FIT = "does_not_fit"
-"""The rule that removes what is predicted to need more memory than there is."""
+"""The rule that removes candidates with too much predicted memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
     """Which rule removed each row. `rule` is 0 for an open row, else a place in `rules` plus one; `trial` is the
-    number of the trial behind a learned rule, -1 for none. `too_much` marks the rows that are believed not to fit,
-    `seen` are the trials already applied."""
+    number of the trial behind a learned rule, -1 for none. `too_much` marks the rows that do not fit by
+    corrected predictions, `seen` are the trials already applied."""
 
     rule: NDArray[np.int16]
     trial: IntArray
@@ -45,11 +45,10 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchState:
-    """The state of knowledge: the last trial of each candidate, the user's own, and the best one.
+    """The trials so far: the last one of each candidate, the baseline, and the best.
 
-    The best is the candidate with the best median of its runs among those that keep the limits, and told as its first
-    one; `fastest` is that of all measured ones. `probes` are trials of a
-    lower fidelity, which settle nothing.
+    `best` is the first trial of the candidate with the best median among those that keep the limits, `fastest` that of
+    all measured ones. `probes` are trials of a lower fidelity, which settle no candidate.
     """
 
     by_candidate: dict[Candidate, Trial]
@@ -65,12 +64,12 @@ class SearchState:
         return tuple(sorted(self.by_candidate.values(), key=lambda trial: trial.number))
 
     def repeats_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the repeats of a candidate that came to an end of their own, in order."""
+        """Return the repeats of a candidate that were not interrupted, in order."""
         ended = (trial for trial in self.repeats if trial.state is not TrialState.INTERRUPTED)
         return tuple(trial for trial in ended if trial.candidate == candidate)
 
     def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
-        """Return the measured runs of a candidate, repeats included, in order; what another tool told only without."""
+        """Return the measured runs of a candidate, repeats included; imported ones only without others."""
         first = self.by_candidate.get(candidate)
         runs = (*((first,) if first else ()), *self.repeats_of(candidate))
         measured = tuple(trial for trial in runs if trial.state is TrialState.MEASURED and trial.measurement)

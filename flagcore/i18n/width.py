@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _CLOSING = re.escape("，。；：、！？）】》」』”’,.;:!?)]}%")
-_OPENING = re.escape("（【《「『“‘")
+_OPENING = re.escape("([{（【《「『“‘")
 _NARROW = r"[^\s⺀-鿿豈-﫿＀-￯、-〿]+"
 _PIECES = re.compile(rf"\s+|[{_OPENING}]*(?:{_NARROW}|\S)[{_CLOSING}]*")
 

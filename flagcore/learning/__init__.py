@@ -1,4 +1,4 @@
-"""What measurements say of predictions: the ratio between them, with its uncertainty."""
+"""Learns the ratio of measured to predicted figures, with its uncertainty."""
 
 from flagcore.learning.features import features
 from flagcore.learning.gain import chance_to_gain, expected_gain

@@ -8,10 +8,10 @@ from statistics import median
 import numpy as np
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.budget import BROKEN
+from flagcore.domain.budget import FAILED_STATES
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, TrialState
-from flagcore.learning.trials import seconds_beside
+from flagcore.learning.trials import overhead_seconds
 
 
 def whole_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
@@ -21,7 +21,7 @@ def whole_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
     """
     if context.task.spec.control.fidelity == PROBE:
         return np.full_like(log_time, _median(context, (TrialState.MEASURED,)) or 1.0)
-    seconds: FloatArray = seconds_beside(context) + context.task.spec.control.train_iters * np.exp(log_time)
+    seconds: FloatArray = overhead_seconds(context) + context.task.spec.control.train_iters * np.exp(log_time)
     return seconds
 
 
@@ -33,9 +33,9 @@ def expected_seconds(
     One that fails takes as long as those that failed in the same way, the median of them; before any, what trials take
     beside their steps, and a step.
     """
-    short = seconds_beside(context) + np.exp(log_time) if context.task.spec.control.fidelity != PROBE else whole
+    short = overhead_seconds(context) + np.exp(log_time) if context.task.spec.control.fidelity != PROBE else whole
     out = _median(context, (TrialState.OUT_OF_MEMORY,)) or short
-    broken = _median(context, BROKEN) or short
+    broken = _median(context, FAILED_STATES) or short
     seconds: FloatArray = fits * (ends * whole + (1.0 - ends) * broken) + (1.0 - fits) * out
     return seconds
 

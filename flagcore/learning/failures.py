@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import SearchContext
-from flagcore.domain.budget import BROKEN
+from flagcore.domain.budget import FAILED_STATES
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.learning.trials import seen
@@ -26,7 +26,7 @@ def chance_to_end(context: SearchContext, rows: IntArray) -> FloatArray:
     others do (a noisy or; Pearl 1988). The chances are those of expectation-maximisation with a beta prior: of a trial
     that failed those values are suspected that no trial ended with.
     """
-    broken = np.array([row for trial, row in seen(context) if trial.state in BROKEN], dtype=np.int64)
+    broken = np.array([row for trial, row in seen(context) if trial.state in FAILED_STATES], dtype=np.int64)
     if not broken.size:
         return np.ones(rows.size)
     ended = np.array([row for trial, row in seen(context) if trial.state in ENDED], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a trial may gain, from what is believed of it."""
+"""The expected gain of a trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the trials of a run to what they say of the predictions."""
+"""From the trials of a run to observed ratios of measured to predicted."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def observed_times(context: SearchContext) -> Observed:
 
 def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     """Return what trials that timed out say. That of a probe says nothing: it runs few micro-batches of a step."""
-    control, beside = context.task.spec.control, seconds_beside(context)
+    control, beside = context.task.spec.control, overhead_seconds(context)
     late = [(trial.duration_s - beside, row) for trial, row in seen(context) if _late(trial)]
     found = [(seconds / control.train_iters, row) for seconds, row in late if seconds > 0]
     if not found:
-        return Observed.nothing()
+        return Observed.empty()
     rows = np.array([row for _, row in found], dtype=np.int64)
     bound = np.log([seconds for seconds, _ in found]) - np.log(unit_where_unknown(context)[rows])
     expected = _expected(context, context.past.time, known, rows, TIME)
@@ -67,7 +67,7 @@ def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
     return _observed(context, rows[slow], ratio, np.full(ratio.size, PARTIAL_NOISE))
 
 
-def seconds_beside(context: SearchContext) -> float:
+def overhead_seconds(context: SearchContext) -> float:
     """Return what trials took beside their steps, the median of those that ran to their end; 0 before any did."""
     steps = context.task.spec.control.train_iters
     ended = [trial for trial in context.trials if trial.state is TrialState.MEASURED and trial.measurement]
@@ -141,7 +141,7 @@ def _timed(trial: Trial) -> bool:
 
 def _observed(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:
     if not rows.size:
-        return Observed.nothing()
+        return Observed.empty()
     return Observed(context.features(rows), ratio, noise, np.zeros(rows.size, dtype=np.int64))
 
 

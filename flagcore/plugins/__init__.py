@@ -1,10 +1,11 @@
-"""The door through which plugins, engines, launchers and strategies come in. Knows no vendor's name.
+"""Loads plugins, engines, launchers, strategies and importers by entry point. Knows no vendor's name.
 
 `load_plugins()` gives the hooks as typed methods; `workload`, `launcher` and `strategy` give one named object.
-Whatever is broken stays outside, with its reason kept as a `PluginFailure`.
+What is broken is left out and reported as a `PluginFailure`.
 """
 
 from flagcore.plugins.entry_points import (
+    ENGINES,
     IMPORTERS,
     LAUNCHERS,
     STRATEGIES,
@@ -23,6 +24,7 @@ from flagcore.plugins.loader import Plugin
 
 __all__ = [
     "DISABLE_VARIABLE",
+    "ENGINES",
     "GROUP",
     "IMPORTERS",
     "LAUNCHERS",

@@ -1,4 +1,4 @@
-"""Hears the warnings that are logged while a plugin is asked: by them it tells why it found no device."""
+"""Collects warnings that a plugin logs, for instance why it found no device."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """Collect the texts of warnings and errors that are logged meanwhile; they go on to whoever handles them."""
-    said: list[str] = []
+def capture_warnings() -> Iterator[list[str]]:
+    """Collect the texts of warnings and errors that are logged in this context; handlers still receive them."""
+    texts: list[str] = []
     make = logging.getLogRecordFactory()
 
-    def listening(*arguments: object, **named: object) -> logging.LogRecord:
+    def record_and_collect(*arguments: object, **named: object) -> logging.LogRecord:
         record = make(*arguments, **named)
         if record.levelno >= logging.WARNING:
-            said.append(record.getMessage())
+            texts.append(record.getMessage())
         return record
 
-    logging.setLogRecordFactory(listening)
+    logging.setLogRecordFactory(record_and_collect)
     try:
-        yield said
+        yield texts
     finally:
         logging.setLogRecordFactory(make)

@@ -1,7 +1,8 @@
-"""Engines, launchers and strategies: one object by name, ours and a stranger's through the same door."""
+"""Engines, launchers, strategies and importers: one object per entry point."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -11,7 +12,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import FlagError, NoDevice, SpecError, UsageError
 from flagcore.plugins.installed import BadPlugin, incompatible, installed, load, one_line, origin
-from flagcore.plugins.validation import behaviour
+from flagcore.plugins.validation import check_protocol
 
 WORKLOADS = "flagcore.engines"
 LAUNCHERS = "flagcore.launchers"
@@ -27,7 +28,7 @@ def names(group: str) -> tuple[str, ...]:
 def workload(name: str, key: str = "engine") -> Workload:
     """Return the engine called `name`, which `key` of a spec gives.
 
-    Raises SpecError if nobody has it, NoDevice if it is broken.
+    Raises SpecError if it is not installed, NoDevice if it is broken.
     """
     found: Workload = _named(WORKLOADS, "engine", name, Workload, key)
     return found
@@ -45,6 +46,31 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
         raise SpecError(key=f"{kind}.engine", value=work.engine, problem=problem, fix=fix)
     return found
+
+
+class _Engines(Mapping[str, Workload]):
+    """The installed engines by name, those of flagcore itself first. An engine is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Workload:
+        if name not in installed(WORKLOADS).points:
+            raise KeyError(name)
+        return workload(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(names(WORKLOADS), key=lambda name: not _is_own(name)))
+
+    def __len__(self) -> int:
+        return len(names(WORKLOADS))
+
+    def __contains__(self, name: object) -> bool:
+        return name in installed(WORKLOADS).points
+
+
+def _is_own(name: str) -> bool:
+    return any(point.value.startswith("flagcore.") for point in installed(WORKLOADS).points[name])
+
+
+ENGINES: Mapping[str, Workload] = _Engines()
 
 
 def kind_of(engine: str) -> str:
@@ -82,7 +108,7 @@ def _named(group: str, kind: str, name: str, protocol: Any, key: str) -> Any:
         near = get_close_matches(name, points, n=3)
         known = ", ".join(sorted(points)) or "none"
         fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {known}"
-        raise SpecError(key=key, value=name, problem=f"is no {kind} that is installed", fix=fix)
+        raise SpecError(key=key, value=name, problem=f"is not an installed {kind}", fix=fix)
     origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points[name]))
     try:
         return _load(points[name], origins, protocol)
@@ -97,4 +123,4 @@ def _load(points: list[EntryPoint], origins: str, protocol: Any) -> Any:
         raise BadPlugin(f"several distributions have one of this name: {origins}; uninstall all but one")
     if reason := incompatible(origin(points[0])):
         raise BadPlugin(reason)
-    return behaviour(protocol, load(points[0]))
+    return check_protocol(protocol, load(points[0]))

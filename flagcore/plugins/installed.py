@@ -1,6 +1,6 @@
 """What is installed: the entry points of a group and where they come from, and how to load one of them safely.
 
-Entry points are read afresh, one distribution at a time: stevedore's own list comes from a cache file that can be
+Entry points are read each time, one distribution at a time: stevedore's own list comes from a cache file that can be
 stale for two minutes after an install, and one unreadable distribution would cost all others. stevedore loads.
 """
 
@@ -22,12 +22,12 @@ from flagcore import __version__
 
 
 class BadPlugin(Exception):
-    """A plugin that was imported but does not keep to the hooks. The message says how."""
+    """An imported plugin that does not follow the hooks. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginFailure:
-    """What went wrong with one plugin, and when. It costs that plugin, or one answer of it, and nothing else.
+    """The failure of one plugin, or of one of its answers.
 
     `stage` is discover, load, check, ask, answer or disable; `hook` is empty outside of ask and answer.
     """
@@ -102,7 +102,7 @@ class _OneEntryPoint(NamedExtensionManager):  # type: ignore[misc]
 
 def load(point: EntryPoint) -> object:
     """Import what `point` names and return it. Raises whatever the import raises."""
-    with talk_on_stderr():
+    with stdout_to_stderr():
         (extension,) = _OneEntryPoint(point)
     return extension.plugin
 
@@ -112,7 +112,7 @@ def _reraise(manager: Any, point: EntryPoint, error: Exception) -> NoReturn:
 
 
 @contextmanager
-def talk_on_stderr() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Send to stderr what is written to stdout meanwhile, by Python or below it: stdout carries our data only."""
     kept = None
     with suppress(OSError, ValueError, AttributeError):  # stdout or stderr may be closed

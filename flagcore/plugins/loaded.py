@@ -21,11 +21,11 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
-from flagcore.plugins.capture_warnings import heard
+from flagcore.plugins.capture_warnings import capture_warnings
 from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, talk_on_stderr
+from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, stdout_to_stderr
 from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
-from flagcore.plugins.plugin_proxy import plugin_name, proxied
+from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 
 GROUP = "flagcore.plugins"
 DISABLE_VARIABLE = "FLAGCORE_DISABLE_PLUGINS"
@@ -42,9 +42,9 @@ class _Failed(Exception):
 
 
 class LoadedPlugins:
-    """`flagcore.contracts.Plugins` over real plugins. Never raises for a plugin's sake, except in `prepare_launch`.
+    """`flagcore.contracts.Plugins` over real plugins. A plugin's error never raises, except in `prepare_launch`.
 
-    `failures` grows as plugins are asked: what each cost is only the answer that it could not give.
+    `failures` grows as plugins are called.
     """
 
     def __init__(self, plugins: Iterable[Plugin], failures: Iterable[PluginFailure] = ()) -> None:
@@ -94,7 +94,7 @@ class LoadedPlugins:
         return self._undetected
 
     def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
-        with heard() as said:
+        with capture_warnings() as said:
             try:
                 found = self._try(plugin, "flagcore_devices", validation.devices) or ()
             except _Failed as failed:
@@ -109,7 +109,7 @@ class LoadedPlugins:
         return tuple(self._chips)
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
-        """Return how well founded a plugin says it is; None if it says nothing."""
+        """Return what a plugin says about its maturity, if anything."""
         return self._ask(plugin, "flagcore_maturity", validation.maturity)
 
     def topology(self, group: NodeGroup) -> Topology | None:
@@ -171,9 +171,7 @@ class LoadedPlugins:
         """Return the first plugin's answer; UNKNOWN if there is none."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
         found = self._first([chip], "flagcore_engine_support", validation.support, **about)
-        return found or EngineSupport(
-            support=Support.UNKNOWN, reason=f"no plugin says how {engine} runs on {chip.name}"
-        )
+        return found or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         """Return all plugins' rules."""
@@ -220,9 +218,7 @@ class LoadedPlugins:
         for name in (chip.name, *chip.aliases):
             if bare(name) in catalogue:
                 first, owner = catalogue[bare(name)]
-                reason = (
-                    f"chip {chip.name} answers to {name}, but so does {first.name} of plugin {owner}, which is kept"
-                )
+                reason = f"chip {chip.name} answers to {name}, but so does {first.name} of plugin {owner}, which wins"
                 self._fail(plugin, "answer", "flagcore_chips", reason)
                 return
         catalogue.update(dict.fromkeys(chip.spellings, (chip, plugin.name)))
@@ -252,10 +248,10 @@ class LoadedPlugins:
         """Ask one plugin and check its answer. Raises _Failed, with the failure already kept, and KeyboardInterrupt."""
         stage = "ask"
         try:
-            with talk_on_stderr():
+            with stdout_to_stderr():
                 answer = plugin.ask(hook, arguments)
                 stage = "answer"
-                return None if answer is None else proxied(plugin.name, hook, check(answer))
+                return None if answer is None else wrap_objects(plugin.name, hook, check(answer))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -296,5 +292,5 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
 def _unknown(name: str, known: Collection[str]) -> PluginFailure:
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"installed are {', '.join(sorted(known)) or 'none'}"
-    reason = f"cannot be switched off, as no plugin has this name; {hint}"
+    reason = f"cannot be disabled: no plugin has this name; {hint}"
     return PluginFailure(name=name, distribution="", stage="disable", reason=reason)

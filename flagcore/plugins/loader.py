@@ -51,7 +51,7 @@ def load_plugin(point: EntryPoint) -> Plugin:
 
 
 def make_plugin(name: str, module: object, distribution: str = "", version: str = "") -> Plugin:
-    """Check that `module` (or object) keeps to the hooks. Raises BadPlugin with the reason."""
+    """Check that `module` (or object) implements the hooks. Raises BadPlugin with the reason."""
     if isinstance(module, type):
         raise BadPlugin(f"names the class {module.__name__}; name a module, or an object")
     for member in dir(module):

@@ -1,4 +1,4 @@
-"""Objects that plugins answer with, called in the hot loop: what they do wrong there is told as theirs, not ours."""
+"""Wraps objects of plugins, so that their errors name the plugin."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = frozenset(
 """Methods whose answer is made an array of float64."""
 
 
-def proxied(plugin: str, hook: str, answer: T) -> T:
+def wrap_objects(plugin: str, hook: str, answer: T) -> T:
     """Return `answer`, with every object in it wrapped if `hook` answers with objects."""
     if hook not in HOOKS_WITH_OBJECTS:
         return answer
@@ -46,7 +46,7 @@ def plugin_name(answer: object) -> str:
 
 
 class PluginProxy:
-    """Stands for a plugin's object. What its methods raise becomes NoDevice, with the way to do without the plugin."""
+    """Wraps a plugin's object. What its methods raise becomes NoDevice, with the option that disables the plugin."""
 
     def __init__(self, plugin: str, answer: object) -> None:
         self._owner, self._answer = plugin, answer
@@ -66,7 +66,7 @@ class PluginProxy:
                 raise
             except BaseException as error:
                 whose = f"plugin {self._owner}: {name} of {type(self._answer).__name__}"
-                hint = f"do without it by --no-plugin {self._owner}"
+                hint = f"disable it with --no-plugin {self._owner}"
                 raise NoDevice(f"{whose} raised {one_line(error)}; {hint}") from error
 
         return call

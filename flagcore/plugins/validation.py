@@ -116,7 +116,7 @@ def topology(answer: object, group: NodeGroup) -> Topology:
 
 def memory_model(answer: object) -> MemoryModel:
     """Return `answer` as a memory model that answers two small columns."""
-    model: MemoryModel = behaviour(MemoryModel, answer)
+    model: MemoryModel = check_protocol(MemoryModel, answer)
     capacity = model.capacity_bytes()
     if capacity is not None and not capacity > 0:
         raise BadPlugin(f"answered a memory model whose capacity_bytes() is {capacity!r}")
@@ -127,7 +127,7 @@ def memory_model(answer: object) -> MemoryModel:
 
 def kernel_costs(answer: object) -> KernelCosts:
     """Return `answer` as kernel costs that answer two small columns, NaN allowed."""
-    costs: KernelCosts = behaviour(KernelCosts, answer)
+    costs: KernelCosts = check_protocol(KernelCosts, answer)
     sizes = np.array([128.0, 256.0])
     _two_numbers(costs.gemm_seconds, sizes, sizes, sizes, "bf16")
     shape = AttentionShape(
@@ -139,10 +139,10 @@ def kernel_costs(answer: object) -> KernelCosts:
     _two_numbers(costs.host_copy_seconds, sizes)
     launch = costs.launch_seconds()
     if isinstance(launch, bool) or not isinstance(launch, (int, float)) or launch < 0:
-        raise BadPlugin(f"answered an object whose launch_seconds() is {_shown(launch)}, not seconds")
+        raise BadPlugin(f"answered an object whose launch_seconds() is {_short_repr(launch)}, not seconds")
     longer = costs.run_slowdown()
     if isinstance(longer, bool) or not isinstance(longer, (int, float)) or not (math.isnan(longer) or longer >= 1):
-        raise BadPlugin(f"answered an object whose run_slowdown() is {_shown(longer)}, not 1 or more")
+        raise BadPlugin(f"answered an object whose run_slowdown() is {_short_repr(longer)}, not 1 or more")
     return costs
 
 
@@ -155,7 +155,7 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
         if wrong := problem(data(CollectiveTable, answer)):
             raise BadPlugin(f"answered curves of collectives: they {wrong}")
         answer = Collectives(topology=topology, table=answer)
-    costs: CollectiveCosts = behaviour(CollectiveCosts, answer)
+    costs: CollectiveCosts = check_protocol(CollectiveCosts, answer)
     ranks, stride = np.array([2, 2]), np.array([1, 1])
     for kind in KINDS:
         _two_numbers(costs.seconds, kind, np.array([2.0**10, 2.0**20]), ranks, stride)
@@ -167,12 +167,12 @@ def collective_costs(answer: object, topology: Topology) -> CollectiveCosts:
 
 def pruning_rules(answer: object) -> tuple[PruningRule, ...]:
     """Return `answer` as pruning rules."""
-    return tuple(behaviour(PruningRule, rule) for rule in data(Sequence[object], answer))
+    return tuple(check_protocol(PruningRule, rule) for rule in data(Sequence[object], answer))
 
 
 def telemetry(answer: object) -> Telemetry:
     """Return `answer` as telemetry."""
-    found: Telemetry = behaviour(Telemetry, answer)
+    found: Telemetry = check_protocol(Telemetry, answer)
     return found
 
 
@@ -182,14 +182,16 @@ def data(kind: Any, answer: object) -> Any:
     return answer
 
 
-def behaviour(protocol: Any, answer: object) -> Any:
+def check_protocol(protocol: Any, answer: object) -> Any:
     """Return `answer` if it has the methods and attributes of `protocol`. Raises BadPlugin."""
     if isinstance(answer, type):
         raise BadPlugin(f"answered the class {answer.__name__}; answer an object of it")
     methods = [name for name, member in vars(protocol).items() if not name.startswith("_") and callable(member)]
     missing = [name for name in methods if not callable(getattr(answer, name, None))]
     if missing:
-        raise BadPlugin(f"answered {_shown(answer)}, which is no {protocol.__name__}: no method {', '.join(missing)}")
+        raise BadPlugin(
+            f"answered {_short_repr(answer)}, which is no {protocol.__name__}: no method {', '.join(missing)}"
+        )
     for name, kind in _hints(protocol).items():
         _compare(kind, getattr(answer, name, None), f"answered {type(answer).__name__}.{name} =")
     return answer
@@ -199,7 +201,9 @@ def _two_numbers(method: Callable[..., object], *arguments: object) -> None:
     found = np.asarray(method(*arguments), dtype=np.float64)
     if found.shape != (2,) or bool((found < 0).any()):
         name = getattr(method, "__name__", "a method")
-        raise BadPlugin(f"answered an object whose {name} gives {_shown(found)} for two rows; it must give two numbers")
+        raise BadPlugin(
+            f"answered an object whose {name} gives {_short_repr(found)} for two rows; it must give two numbers"
+        )
 
 
 def _compare(kind: Any, value: object, where: str) -> None:
@@ -208,36 +212,36 @@ def _compare(kind: Any, value: object, where: str) -> None:
         return
     if origin is Literal:
         if value not in inner:
-            raise BadPlugin(f"{where} {_shown(value)}, not one of {', '.join(map(str, inner))}")
+            raise BadPlugin(f"{where} {_short_repr(value)}, not one of {', '.join(map(str, inner))}")
     elif origin is Callable:
         if not callable(value):
-            raise BadPlugin(f"{where} {_shown(value)}, not a function")
+            raise BadPlugin(f"{where} {_short_repr(value)}, not a function")
     elif origin in (Union, types.UnionType):
         if not any(_fits(option, value) for option in inner):
             nearest = [option for option in inner if is_dataclass(option) and isinstance(value, cast(type, option))]
             if nearest:
                 _compare(nearest[0], value, where)
-            raise BadPlugin(f"{where} {_shown(value)}, not {_name(kind)}")
+            raise BadPlugin(f"{where} {_short_repr(value)}, not {_name(kind)}")
     elif origin in (tuple, Sequence):
         if not isinstance(value, (tuple, list)):
-            raise BadPlugin(f"{where} {_shown(value)}, not a list or tuple of {_name(inner[0])}")
+            raise BadPlugin(f"{where} {_short_repr(value)}, not a list or tuple of {_name(inner[0])}")
         for place, element in enumerate(value):
             _compare(inner[0], element, f"{where} [{place}]:")
     elif origin is Mapping:
         if not isinstance(value, Mapping):
-            raise BadPlugin(f"{where} {_shown(value)}, not a mapping from {_name(inner[0])} to {_name(inner[1])}")
+            raise BadPlugin(f"{where} {_short_repr(value)}, not a mapping from {_name(inner[0])} to {_name(inner[1])}")
         for key, element in value.items():
             _compare(inner[0], key, f"{where} key")
             _compare(inner[1], element, f"{where} [{key!r}]:")
     elif is_dataclass(kind):
         _compare_fields(cast(type, kind), value, where)
     elif not _plain(kind, value):
-        raise BadPlugin(f"{where} {_shown(value)}, not {_name(kind)}")
+        raise BadPlugin(f"{where} {_short_repr(value)}, not {_name(kind)}")
 
 
 def _compare_fields(kind: type, value: object, where: str) -> None:
     if not isinstance(value, kind):
-        raise BadPlugin(f"{where} {_shown(value)}, not {_name(kind)}")
+        raise BadPlugin(f"{where} {_short_repr(value)}, not {_name(kind)}")
     hints = _hints(kind)
     for field in fields(cast(Any, kind)):
         _compare(hints[field.name], getattr(value, field.name), f"{where} {kind.__name__}.{field.name} =")
@@ -267,6 +271,6 @@ def _name(kind: Any) -> str:
     return str(kind) if get_args(kind) else kind.__name__
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

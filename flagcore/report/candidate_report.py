@@ -21,8 +21,8 @@ CHANGES = {
 """Descriptions of the kinds of changes."""
 
 
-def account_text(account: Mapping[str, Any]) -> str:
-    """Return the report of a candidate from the fields of `flagcore.api.explaining.candidate_report.Account`."""
+def candidate_report_text(account: Mapping[str, Any]) -> str:
+    """Return the report of a candidate from the fields of `flagcore.CandidateReport`."""
     name = account["name"][:1].upper() + account["name"][1:]
     heading = f"{name} on {account['devices']} x {account['chip']}: {values_text(account['candidate'])}"
     lines = [heading, f"  {account['state']}", *(f"  - {line}" for line in account["because"])]

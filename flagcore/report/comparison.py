@@ -33,7 +33,8 @@ def compared_text(both: Mapping[str, Any]) -> str:
     rows = list(_rows(both))
     parts = ["\n".join(lines), *([table(["", "A", "B", "B - A", "%"], rows)] if rows else [])]
     if both["gap"] is not None:
-        parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(VERDICTS[both["sure"]])))
+        verdict = VERDICTS[both["sure"]]
+        parts.append(_("Time of B vs A: {gap:+.1%} ({verdict})", gap=both["gap"], verdict=_(verdict)))
     return "\n".join(["\n\n".join(parts), *(f"  {line}" for line in both["because"])])
 
 

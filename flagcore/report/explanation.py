@@ -223,7 +223,7 @@ def needs_text(memory: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
     capacity = f" of {memory['capacity_gib']:.2f} GiB" if "capacity_gib" in memory else ""
     stage = "" if "kv_cache_gib" in memory else f" of stage {memory['worst_stage']}"
-    return f"needs {used:.2f} GiB{capacity} on a device{stage}: {sizes}"
+    return f"it needs {used:.2f} GiB{capacity} on a device{stage}: {sizes}"
 
 
 def time_text(record: Mapping[str, Any]) -> str:
@@ -237,6 +237,7 @@ def time_text(record: Mapping[str, Any]) -> str:
         for name, seconds in record["time"].items()
     ]
     rows.append([_("step"), f"{step['value']:.4g}", ""])
+    limit = record["limit"]
     mfu = f", MFU {record['mfu']:.1%}" if "mfu" in record else ""
     return "\n".join(
         [
@@ -244,7 +245,7 @@ def time_text(record: Mapping[str, Any]) -> str:
             "",
             _("80% interval: {low:.4g} to {high:.4g} s", low=step["low"], high=step["high"])
             + f"; {speed:,.0f} tokens/s/device{mfu}",
-            _("Bottleneck: {limit}", limit=_(str(record.get("limit")))),
+            _("Bottleneck: {limit}", limit=_(limit)),
         ]
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
 from flagcore.domain.objective import told as figure_of
-from flagcore.domain.plan import Plan, lost_repeats, off
+from flagcore.domain.plan import Plan, failed_repeats, measured_over
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
 from flagcore.i18n import _, ngettext
 from flagcore.report import serving_text
@@ -24,7 +24,7 @@ def plan_text(plan: Plan) -> str:
         serving_text.front_table(plan),
         learned_table(plan),
         slow_text(plan),
-        "\n".join([funnel(plan.counts, plan.fidelity), *repeats_text(lost_repeats(plan.repeats))]),
+        "\n".join([funnel(plan.counts, plan.fidelity), *repeats_text(failed_repeats(plan.repeats))]),
     ]
     notes = serving_text.notes(plan) if serving_text.serves(plan) else []
     parts += [_("Note: {note}.", note=note) for note in notes]
@@ -42,20 +42,20 @@ def slow_text(plan: Plan) -> str:
 
 def learned_table(plan: Plan) -> str:
     """Return the errors of predictions before and after learning, a line per trial; empty without learning."""
-    if plan.off is None:
+    if plan.prediction_error is None:
         return ""
     line = ngettext(
         "Median prediction error over {count} trial: {before}, after learning {after}",
         "Median prediction error over {count} trials: {before}, after learning {after}",
-        plan.off.trials,
-        before=far(plan.off.before),
-        after=far(plan.off.after),
+        plan.prediction_error.trials,
+        before=far(plan.prediction_error.before),
+        after=far(plan.prediction_error.after),
     )
     what = serving_text.heading(plan.objective) if serving_text.serves(plan) else _("step s")
     headings = [_("trial"), f"~{what}", _("~learned"), what, _("error"), _("after learning")]
     rows = []
     for trial in plan.trials:
-        ratios = [off(trial, name) for name in ("predicted", "believed")]
+        ratios = [measured_over(trial, name) for name in ("predicted", "believed")]
         if None in ratios or trial.measurement is None:
             continue
         step = trial.measurement.step_time_s

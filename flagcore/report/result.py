@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from flagcore.domain.objective import SERVING, is_rate, told
-from flagcore.domain.plan import Plan, off
+from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
 from flagcore.report.serving_text import front, notes
@@ -37,7 +37,7 @@ def result(plan: Plan, run_dir: str) -> dict[str, Any]:
             "not_told_apart": [each.number for each in plan.rivals],
             "medians": [{"trial": number, plan.objective: figure} for number, figure in medians(plan).items()],
         },
-        "predictions_off": asdict(plan.off) if plan.off else None,
+        "predictions_off": asdict(plan.prediction_error) if plan.prediction_error else None,
         "trials": [trial(each) for each in plan.trials],
         "repeats": [trial(each) for each in plan.repeats],
         "probes": [trial(each) for each in plan.probes],
@@ -76,7 +76,7 @@ def trial(each: Trial) -> dict[str, Any]:
         "fidelity": each.fidelity,
         "predicted": {**each.predicted, **each.notes},
         "measured": _measured(each.measurement) if each.measurement else None,
-        "measured_over": {name: off(each, name) for name in ("predicted", "believed")},
+        "measured_over": {name: measured_over(each, name) for name in ("predicted", "believed")},
         "duration_s": each.duration_s,
         "log": each.log,
         "source": each.source,

@@ -15,25 +15,27 @@ if TYPE_CHECKING:
     from flagcore.domain.model import Model
     from flagcore.domain.spec import Spec
     from flagcore.errors import SpecError
+    from flagcore.spec.knobs import Engines
 
 
-def read_spec(path: Path) -> Spec:
+def read_spec(path: Path, engines: Engines) -> Spec:
     """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to the file's folder.
 
     Raises SpecError.
     """
-    return parse_spec(spec_as_data(path), file=str(path), base=path.parent)
+    return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=engines)
 
 
-def parse_spec(data: object, *, file: str, base: Path, plugin_knobs: Collection[str] = ()) -> Spec:
+def parse_spec(data: object, *, file: str, base: Path, engines: Engines, plugin_knobs: Collection[str] = ()) -> Spec:
     """Turn plain data into a spec. `file` is named in errors, `base` is the folder of relative paths.
 
-    `plugin_knobs` are names that a space and a baseline may have beside the engine's own. Raises SpecError.
+    Space, baseline and settings are validated against the knobs of the one of `engines` that the spec names.
+    `plugin_knobs` are names that a space and a baseline may have in addition. Raises SpecError.
     """
     from flagcore.spec.convert import document_as_spec
     from flagcore.spec.plain_data import plain
 
-    return document_as_spec(plain(data, file=file), file=file, base=base, plugin_knobs=plugin_knobs)
+    return document_as_spec(plain(data, file=file), file=file, base=base, engines=engines, plugin_knobs=plugin_knobs)
 
 
 def spec_as_data(path: Path) -> dict[str, Any]:
@@ -43,11 +45,11 @@ def spec_as_data(path: Path) -> dict[str, Any]:
     return read_mapping(path, file=str(path))
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema(engines: Engines) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a spec, with a description and unit for each key."""
     from flagcore.spec.serve_schema import json_schema as schema
 
-    return schema()
+    return schema(engines)
 
 
 def read_model(source: str | Mapping[str, object], base: Path) -> Model:
@@ -60,11 +62,11 @@ def read_model(source: str | Mapping[str, object], base: Path) -> Model:
     return model_from(source, base=base)
 
 
-def read_job(line: Mapping[str, object]) -> Job:
-    """Turn one job record into a `Job`. Raises SpecError for one that is not valid."""
+def read_job(line: Mapping[str, object], engines: Engines) -> Job:
+    """Turn one job record of one of `engines` into a `Job`. Raises SpecError for one that is not valid."""
     from flagcore.spec.jobs import job_from
 
-    return job_from(line)
+    return job_from(line, engines)
 
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Mapping[str, Any] | SpecError]:

@@ -7,55 +7,72 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError
 from flagcore.spec.hostfile import read_hosts
-from flagcore.spec.knobs import candidate_of, space_of
+from flagcore.spec.knobs import Engines, candidate_of, knobs_of, settings_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain_data import KeyPath, spec_error
 from flagcore.spec.plugin_knobs import plugin_baseline, plugin_space, split_off, with_plugin_knobs
-from flagcore.spec.schema import ClusterSection, ControlSection, Document, GroupSection, Shape, TrainSection
+from flagcore.spec.schema import (
+    ClusterSection,
+    ControlSection,
+    Document,
+    GroupSection,
+    Shape,
+    TrainSection,
+    document_of,
+)
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.serving import check_sections, knobs_of_engine, serve_of, space_of_engine
-from flagcore.spec.settings import settings_of
 from flagcore.spec.units import parse_bytes
 from flagcore.spec.validate import checked, gathered, joined
 
 
-def document_as_spec(data: Any, *, file: str, base: Path, plugin_knobs: Collection[str] = ()) -> Spec:
+def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Collection[str] = ()) -> Spec:
     """Return plain data as a spec, whose space and baseline may name `plugin_knobs`, too. Raises SpecError."""
     if not isinstance(data, dict):
         raise spec_error((), "must be a mapping with the keys model, cluster and train", value=data, file=file)
     if "serve" in data:
         return _serving(data, file, base)
     data, beside = split_off(data, plugin_knobs)
+    name = data["train"].get("engine") if isinstance(data.get("train"), dict) else None
+    knobs = knobs_of(name, engines, "train.engine", file) if isinstance(name, str) else ()
     try:
-        document = checked(Document, data, file=file)
+        document = checked(document_of(name, knobs) if knobs else Document, data, file=file)
     except SpecError as error:
         problems = [with_plugin_knobs(each, plugin_knobs) for each in error.problems]
     else:
-        return _training(document, beside, file, base)
+        return _training(document, knobs, beside, file, base)
     raise joined(problems)
 
 
-def _training(document: Document, beside: dict[str, dict[str, Any]], file: str, base: Path) -> Spec:
+def _training(
+    document: Document, knobs: Sequence[Knob], beside: dict[str, dict[str, Any]], file: str, base: Path
+) -> Spec:
     tuner = document.auto_tuner
     parts = gathered(
         {
             "model": lambda: _model(document.model, file, base),
             "cluster": lambda: _cluster(document.cluster, file, base),
-            "work": lambda: train_of(document.train, base),
-            "space": lambda: space_of(tuner.space) | plugin_space(beside["space"], file),
-            "baseline": lambda: (
-                None if tuner.baseline is None else candidate_of(tuner.baseline) | plugin_baseline(beside, file)
-            ),
+            "work": lambda: train_of(document.train, knobs, base),
+            "space": lambda: space_of(tuner.space, knobs) | plugin_space(beside["space"], file),
+            "baseline": lambda: _baseline(tuner.baseline, knobs, beside, file),
             "control": lambda: _control(tuner.control, file),
             "envs": lambda: _environment(document.envs, file),
         }
     )
     return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
+
+
+def _baseline(
+    baseline: Any, knobs: Sequence[Knob], beside: dict[str, dict[str, Any]], file: str
+) -> dict[str, KnobValue] | None:
+    return None if baseline is None else candidate_of(baseline, knobs) | plugin_baseline(beside, file)
 
 
 def _serving(data: Any, file: str, base: Path) -> Spec:
@@ -93,10 +110,10 @@ def _serving(data: Any, file: str, base: Path) -> Spec:
     return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
 
 
-def train_of(train: TrainSection, base: Path) -> TrainSpec:
+def train_of(train: TrainSection, knobs: Sequence[Knob], base: Path) -> TrainSpec:
     """Return the training job of a section; a command of the user's runs in `base`."""
     given = train.model_dump(exclude={"command", "directory", "settings"})
-    given["settings"] = settings_of(train.settings)
+    given["settings"] = settings_of(train.settings, knobs)
     if not train.command:
         return TrainSpec(**given)
     directory = (base / (train.directory or ".")).resolve()

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, create_model
 
 from flagcore.domain.job import Job
+from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import AUTO, TrainSpec
-from flagcore.spec.knobs import JobKnobs, candidate_of
+from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
 from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.schema import Shape
-from flagcore.spec.serve_schema import Clients, Knob, NoTokens, PerSecond, Requests, Scalar, Tokens
-from flagcore.spec.settings import Settings, settings_of
+from flagcore.spec.serve_schema import Clients, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
 from flagcore.spec.validate import Section, checked
-
-SERVING_KNOBS = (
-    "instances",
-    "instance_sizes",
-    "max_num_seqs",
-    "max_running_requests",
-    "max_num_batched_tokens",
-    "chunked_prefill_size",
-    "block_size",
-    "page_size",
-    "enforce_eager",
-)
-"""Knobs of engines that go by a name of their own, which a record has under `candidate`."""
 
 
 class _Cluster(Section):
@@ -46,14 +34,14 @@ class _Cluster(Section):
     source: Any = None
 
 
-class _Train(Settings):  # type: ignore[valid-type, misc]
-    engine: Word = "megatron"
+class _Train(Section):
+    engine: Word
     seq_length: Size
     global_batch_size: Size
     precision: Precision
     attention: Literal["flash", "unfused"] = "flash"
     implementation: Literal["local", "transformer_engine"] | None = None
-    settings: Settings = Settings()  # type: ignore[valid-type]
+    settings: Any = None
     notes: Any = None
     source: Any = None
 
@@ -86,17 +74,26 @@ class _Any(Section):
 class _ServeRecord(_Any):
     kind: Literal["serve"]
     serve: _Serve
-    candidate: dict[str, Knob]
+    candidate: dict[str, KnobInput]
 
 
 class _Record(_Any):
     kind: Literal["train"]
     train: _Train
-    candidate: JobKnobs  # type: ignore[valid-type]
+    candidate: Any
     rank: Annotated[int, Field(ge=0, le=999_999)] | None = None
 
 
-def job_from(line: Mapping[str, object]) -> Job:
+@lru_cache(maxsize=64)
+def _record_of(knobs: tuple[Knob, ...]) -> type[_Record]:
+    """Return the model of a training record: its settings may be in `train`, in `train.settings` or in `candidate`."""
+    settings = settings_section(knobs)
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in settings.model_fields.items()}
+    train = create_model("_Train", __base__=_Train, **fields, settings=(settings, settings()))
+    return create_model("_Record", __base__=_Record, train=(train, ...), candidate=(candidate_section(knobs), ...))
+
+
+def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     """Return one record as a job. A model's relative path starts at the working directory. Raises SpecError."""
     if not isinstance(line, Mapping):
         raise spec_error("job", f"is of type {type(line).__name__}", fix="write one JSON object a line")
@@ -105,17 +102,21 @@ def job_from(line: Mapping[str, object]) -> Job:
         problem = "is missing" if kind is None else "must be train or serve"
         raise spec_error("kind", problem, value=kind, fix="say which of the two the record is")
     if kind == "serve":
-        return _served(line)
-    _no_slips(line, _Record, {"settings": "train", **dict.fromkeys(JobKnobs.model_fields, "candidate")})
+        return _served(line, engines)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
+    if isinstance(data.get("train"), dict):
+        data["train"] = {"engine": _default_engine(engines), **data["train"]}
+    knobs = _knobs_of(data.get("train"), engines)
+    _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
     _whole_cluster(data.get("cluster"))
-    record = checked(_Record, data)
+    record = checked(_record_of(knobs), data)
     devices = _devices(record.cluster)
     if record.rank is not None and record.rank >= devices:
         problem = f"must be below cluster.devices = {devices}"
         raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {devices - 1}")
-    model, train, candidate = record.model, record.train, candidate_of(record.candidate)
-    given = settings_of(train) | settings_of(train.settings) | settings_of(record.candidate, but=candidate)
+    model, train, candidate = record.model, record.train, candidate_of(record.candidate, knobs)
+    settings = settings_of(train, knobs) | settings_of(train.settings, knobs)
+    settings |= settings_of(record.candidate, knobs, exclude=candidate)
     return Job(
         id=record.id,
         kind=record.kind,
@@ -131,7 +132,7 @@ def job_from(line: Mapping[str, object]) -> Job:
             precision=train.precision,
             attention=train.attention,
             implementation=train.implementation,
-            settings=given,
+            settings=settings,
         ),
         candidate=candidate,
         rank=record.rank,
@@ -139,11 +140,23 @@ def job_from(line: Mapping[str, object]) -> Job:
     )
 
 
-def _served(line: Mapping[str, object]) -> Job:
+def _default_engine(engines: Engines) -> str:
+    """Return the training engine of records that name none: the first of those that are installed."""
+    return next((name for name, engine in engines.items() if engine.kind == "train"), "")
+
+
+def _knobs_of(train: object, engines: Engines) -> tuple[Knob, ...]:
+    name = train.get("engine") if isinstance(train, dict) else None
+    return knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
+
+
+def _served(line: Mapping[str, object], engines: Engines) -> Job:
     """Return the record of a server as a job. Raises SpecError."""
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
     serve = data.get("serve")
-    knobs = dict.fromkeys((*JobKnobs.model_fields, *SERVING_KNOBS), "candidate")
+    engine = serve.get("engine") if isinstance(serve, dict) else None
+    known = engines[engine].knobs if isinstance(engine, str) and engine in engines else ()
+    knobs = dict.fromkeys((name for knob in known for name in knob.names), "candidate")
     absent = _Serve.model_fields.keys() - {"notes", "source"} - set(serve if isinstance(serve, dict) else ())
     _no_slips(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits

@@ -1,108 +1,178 @@
-"""The knobs: the 13 keys of a training space, and those that only job records have."""
+"""Sections of a spec and of a job record that follow from an engine's knobs: space, baseline, settings, candidate."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
-from pydantic import Field, create_model
+from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.spec.limits import Devices, Layers, NoLayers, Size
-from flagcore.spec.settings import SETTINGS
+from flagcore.domain.knob import Knob
+from flagcore.domain.spec import AUTO, SettingValue
+from flagcore.errors import SpecError
 from flagcore.spec.validate import Section
 
-_OFF = "num_layers_per_virtual_pipeline_stage"
 
-SPACE_KNOBS: dict[str, tuple[Any, str]] = {
-    "data_parallel_size": (Devices, "Number of model replicas that share the global batch."),
-    "use_distributed_optimizer": (bool, "Whether the optimizer state is sharded over the data-parallel devices."),
-    "tensor_model_parallel_size": (Devices, "Number of devices that split each layer's matrices."),
-    "sequence_parallel": (bool, "Whether norms and dropouts are split along the sequence over the tensor devices."),
-    "pipeline_model_parallel_size": (Devices, "Number of pipeline stages."),
-    _OFF: (NoLayers | None, "Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off."),
-    "context_parallel_size": (Devices, "Number of devices that split the sequence of each sample."),
-    "expert_model_parallel_size": (Devices, "Number of devices that share the experts of each MoE layer."),
-    "micro_batch_size": (Size, "Samples that one device handles at once."),
-    "use_recompute": (bool, "Whether activations are computed again in the backward pass instead of kept."),
-    "recompute_method": (
-        Literal["uniform", "block"] | None,
-        "How full recompute picks layers: chunks of equal size, or the first layers of a stage; null is not set.",
-    ),
-    "recompute_granularity": (
-        Literal["full", "selective"] | None,
-        "What is recomputed: whole layers, or the core attention; null is not set.",
-    ),
-    "recompute_num_layers": (
-        Layers | None,
-        "Layers of one chunk (uniform), or layers of a stage that are recomputed (block); null is not set.",
-    ),
-}
+class Engine(Protocol):
+    """What a spec is validated against: an engine that does work of a kind, train or serve, and its knobs."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def knobs(self) -> tuple[Knob, ...]: ...
 
 
-_JOB_KNOBS: dict[str, tuple[Any, str]] = {
-    "virtual_pipeline_model_parallel_size": (Layers | None, "Virtual pipeline stages of one device; null is off."),
-    **{
-        key: (SETTINGS[key][0] | None, SETTINGS[key][1])
-        for key in (
-            "expert_tensor_parallel_size",
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-        )
-    },
-}
+Engines: TypeAlias = Mapping[str, Engine]
+"""The engines that specs may name. An engine is looked up only if a spec names it."""
 
 
-def _section(name: str, doc: str, knobs: dict[str, tuple[Any, Any, str]]) -> type[Section]:
+def knobs_of(name: str, engines: Engines, key: str, file: str = "") -> tuple[Knob, ...]:
+    """Return the knobs of the training engine that `key` of a spec names. Raises SpecError for an unknown one."""
+    if name not in engines:
+        near = get_close_matches(name, engines, n=3)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(engines) or 'none'}"
+        raise SpecError(key=key, value=name, problem="is not an installed engine", fix=fix, file=file)
+    if engines[name].kind != "train":
+        problem, fix = "is an engine that serves", "give an engine that trains, or a section serve"
+        raise SpecError(key=key, value=name, problem=problem, fix=fix, file=file)
+    return engines[name].knobs
+
+
+@lru_cache(maxsize=64)
+def space_section(knobs: tuple[Knob, ...]) -> type[Section]:
+    """Return the model of a space."""
+    doc = "What may be tried: for each knob a value, a list of values, or auto (every legal value)."
+    return _section("Space", doc, [(knob, _listed(_kind(knob)), AUTO) for knob in knobs if knob.searchable])
+
+
+@lru_cache(maxsize=64)
+def baseline_section(knobs: tuple[Knob, ...]) -> type[Section]:
+    """Return the model of a baseline."""
+    doc = "The configuration to beat: a value for some or all knobs. Absent knobs are off or 1, DP what is left."
+    return _section("Baseline", doc, [(knob, _kind(knob), None) for knob in knobs if knob.searchable])
+
+
+@lru_cache(maxsize=64)
+def candidate_section(knobs: tuple[Knob, ...]) -> type[Section]:
+    """Return the model of a job record's candidate, which may have settings, too."""
+    fields = [(knob, _kind(knob) if knob.searchable else _kind(knob) | None, None) for knob in knobs]
+    return _section("Candidate", "One candidate of a job record.", fields)
+
+
+@lru_cache(maxsize=64)
+def settings_section(knobs: tuple[Knob, ...]) -> type[Section]:
+    """Return the model of settings."""
+    fields = {
+        knob.name: (_kind(knob) | None, Field(None, description=knob.help)) for knob in knobs if "setting" in knob.scope
+    }
+    doc = "How the engine runs every candidate, besides the knobs. Absent or null: the engine's default."
+    return create_model("Settings", __base__=Section, __doc__=doc, **fields)  # type: ignore[call-overload,no-any-return]
+
+
+def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[KnobValue, ...]]:
+    """Return every knob's values without duplicates, or "auto"."""
+    by_name, found = {knob.name: knob for knob in knobs}, dict[str, str | tuple[KnobValue, ...]]()
+    for name, value in section.model_dump().items():
+        values = value if isinstance(value, list) else [value]
+        parsed = (by_name[name].parse(each, name) for each in values if each != AUTO)
+        found[name] = AUTO if value == AUTO else tuple(dict.fromkeys(parsed))
+    return found
+
+
+def candidate_of(section: Section, knobs: Sequence[Knob]) -> dict[str, KnobValue]:
+    """Return the knobs that a baseline or a record's candidate has, without the settings that a record may have."""
+    given = section.model_dump(exclude_unset=True)
+    candidates = {knob.name: knob for knob in knobs if knob.searchable or "record" in knob.scope}
+    return {name: candidates[name].parse(value, name) for name, value in given.items() if name in candidates}
+
+
+def settings_of(section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = ()) -> dict[str, SettingValue]:
+    """Return the settings of a section that are not null, sorted by name. Lists become one text with commas.
+
+    Raises SpecError for a setting that contradicts its opposite.
+    """
+    settings: dict[str, SettingValue] = {}
+    by_name = {knob.name: knob for knob in knobs if "setting" in knob.scope and knob.name not in exclude}
+    given = section.model_dump(include=set(by_name))
+    for name, value in sorted(given.items()):
+        opposite = by_name[name].opposite
+        if value is None:
+            continue
+        if isinstance(value, list):
+            settings[name] = ",".join(map(str, sorted(set(value)) if by_name[name].kind == "words" else value))
+        elif opposite:
+            if given.get(opposite) is value:
+                problem = f"is the opposite of {opposite}, which is {str(value).lower()} too"
+                raise SpecError(key=f"train.settings.{name}", value=value, problem=problem, fix="give one of the two")
+            settings[opposite] = not value
+        else:
+            settings[name] = value
+    return settings
+
+
+def setting_from_text(name: str, text: str, knobs: tuple[Knob, ...]) -> dict[str, SettingValue]:
+    """Return the setting that `text` gives, as a flag or a note has it; empty if it is not a valid value."""
+    words: dict[str, object] = {"true": True, "false": False, "on": True, "off": False}
+    for value in (words.get(text.lower()), _number(text), text):
+        if value is not None:
+            with suppress(ValidationError):
+                return settings_of(settings_section(knobs).model_validate({name: value}), knobs)
+    return {}
+
+
+def _number(text: str) -> int | float | None:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return None
+
+
+def _section(name: str, doc: str, rows: Sequence[tuple[Knob, Any, Any]]) -> type[Section]:
     fields: dict[str, Any] = {
-        key: (kind, Field(default, description=text, json_schema_extra=None if default else _without_default))
-        for key, (kind, default, text) in knobs.items()
+        knob.name: (kind, Field(default, description=knob.help, json_schema_extra=None if default else _no_default))
+        for knob, kind, default in rows
     }
     return create_model(name, __base__=Section, __doc__=doc, **fields)
 
 
-def _choice(kind: Any) -> Any:
-    return Literal["auto"] | kind | Annotated[list[kind], Field(min_length=1)]
-
-
-def _without_default(schema: dict[str, Any]) -> None:
+def _no_default(schema: dict[str, Any]) -> None:
     """Leave the knob out of the schema's defaults: absent is not null."""
     schema.pop("default", None)
 
 
-Space = _section(
-    "Space",
-    "What may be tried: for each knob a value, a list of values, or auto (every legal value).",
-    {key: (_choice(kind), "auto", text) for key, (kind, text) in SPACE_KNOBS.items()},
-)
-Baseline = _section(
-    "Baseline",
-    "The configuration to beat: a value for some or all knobs. Absent knobs are off or 1, DP what is left.",
-    {key: (kind, None, text) for key, (kind, text) in SPACE_KNOBS.items()},
-)
-JobKnobs = _section(
-    "JobKnobs",
-    "One candidate of a job record.",
-    {key: (kind, None, text) for key, (kind, text) in (SPACE_KNOBS | _JOB_KNOBS).items()}
-    | {key: (kind | None, None, text) for key, (kind, text) in SETTINGS.items() if key not in _JOB_KNOBS},
-)
+def _listed(kind: Any) -> Any:
+    return Literal["auto"] | kind | Annotated[list[kind], Field(min_length=1)]
 
 
-def space_of(section: Section) -> dict[str, str | tuple[KnobValue, ...]]:
-    """Return every knob's values without duplicates, or "auto"."""
-    return {key: "auto" if value == "auto" else _values(key, value) for key, value in section.model_dump().items()}
+def _kind(knob: Knob) -> Any:
+    """Return the type of a knob's values; null is one where the neutral value of a searchable knob is None."""
+    low: dict[str, Any] = {"gt": knob.above} if knob.above is not None else {"ge": knob.minimum}
+    number: Any = Annotated[int, Field(ge=knob.minimum, le=knob.maximum)]
+    kinds: dict[str, Any] = {
+        "int": number,
+        "flag": bool,
+        "word": Literal[knob.words or ("",)],
+        "share": Annotated[float, Field(gt=0, le=1)],
+        "number": Annotated[float, Field(**low, le=knob.maximum)],
+        "text": Annotated[str, Field(min_length=1, max_length=int(knob.maximum or 4096))],
+        "words": _several(Literal[knob.words or ("",)], knob),
+        "ints": Annotated[list[number], Field(min_length=1)],
+    }
+    kind = kinds[knob.kind]
+    return kind | None if knob.searchable and knob.neutral is None else kind
 
 
-def candidate_of(section: Section) -> dict[str, KnobValue]:
-    """Return the knobs that were given, without the settings that a job record may have among them."""
-    given = section.model_dump(exclude_unset=True)
-    return {key: _value(key, value) for key, value in given.items() if key in SPACE_KNOBS or key in _JOB_KNOBS}
+def _several(word: Any, knob: Knob) -> Any:
+    """Return the type of a list of words, which may be one text with commas or blanks."""
 
+    def split(value: object) -> object:
+        words = value.replace(",", " ").split() if isinstance(value, str) else value
+        if not isinstance(words, list):
+            return words
+        return [knob.spellings.get(each, each) if isinstance(each, str) else each for each in words]
 
-def _values(key: str, value: Any) -> tuple[KnobValue, ...]:
-    return tuple(dict.fromkeys(_value(key, item) for item in (value if isinstance(value, list) else [value])))
-
-
-def _value(key: str, value: Any) -> KnobValue:
-    if key == _OFF:
-        return value or None
-    return value  # type: ignore[no-any-return]
+    return Annotated[list[word], Field(min_length=1), BeforeValidator(split)]

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, create_model
 
+from flagcore.domain.knob import Knob
 from flagcore.domain.spec import Control as ControlSpec
-from flagcore.spec.knobs import Baseline, Space
+from flagcore.spec.knobs import baseline_section, settings_section, space_section
 from flagcore.spec.limits import (
     Amount,
     Bytes,
@@ -32,8 +34,7 @@ from flagcore.spec.limits import (
     Value,
     Word,
 )
-from flagcore.spec.settings import Settings
-from flagcore.spec.validate import Section
+from flagcore.spec.validate import M, Section
 
 _CONTROL = ControlSpec()
 
@@ -146,7 +147,7 @@ class TrainSection(Section):
     """The folder in which `command` runs; null: the folder of the spec file."""
     engine_version: Word | None = None
     """Release of the engine that `command` starts, e.g. 0.12.0; null: the installed one without a command."""
-    settings: Settings = Field(Settings(), json_schema_extra={"default": {}})  # type: ignore[valid-type]
+    settings: Any = Field(default={})
     """Settings of the engine that are the same for all candidates."""
 
 
@@ -192,9 +193,9 @@ class SearchSection(Section):
 class TunerSection(SearchSection):
     """What is searched, and how."""
 
-    space: Space = Space()  # type: ignore[valid-type]
+    space: Any = Field(default={})
     """What may be tried."""
-    baseline: Baseline | None = None  # type: ignore[valid-type]
+    baseline: Any = None
     """The configuration that the gain is told against; null: an expert's rule of thumb."""
     control: ControlSection = ControlSection()
     """How long to look."""
@@ -217,3 +218,22 @@ class Document(Section):
     """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
     action: Literal["auto_tune"] | None = None
     """What to do; it has one value and may be left out."""
+
+
+@lru_cache(maxsize=64)
+def document_of(engine: str, knobs: tuple[Knob, ...]) -> type[Document]:
+    """Return the model of a document that trains with an engine of some knobs."""
+    space, baseline, settings = space_section(knobs), baseline_section(knobs), settings_section(knobs)
+    train = _with(TrainSection, settings=(settings, settings()))
+    tuner = _with(TunerSection, space=(space, space()), baseline=(baseline | None, None))
+    return _with(Document, train=(train, ...), auto_tuner=(tuner, tuner()))
+
+
+def _with(section: type[M], **fields: Any) -> type[M]:
+    """Return `section` with the types of some fields replaced, their descriptions kept."""
+    for name, (kind, default) in fields.items():
+        text = section.model_fields[name].description
+        extra: dict[str, JsonValue] | None = {"default": {}} if name == "settings" else None
+        fields[name] = (kind, Field(default, description=text, json_schema_extra=extra))
+    made: type[M] = create_model(section.__name__, __base__=section, __doc__=section.__doc__, **fields)
+    return made

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
 from flagcore.domain.objective import SERVING
 from flagcore.domain.serving import Load
+from flagcore.spec.knobs import Engines
 from flagcore.spec.limits import (
     Devices,
     Factor,
@@ -21,7 +24,7 @@ from flagcore.spec.limits import (
     Value,
     Word,
 )
-from flagcore.spec.schema import BudgetSection, ClusterSection, Document, SearchSection, Shape
+from flagcore.spec.schema import BudgetSection, ClusterSection, SearchSection, Shape, document_of
 from flagcore.spec.validate import Section
 
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -30,7 +33,7 @@ Clients = Annotated[int, Field(ge=1, le=100_000)]
 Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
-Knob = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
+KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
 """A value of an engine's knob; what is legal is the engine's to say."""
 Scalar = bool | int | float | Value | None
 
@@ -105,7 +108,7 @@ class ServeSection(Section):
     """The serving job."""
 
     engine: Word | Annotated[list[Word], Field(min_length=1)]
-    """Name of the engine: vllm, sglang, llamacpp, or one that a plugin brings; a list tunes one after the other."""
+    """Name of the engine; a list tunes one after the other."""
     precision: Precision | None = None
     """Number format of the weights; null: bf16, or what the weights say."""
     engine_args: dict[str, Scalar] = Field(default={})
@@ -128,7 +131,9 @@ class ServeSection(Section):
     """Version to plan for; null: the installed one."""
 
 
-ServeSpace = dict[str, Knob | Annotated[list[Knob], Field(min_length=1)] | dict[str, Knob | list[Knob]]]
+ServeSpace = dict[
+    str, KnobInput | Annotated[list[KnobInput], Field(min_length=1)] | dict[str, KnobInput | list[KnobInput]]
+]
 """For each knob of the engine a value, a list of values, or auto; with several engines a section for each."""
 
 
@@ -148,7 +153,7 @@ class ServeTunerSection(SearchSection):
     """Devices that a configuration may use; null: all of the cluster."""
     space: ServeSpace = Field(default={})
     """What may be tried: for each knob a value, a list of values, or auto; a knob that is absent is the engine's."""
-    baseline: dict[str, Knob | dict[str, Knob]] | None = None
+    baseline: dict[str, KnobInput | dict[str, KnobInput]] | None = None
     """The configuration that the gain is told against; null: the engine's own defaults."""
     control: ServeControlSection = ServeControlSection()
     """How long to look."""
@@ -173,7 +178,24 @@ class ServeDocument(Section):
     """What to do; it has one value and may be left out."""
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of a spec: a document that trains, or one that serves."""
-    made = TypeAdapter(Document | ServeDocument).json_schema()
+def json_schema(engines: Engines) -> dict[str, Any]:
+    """Return the JSON Schema of a spec: a document that trains with one of `engines`, or one that serves."""
+    training = [document_of(name, engine.knobs) for name, engine in engines.items() if engine.kind == "train"]
+    document: Any = reduce(or_, [*training, ServeDocument])
+    made = TypeAdapter(document).json_schema()
+    space = made["$defs"]["ServeTunerSection"]["properties"]["space"]
+    texts = _serving_knobs(engines)
+    space["properties"] = {knob: {**space["additionalProperties"], "description": text} for knob, text in texts.items()}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "flagcore spec"}
+
+
+def _serving_knobs(engines: Engines) -> dict[str, str]:
+    """Return a description of each knob of the engines that serve, for editors; engines may differ in its values."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    for name, engine in engines.items():
+        for knob in engine.knobs if engine.kind == "serve" else ():
+            texts.setdefault(knob.name, {}).setdefault(knob.help, []).append(name)
+    return {
+        knob: "; ".join(f"{help} ({', '.join(names)})" for help, names in each.items())
+        for knob, each in sorted(texts.items())
+    }

@@ -1,7 +1,7 @@
-"""measure: watch a trial, end it early when it surely loses, and say what came of it.
+"""measure: wait for a trial, stop it early if it is too slow, and return its outcome.
 
-A trial is ended early ("stopped") when, after its warm-up, at least two steps are done and the fastest of
-them took more than `HOPELESS` times the best trial's median step: even if every further step were as fast
+A trial is stopped early when, after its warm-up, at least two steps are done and the fastest of
+them took more than `EARLY_STOP_RATIO` times the best trial's median step: even if every further step were as fast
 as that one, it could not win. Its partial measurement is kept and marked.
 """
 
@@ -26,14 +26,14 @@ from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
 
 LOG = logging.getLogger("flagcore")
-HOPELESS = 1.5
+EARLY_STOP_RATIO = 1.5
 POLL_SECONDS = 0.5
 MEMORY = "memory_used_bytes"
-"""What telemetry calls the memory that a device shows in use."""
+"""The name of memory in use in telemetry."""
 POWER_LIMIT = "power_limit_watts"
-"""What telemetry calls the power that a device may draw, a setting, which has no peak."""
-OTHERS = 0.1
-"""Where others had more than this share of it before a trial, a reading says nothing of the trial's own."""
+"""The name of the power limit in telemetry: a setting, which has no peak."""
+MAX_SHARE_BEFORE = 0.1
+"""If other programs used more than this share of the memory before a trial, readings are not the trial's own."""
 
 
 def measure(
@@ -50,7 +50,7 @@ def measure(
     try:
         while (ended := running.wait(POLL_SECONDS)) is None:
             readings.take()
-            if best and _hopeless(progress(), warmup, best):
+            if best and _is_too_slow(progress(), warmup, best):
                 beaten_by = best
                 ended = running.stop()
                 break
@@ -66,7 +66,7 @@ def measure(
 def _with_readings(measured: Measurement, readings: _Readings, platform: Platform) -> Measurement:
     """Return a measurement with what was read of the devices meanwhile, and the names of those that stand out.
 
-    It is their memory in use where the trial did not tell it.
+    Memory in use comes from them if the trial did not report it.
     """
     by_device = {int(each["device"]): dict(each) for each in measured.devices}
     if not platform.support.shared_devices:  # else a reading is of the whole machine
@@ -91,14 +91,16 @@ def _outcome(
             return replace(trial, state=TrialState.FAILED, reason=str(error))
         if beaten_by:
             partial = replace(measured, partial=True)
-            return replace(trial, state=TrialState.STOPPED, reason=_lost(partial, beaten_by), measurement=partial)
-        return _judged(platform, replace(trial, measurement=measured))
+            return replace(
+                trial, state=TrialState.STOPPED, reason=_early_stop_reason(partial, beaten_by), measurement=partial
+            )
+        return _checked(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = classify(ended, log_tail(folder), patterns)
     return replace(trial, state=state, reason=without_secrets(reason, secrets_of(os.environ)))
 
 
-def _judged(platform: Platform, trial: Trial) -> Trial:
+def _checked(platform: Platform, trial: Trial) -> Trial:
     """Return a trial that ran to its end as measured, unless what it measured is not what was asked for."""
     measured, group = trial.measurement, platform.task.cluster.groups[0]
     assert measured is not None
@@ -124,17 +126,21 @@ def _differs(trial: Trial, measured: Measurement) -> str | None:
     return None
 
 
-def _hopeless(steps: Sequence[float], warmup: int, best: Trial) -> bool:
+def _is_too_slow(steps: Sequence[float], warmup: int, best: Trial) -> bool:
     counted = steps[warmup:]
-    return len(counted) >= 2 and best.measurement is not None and min(counted) > HOPELESS * best.measurement.step_time_s
+    return (
+        len(counted) >= 2
+        and best.measurement is not None
+        and min(counted) > EARLY_STOP_RATIO * best.measurement.step_time_s
+    )
 
 
-def _lost(partial: Measurement, best: Trial) -> str:
+def _early_stop_reason(partial: Measurement, best: Trial) -> str:
     """Return why a trial that lost to `best` was ended early, with the numbers of the rule."""
     assert best.measurement is not None
     fastest, step = min(partial.step_times_s), best.measurement.step_time_s
     return (
-        f"surely slower than the best: its fastest step took {fastest:.4g} s, more than {HOPELESS} times "
+        f"slower than the best: its fastest step took {fastest:.4g} s, more than {EARLY_STOP_RATIO} times "
         f"the {step:.4g} s of trial {best.number}"
     )
 
@@ -161,15 +167,15 @@ class _Readings:
                     if math.isfinite(value):
                         self._samples.setdefault(number, {}).setdefault(name, []).append(float(value))
             except Exception as error:
-                LOG.warning("telemetry of device %s is left out: %s", number, error)
+                LOG.warning("telemetry of device %s is disabled: %s", number, error)
                 self._readers.remove((number, reader))
         if math.isinf(self._before):
             self._before = max(self._memory(), default=math.inf)
 
     def memory_used(self) -> int | None:
-        """Return the most that a device showed in use; None if nobody read it, or others had much of it before."""
+        """Return the highest memory in use; None without readings, or if other programs used much of it."""
         used = self._memory()
-        if not used or self._before > OTHERS * max(used):
+        if not used or self._before > MAX_SHARE_BEFORE * max(used):
             return None
         return int(max(used))
 

@@ -1,4 +1,4 @@
-"""missing: which rates nobody knows, where a time cannot be told, and how they can be had."""
+"""missing: which rates are unknown if a time cannot be predicted, and how to get them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ BYTES = 2.0**20
 
 
 def no_time(task: Task, costs: Costs) -> str:
-    """Return why no time can be told for a candidate of `task`: each rate that nobody knows, and how it can be had."""
+    """Return why no time can be predicted for a task: each unknown rate, and how to get it."""
     unknown: dict[str, list[str]] = {}
     unlisted = dict.fromkeys(chain(*(_unlisted(*pair, task.spec.work.precision) for pair in _pairs(task, costs))))
     for what, how in _unknown(task, costs) or ([] if unlisted else [_other(task)]):
         unknown.setdefault(how, []).append(what)
     rates = ", ".join(f"{' and '.join(rates)} ({how})" for how, rates in unknown.items())
-    return "; ".join([*unlisted, *([f"nobody knows {rates}"] if rates else []), *_unlimited(task)])
+    return "; ".join([*unlisted, *([f"unknown: {rates}"] if rates else []), *_unlimited(task)])
 
 
 def _unlimited(task: Task) -> list[str]:
-    """Return which memory nobody knows: then nothing is removed for not fitting."""
+    """Return the chips of unknown memory: nothing is removed for not fitting."""
     chips = {group.chip.name: group for group in task.cluster.groups}
     return [
-        f"nor how much memory {name} has, so all seem to fit ({BUDGET})"
+        f"unknown memory of {name}, so all seem to fit ({BUDGET})"
         for name, group in chips.items()
         if group.memory_bytes is None and group.chip.memory_bytes is None
     ]
@@ -80,15 +80,15 @@ def _unknown_of(group: NodeGroup, costs: Costs, precision: str) -> list[tuple[st
         found.append((f"the peak rate of {chip} in {precision}", MEASURED))
     if np.isnan(costs.kernels.memory_seconds(size)).any():
         found.append((f"the memory bandwidth of {chip}", MEASURED))
-    if _silent(costs, group.devices_per_node, 1):
+    if _is_unknown(costs, group.devices_per_node, 1):
         found.append((f"the link between the {group.devices_per_node} devices of a node of {chip}", MEASURED))
-    if _silent(costs, group.nodes, group.devices_per_node):
+    if _is_unknown(costs, group.nodes, group.devices_per_node):
         found.append((f"the network between nodes of {chip}", GIVEN))
     return found
 
 
-def _silent(costs: Costs, ranks: int, stride: int) -> bool:
-    """Return whether nobody knows what a collective of `ranks` devices takes that are `stride` apart."""
+def _is_unknown(costs: Costs, ranks: int, stride: int) -> bool:
+    """Return whether the time is unknown of a collective of `ranks` devices takes that are `stride` apart."""
     group = _ranks(ranks, stride)
     return ranks > 1 and bool(np.isnan(costs.collectives.seconds("all_reduce", np.array([BYTES]), *group)).any())
 

@@ -1,4 +1,4 @@
-"""probe: let one device play ranks of a candidate whose world is not there, each in a process of its own."""
+"""probe: one device plays single ranks of a candidate, each in its own process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ POLL_OF_SEVERAL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Playing:
-    """A rank that is being played: what it will be known by, and where."""
+class _RunningRank:
+    """A rank that is running, and its folder."""
 
     blank: RankProbe
-    running: Running
+    process: Running
     folder: str
 
 
@@ -47,7 +47,7 @@ def probe(
     to_the_end: bool = True,
     devices: int = 1,
 ) -> Probe:
-    """Probe `ranks` of `candidate`, by default those that tell most of it, side by side on as many `devices`.
+    """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, on several `devices` at once.
 
     Each has a folder of its own in `folder`; all together are ended after `seconds`. `on_rank` is told each rank before
     it starts. What ended well in the folders of `earlier` probes of the same is not probed again. A rank that fails is
@@ -61,27 +61,27 @@ def probe(
     as_set = engine_task(task, effects_of(task, candidate.as_dict()))
     predicted = {rank: prober.rank(as_set, columns, rank, platform.costs) for rank in chosen}
     done = {rank: known for rank in chosen if (known := _known(earlier, rank, predicted[rank], workload, platform))}
-    waiting, playing = [rank for rank in chosen if rank not in done], list[_Playing]()
+    waiting, running_ranks = [rank for rank in chosen if rank not in done], list[_RunningRank]()
     ends = time.monotonic() + seconds
     try:
-        while waiting or playing:
-            free = sorted(set(range(devices)) - {each.blank.device for each in playing})
+        while waiting or running_ranks:
+            free = sorted(set(range(devices)) - {each.blank.device for each in running_ranks})
             for device, rank in zip(free, tuple(waiting), strict=False):
                 waiting.remove(rank)
                 if on_rank is not None:
                     on_rank(rank)
                 blank = RankProbe(rank=rank, state=TrialState.FAILED, predicted=predicted[rank], device=device)
                 left = max(1.0, ends - time.monotonic())
-                playing.append(_start(platform, workload, launcher, candidate, blank, folder, left))
-            each, ended = _first(playing)
-            playing.remove(each)
+                running_ranks.append(_start(platform, workload, launcher, candidate, blank, folder, left))
+            each, ended = _first(running_ranks)
+            running_ranks.remove(each)
             found = _outcome(replace(each.blank, duration_s=ended.duration_s), ended, platform, workload, each.folder)
             done[found.rank] = found
             if found.measured is None and not to_the_end:
                 break
     finally:
-        for each in playing:
-            each.running.stop()
+        for each in running_ranks:
+            each.process.stop()
     return Probe(candidate=candidate, ranks=tuple(done[rank] for rank in chosen if rank in done))
 
 
@@ -107,7 +107,7 @@ def _start(
     blank: RankProbe,
     folder: str,
     seconds: float,
-) -> _Playing:
+) -> _RunningRank:
     where = os.path.join(folder, f"rank-{blank.rank}")
     try:
         os.makedirs(where, exist_ok=True)
@@ -119,15 +119,15 @@ def _start(
     variables = environment_of(effects_of(task, candidate.as_dict()))
     planned = platform.prepared(replace(planned, environment={**planned.environment, **variables}))
     limits = replace(planned, timeout_seconds=seconds, memory_limit_bytes=platform.memory_limit_bytes)
-    return _Playing(blank, launcher.start(limits), where)
+    return _RunningRank(blank, launcher.start(limits), where)
 
 
-def _first(playing: Sequence[_Playing]) -> tuple[_Playing, Exit]:
+def _first(running_ranks: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
     """Wait until one of several has ended, and return it."""
-    patience = POLL_SECONDS if len(playing) == 1 else POLL_OF_SEVERAL_SECONDS
+    patience = POLL_SECONDS if len(running_ranks) == 1 else POLL_OF_SEVERAL_SECONDS
     while True:
-        for each in playing:
-            if (ended := each.running.wait(patience)) is not None:
+        for each in running_ranks:
+            if (ended := each.process.wait(patience)) is not None:
                 return each, ended
 
 

@@ -20,13 +20,13 @@ def judge(task: Task, trial: Trial, probe: Probe, combined: Prediction) -> Trial
     """
     failed = [rank for rank in probe.ranks if rank.measured is None]
     failed.sort(key=lambda rank: rank.state is not TrialState.OUT_OF_MEMORY)
-    told = failed[0] if failed else probe.ranks[-1]
-    log = posixpath.join(posixpath.dirname(trial.log), f"rank-{told.rank}", posixpath.basename(trial.log))
+    shown = failed[0] if failed else probe.ranks[-1]
+    log = posixpath.join(posixpath.dirname(trial.log), f"rank-{shown.rank}", posixpath.basename(trial.log))
     done = replace(trial, duration_s=probe.duration_s, log=log)
     if failed:
         return replace(done, state=failed[0].state, reason=f"rank {failed[0].rank}: {failed[0].reason}")
     if combined.step_time_s is None:
-        return replace(done, state=TrialState.FAILED, reason="nobody can tell what it takes beside compute")
+        return replace(done, state=TrialState.FAILED, reason="the time of communication is unknown")
     done = replace(done, measurement=_measurement(task, probe, combined, combined.step_time_s))
     if combined.fits is False:
         need, have = combined.device_used_bytes / GIB, (combined.capacity_bytes or 0.0) / GIB

@@ -1,4 +1,4 @@
-"""prune: rule candidates out before they cost anything. Each removal has a rule, and a learned one its trial."""
+"""prune: remove candidates before they run. Each removal has a rule, and a learned one its trial."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from flagcore.errors import FlagError
 from flagcore.learning.memory import least_share
 
 CHUNK = 1 << 16
-"""Candidates of which a rule is asked at once."""
+"""Candidates per call of a rule."""
 
-AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
-AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
+NEEDS_AS_MUCH_MEMORY = "needs_as_much_memory_as_one_that_ran_out"
+DOES_AS_MUCH_WORK = "does_the_work_of_a_measured_one_and_more"
 LEARNED = {
     DOES_NOT_FIT: "its predicted memory is more than a device has",
-    AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
-    AS_MUCH_WORK: "a trial was measured, and this one does the same work and recomputes more",
+    NEEDS_AS_MUCH_MEMORY: "a trial ran out of memory, and this one needs at least as much on every knob",
+    DOES_AS_MUCH_WORK: "a trial was measured, and this one does the same work and recomputes more",
 }
-"""What the rules of this stage say, by name."""
+"""Messages of the rules of this stage."""
 
 
 def prune(
@@ -83,17 +83,17 @@ def _by_prediction(space: Space, predictions: Predictions, rules: Sequence[Pruni
         rows = pruned.open_rows
         try:
             pieces = [rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK)]
-            masks = [_asked(rule, space.columns(piece), predictions.take(piece)) for piece in pieces]
+            masks = [_evaluate(rule, space.columns(piece), predictions.take(piece)) for piece in pieces]
             pruned = _remove(pruned, rule.name, rows, np.concatenate([np.zeros(0, dtype=np.bool_), *masks]))
         except Exception as error:  # a plugin's rule costs only itself
-            said = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
-            told = f"pruning rule {rule.name} is left out: {said}"
-            pruned = replace(pruned, broken_rules=(*pruned.broken_rules, told))
+            reason = str(error) if isinstance(error, FlagError) else f"{type(error).__name__}: {error}"
+            message = f"pruning rule {rule.name} is disabled: {reason}"
+            pruned = replace(pruned, broken_rules=(*pruned.broken_rules, message))
     return pruned
 
 
-def _asked(rule: PruningRule, columns: Columns, predictions: Predictions) -> BoolArray:
-    """Return what a rule says of some rows. Raises TypeError for anything but a truth value a row."""
+def _evaluate(rule: PruningRule, columns: Columns, predictions: Predictions) -> BoolArray:
+    """Return which rows a rule removes. Raises TypeError for anything but one boolean per row."""
     mask, shape = np.asarray(rule.prunes(columns, predictions)), predictions.step_time_s.shape
     if mask.dtype != np.bool_ or mask.shape != shape:
         raise TypeError(f"answered {mask.dtype} of shape {mask.shape}, not a truth value a row ({shape[0]})")
@@ -109,7 +109,7 @@ def _by_trial(pruned: Pruned, space: Space, predictions: Predictions, workload: 
     columns, row = space.columns(rows), space.find(trial.candidate)
     other = ~_is(columns, space, trial.candidate)
     mask = workload.takes_at_least(columns, trial.candidate) & other & _not_apart(columns, space, trial.candidate)
-    return _remove(pruned, AS_MUCH_WORK, rows, mask & _not_less(predictions.step_time_s, rows, row), trial.number)
+    return _remove(pruned, DOES_AS_MUCH_WORK, rows, mask & _not_less(predictions.step_time_s, rows, row), trial.number)
 
 
 def _by_memory(
@@ -124,7 +124,7 @@ def _by_memory(
     mask &= _not_apart(columns, space, trial.candidate)
     if not itself:
         mask &= ~_is(columns, space, trial.candidate)
-    return _remove(pruned, AS_MUCH_MEMORY, rows, mask, trial.number)
+    return _remove(pruned, NEEDS_AS_MUCH_MEMORY, rows, mask, trial.number)
 
 
 def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:

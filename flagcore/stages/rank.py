@@ -16,7 +16,7 @@ from flagcore.learning import features
 
 
 def rank(strategy: Strategy, context: SearchContext) -> Choice:
-    """Return what to try next: what was interrupted, else what `strategy` wants."""
+    """Return what to try next: an interrupted candidate, else the choice of `strategy`."""
     if not context.open_rows.size:
         return Choice(row=None, because="every candidate is settled")
     for trial in context.trials:

@@ -4,6 +4,6 @@ It does not know how a trial was run or ranked.
 """
 
 from flagcore.store.directory import RunDirectory
-from flagcore.store.trials import OptunaStore, kept_trials
+from flagcore.store.trials import OptunaStore, stored_trials
 
-__all__ = ["OptunaStore", "RunDirectory", "kept_trials"]
+__all__ = ["OptunaStore", "RunDirectory", "stored_trials"]

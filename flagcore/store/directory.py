@@ -45,7 +45,7 @@ class RunDirectory:
             self._lock = None
 
     def known(self) -> dict[str, Any] | None:
-        """Return what an earlier start said of this run (`run`, its own name, `task` and `fixed`), or None.
+        """Return what an earlier call stored of this run (`run`, its own name, `task` and `fixed`), or None.
 
         Secrets of the task are left out: a new token does not make another task.
 
@@ -62,12 +62,12 @@ class RunDirectory:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RunError(f"{file} cannot be read ({error}); use --new to start afresh") from None
+            raise RunError(f"{file} cannot be read ({error}); use --new to start over") from None
 
     def claim(self, task: Mapping[str, object], fixed: Mapping[str, object]) -> str:
-        """Say what this run is, and return the run's own name, the same at each start and like no other.
+        """Store the identity of this run, and return its unique name.
 
-        Both are plain JSON data: `task` must be the same at each start, `fixed` is kept from the first one.
+        Both are plain JSON data: `task` must be the same in each call, `fixed` is that of the first.
         Raises RunError with the difference if the folder belongs to another task.
         """
         known = self.known()
@@ -80,7 +80,7 @@ class RunDirectory:
         if changes:
             shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
             raise RunError(
-                f"{self.path} belongs to another task: {shown}. Use --new to start afresh (the old run is kept), "
+                f"{self.path} belongs to another task: {shown}. Use --new to start over (the old run is moved aside), "
                 "or --run-dir for another folder"
             )
         return str(known["run"])
@@ -105,7 +105,7 @@ class RunDirectory:
         except OSError:
             holder = os.read(lock, 200).decode(errors="replace").strip()
             os.close(lock)
-            raise RunError(f"{self.path} is held by another tuner ({holder or 'unknown process'})") from None
+            raise RunError(f"{self.path} is in use by another process ({holder or 'unknown process'})") from None
         self._lock = lock
         with writable(self.path):
             os.ftruncate(lock, 0)

@@ -29,10 +29,10 @@ LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow")
 """Fields of a measurement that hold several values in order."""
 MAPPINGS = ("effective", "versions", "telemetry", "figures")
 """Fields of a measurement with values by name."""
-MAY_LACK = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "modelled_s", "low_s", "high_s")
-FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *MAY_LACK)
+OPTIONAL_FIGURES = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "modelled_s", "low_s", "high_s")
+FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
 """Fields with a single figure."""
-LARGEST = 2**63 - 1
+MAX_INT = 2**63 - 1
 STATES = {TrialState.MEASURED: OptunaState.COMPLETE, TrialState.STOPPED: OptunaState.PRUNED}
 
 
@@ -61,7 +61,7 @@ class OptunaStore:
         self._path, self._objective = path, objective
         self._distributions = {knob: CategoricalDistribution(tuple(values)) for knob, values in choices.items()}
         self._where = url or str(path / JOURNAL)
-        with self._usable():
+        with self._errors_as_run_error():
             self._storage = optuna.storages.get_storage(url or _journal(path / JOURNAL))
             self._study = optuna.create_study(
                 storage=self._storage,
@@ -76,7 +76,7 @@ class OptunaStore:
     def trials(self) -> tuple[Trial, ...]:
         """Return every finished trial in the order in which they began."""
         frozen = self._study.get_trials(deepcopy=False)
-        return tuple(_thaw(each) for each in frozen if "result" in each.user_attrs)
+        return tuple(_from_frozen(each) for each in frozen if "result" in each.user_attrs)
 
     def begin(self, planned: Trial) -> Trial:
         values = planned.candidate.as_dict()
@@ -94,7 +94,7 @@ class OptunaStore:
             distributions={knob: self._distributions[knob] for knob in params},
             user_attrs=attributes,
         )
-        with self._usable():
+        with self._errors_as_run_error():
             number = self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._identifier, template))
             log = f"trials/{number}/stdout.log"
             trial = dataclasses.replace(planned, number=number, state=TrialState.RUNNING, log=log)
@@ -110,17 +110,17 @@ class OptunaStore:
 
     def finish(self, trial: Trial) -> None:
         """Keep a trial that ended. Raises RunError if it cannot be written."""
-        with self._usable():
+        with self._errors_as_run_error():
             identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
             self._storage.set_trial_user_attr(identifier, "result", _result(trial))
-            self._tell(trial)
+            self._close_in_optuna(trial)
 
     def folder(self, trial: Trial) -> str:
         """Return the absolute path of the trial's folder."""
         return str(self._path.resolve() / "trials" / str(trial.number))
 
     @contextmanager
-    def _usable(self) -> Iterator[None]:
+    def _errors_as_run_error(self) -> Iterator[None]:
         """Turn whatever a storage, or a journal that was tampered with, gives into a RunError of one line."""
         with writable(self._path):
             try:
@@ -128,10 +128,10 @@ class OptunaStore:
             except (OSError, RunError):
                 raise
             except Exception as error:
-                told = f"{self._where} cannot be used ({_line(error)})"
-                raise RunError(f"{told}; mend it, or use --new to start afresh") from None
+                message = f"{self._where} cannot be used ({_line(error)})"
+                raise RunError(f"{message}; repair it, or use --new to start over") from None
 
-    def _tell(self, trial: Trial) -> None:
+    def _close_in_optuna(self, trial: Trial) -> None:
         """Close the trial for optuna's own tools."""
         identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
         measured = trial.measurement
@@ -145,15 +145,15 @@ class OptunaStore:
         for frozen in self._study.get_trials(deepcopy=False):
             if frozen.state is not OptunaState.RUNNING:
                 continue
-            trial = _thaw(frozen)
+            trial = _from_frozen(frozen)
             if "result" in frozen.user_attrs:
-                self._tell(trial)
+                self._close_in_optuna(trial)
             else:
-                reason = "flagcore ended while the trial ran"
+                reason = "flagcore ended during the trial"
                 self.finish(dataclasses.replace(trial, state=TrialState.INTERRUPTED, reason=reason))
 
 
-def kept_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
+def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
     """Return every finished trial of the study called `run`, kept in the folder `path` or in the storage `url`.
 
     Nothing is written, so the run may still go on. Empty before its first trial. Raises RunError.
@@ -169,7 +169,7 @@ def kept_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ..
         storage = optuna.storages.get_storage(url or JournalStorage(journal))
         study = optuna.load_study(study_name=run, storage=storage)
         frozen = study.get_trials(deepcopy=False)
-        return tuple(_thaw(each) for each in frozen if "result" in each.user_attrs)
+        return tuple(_from_frozen(each) for each in frozen if "result" in each.user_attrs)
     except KeyError:
         if url is None:
             return ()
@@ -203,10 +203,10 @@ def _result(trial: Trial) -> dict[str, Any]:
     return json.loads(json.dumps(data, default=str))  # type: ignore[no-any-return]
 
 
-def _thaw(frozen: FrozenTrial) -> Trial:
+def _from_frozen(frozen: FrozenTrial) -> Trial:
     attributes, result = frozen.user_attrs, frozen.user_attrs.get("result", {})
     for knob, value in attributes["candidate"].items():
-        if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > LARGEST):
+        if not isinstance(value, (int, str, type(None))) or (isinstance(value, int) and abs(value) > MAX_INT):
             raise ValueError(f"trial {frozen.number} has {knob} = {value}, which is no value of a knob")
     measured, state = result.get("measurement"), TrialState(result.get("state", "running"))
     if state is TrialState.MEASURED and not measured:
@@ -216,7 +216,7 @@ def _thaw(frozen: FrozenTrial) -> Trial:
         measured = Measurement(**measured | several | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
         for name in FIGURES:
             figure = getattr(measured, name)
-            if not (name in MAY_LACK and figure is None) and not _finite(figure):
+            if not (name in OPTIONAL_FIGURES and figure is None) and not _finite(figure):
                 raise ValueError(f"trial {frozen.number} has {name} = {figure}, which is no finite figure")
     predicted = dict(attributes["predicted"])
     notes = {name: attributes.get(name, predicted.pop(name, None)) for name in NOTES}  # older journals

@@ -8,7 +8,7 @@ from flagcore.contracts import Choice, SearchContext, Strategy
 
 
 class Random:
-    """Picks among the open candidates with equal chances; the same again when a run goes on."""
+    """Picks among the open candidates with equal chances; the same ones when a run is resumed."""
 
     name = "random"
 

@@ -19,10 +19,10 @@ from flagcore.learning.failures import chance_to_end
 from flagcore.learning.limits import chance_to_keep
 from flagcore.learning.trials import observed_memory, observed_times, unit_where_unknown
 
-LOOKED_AT = 4096
+MAX_ROWS = 4096
 """Of the open candidates as many are weighed, the fastest predicted ones."""
 
-TOGETHER = 256
+JOINT_ROWS = 256
 """Of these as many, the likeliest to gain, are weighed together when the search asks whether to go on."""
 
 DRAWS = 2000
@@ -70,33 +70,33 @@ class Learned:
         if not measured:
             likely = view.fits * view.ends * view.keeps
             if len(ran) >= LEAST_MEASURED and likely.max() < LEAST_CHANCE:
-                told = f"no untried candidate keeps the limits with a chance of more than {likely.max():.1%}"
-                return Choice(row=None, because=told)
+                message = f"no untried candidate keeps the limits with a chance of more than {likely.max():.1%}"
+                return Choice(row=None, because=message)
             place = int(np.argmax(np.log(likely + 1e-12) - view.log_time))
             nothing = "nothing that keeps the limits is measured yet" if ran else "nothing is measured yet"
             return _choice(view, place, f"{nothing}: the fastest predicted that is likely to fit")
         best = math.log(min(measured))
         gain = view.fits * view.ends * view.keeps * expected_gain(view.log_predicted, view.ratio, best)
         chance, most = _left(view, gain, best)
-        told = (
+        message = (
             f"the chance that an untried candidate is more than {LEAST_GAIN:.0%} faster than the best is {chance:.1%}; "
             f"it could be {most:.1%} faster at most (95%)"
         )
         if chance < LEAST_CHANCE and len(ran) >= LEAST_MEASURED:
-            return Choice(row=None, because=told)
+            return Choice(row=None, because=message)
         possible = np.ones(gain.shape) if context.seconds_left is None else view.whole < context.seconds_left
         if not possible.any():
-            return Choice(row=None, because=f"no trial fits in the remaining {context.seconds_left:.0f} s; {told}")
+            return Choice(row=None, because=f"no trial fits in the remaining {context.seconds_left:.0f} s; {message}")
         place = int(np.argmax(possible * gain / view.cost))
-        return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {told}")
+        return _choice(view, place, f"an expected gain of {gain[place]:.1%}; {message}")
 
 
 def _view(context: SearchContext) -> _View:
     """Weigh the open rows that are predicted to be the fastest."""
     predicted = unit_where_unknown(context)
     rows = context.open_rows
-    if rows.size > LOOKED_AT:
-        rows = np.sort(rows[np.argpartition(predicted[rows], LOOKED_AT)[:LOOKED_AT]])
+    if rows.size > MAX_ROWS:
+        rows = np.sort(rows[np.argpartition(predicted[rows], MAX_ROWS)[:MAX_ROWS]])
     found = context.features(rows)
     ratios = Ratios(Observed.join((context.past.time, observed_times(context))), found, TIME)
     time = ratios.of(found)
@@ -122,7 +122,7 @@ def _fits(context: SearchContext, rows: IntArray, found: Features) -> FloatArray
 
 def _left(view: _View, gain: FloatArray, best: float) -> tuple[float, float]:
     """Return the chance that an open row gains enough to matter, and how much one may gain."""
-    likeliest = np.argsort(-gain, kind="stable")[:TOGETHER]
+    likeliest = np.argsort(-gain, kind="stable")[:JOINT_ROWS]
     drawn = view.log_predicted[likeliest] + view.ratios.drawn(view.features.take(likeliest), DRAWS)
     return chance_to_gain(drawn, view.fits[likeliest] * view.keeps[likeliest], view.ends[likeliest], best, LEAST_GAIN)
 

@@ -38,7 +38,7 @@ class Sampled:
         places = decode(
             space.rows, [np.arange(codes.size) for codes in space.codes], [axis.knob for axis in space.axes]
         )
-        axes = _telling(space, places)
+        axes = _varying_axes(space, places)
         lists = {axis.knob: _values(space, axis, places[axis.knob]) for axis in axes}
         distributions = {axis.knob: _distribution(axis, lists[axis.knob].size) for axis in axes}
         try:
@@ -58,7 +58,7 @@ class Sampled:
         return Choice(row=int(context.open_rows[nearest]), because=f"{self.name} {how}")
 
 
-def _telling(space: Space, places: Columns) -> list[Axis]:
+def _varying_axes(space: Space, places: Columns) -> list[Axis]:
     """Return axes that are enough to tell all rows apart: one that follows from the others only makes misses.
 
     `places` are the rows' values by their place among those of their axis.

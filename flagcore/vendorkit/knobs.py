@@ -48,8 +48,9 @@ def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = No
 
 @cache
 def all_knobs(package: str) -> tuple[Listed, ...]:
-    """Return the knobs of a plugin's file. Raises SpecError for a bad one."""
-    return read_knobs(files(package).joinpath(FILE).read_text("utf-8"), f"{package}/{FILE}")
+    """Return the knobs of a plugin's file; none without a file. Raises SpecError for a bad one."""
+    file = files(package).joinpath(FILE)
+    return read_knobs(file.read_text("utf-8"), f"{package}/{FILE}") if file.is_file() else ()
 
 
 def read_knobs(text: str, file: str) -> tuple[Listed, ...]:

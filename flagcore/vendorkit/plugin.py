@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.resources import files
 
 from flagcore.contracts import KernelCosts, MemoryModel, Telemetry
 from flagcore.domain.chip import Chip, Device, Support
@@ -22,6 +23,7 @@ from flagcore.vendorkit.collective_file import collective_table
 from flagcore.vendorkit.cost_file import kernel_costs, serving_costs
 from flagcore.vendorkit.detection import DeviceDetector
 from flagcore.vendorkit.engines import SUPPORT, read_engines
+from flagcore.vendorkit.knobs import FILE as KNOBS
 from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import read_maturity
 from flagcore.vendorkit.quirks import Quirk, applying, read_quirks
@@ -113,7 +115,9 @@ class VendorPlugin:
     @hookimpl
     def flagcore_knobs(self, chip: Chip, engine: str, engine_version: str | None) -> Sequence[Knob] | None:
         """Return the knobs of knobs.yaml."""
-        return knobs(self.package, chip, engine, engine_version) if self.owns(chip) else None
+        if not self.owns(chip) or not files(self.package).joinpath(KNOBS).is_file():
+            return None
+        return knobs(self.package, chip, engine, engine_version)
 
     @hookimpl
     def flagcore_environment(

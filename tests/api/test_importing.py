@@ -132,7 +132,7 @@ def test_rows_of_another_machine_are_experience_and_settle_nothing(taken: Callab
     assert (len(run.imported), len(run.trials)) == (4, 3)
     account = flagcore.explain_candidate(project.run_dir, "2")
     assert account.candidate["micro_batch_size"] == 2
-    assert "trial 2 (imported) measured: 0.09 s a step, on another machine" in account.because[0]
+    assert "trial 2 (imported) measured: 0.09 s/step, on another machine" in account.because[0]
 
 
 def test_rows_that_cannot_be_taken_are_told_with_their_lines(

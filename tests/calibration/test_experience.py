@@ -14,6 +14,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.plugins import ENGINES
 from flagcore.spec import read_job
 from tests import small
 
@@ -74,7 +75,7 @@ def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(k
     kept.keep("one", task, [replace(ran, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
     (record,) = kept.records(task.cluster.groups[0].chip, "vllm")
     assert record["measured"]["objective"] == "output_tokens_per_s"
-    job = read_job(record)
+    job = read_job(record, ENGINES)
     assert isinstance(job.work, ServeSpec)
     assert (job.work.engine_version, job.work.loads) == ("0.32.0", task.spec.serve.loads)
     assert job.candidate == {"max_num_seqs": 8}

@@ -42,7 +42,7 @@ def test_what_is_measured_is_kept_listed_used_and_forgotten(
     ran = flag("calibrate", "--seconds", "5", "--json")
     assert ran.code == 0, ran.err
     (file,) = home.iterdir()
-    assert f"Kept in {file}" in ran.err
+    assert f"Saved to {file}" in ran.err
     rows = json.loads(ran.out)
     assert rows == json.loads(file.read_text())["rows"]
     kinds = {row.get("kernel") or row["collective"] for row in rows}

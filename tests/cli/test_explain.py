@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.common.context import Known, known
-from flagcore.api.explaining.candidate_report import account
+from flagcore.api.common.context import Snapshot, load_snapshot
+from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.elimination import state_of
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
@@ -67,7 +67,7 @@ def test_value_that_the_space_lacks_is_told_and_predicted_all_the_same(
 def test_knob_that_does_nothing_is_told(told: Callable[..., Any], flag: Flag, project: Project) -> None:
     account = told(project.spec(), "tp=1, dp=2, sp=true")
     assert (account["typed"]["sequence_parallel"], account["candidate"]["sequence_parallel"]) == (True, False)
-    assert "the engine takes what was asked for this: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
+    assert "equivalent for the engine: SP on -> off" in flag("explain", project.spec(), "dp=2, sp").out
     assert told(project.spec(), "tp=2, mbs=4")["typed"] is None
 
 
@@ -128,7 +128,7 @@ def test_where_nothing_fits_no_change_helps(flag: Flag, project: Project) -> Non
     told = flag("explain", spec, "tp=2, mbs=1")
     assert told.code == 0
     assert "does_not_fit: it needs" in told.out
-    assert told.out.endswith("No change helps: no candidate is left that may be tried.\n")
+    assert told.out.endswith("No change helps: no allowed candidate is left.\n")
     assert flag("explain", spec, "best").err.endswith("has no best: no candidate is left\n")
 
 
@@ -190,7 +190,7 @@ def test_trials_of_a_run_are_told_beside_the_best(told: Callable[..., Any], flag
     assert flag("tune", project.spec(control={"max_trials": 5}), "--run-dir", str(project.run_dir), "-q").code == 0
     best = told(project.run_dir, "best")
     number = project.result()["best"]["number"]
-    step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s a step"
+    step = f"{project.result()['best']['measured']['step_time_s']['median']:.4g} s/step"
     assert best["state"] == "ran"
     repeats = [line for line in best["because"] if f"(repeat) measured: {step}" in line]
     told_last = f"the median of its {1 + len(repeats)} runs: {step}; it is the best"
@@ -237,17 +237,17 @@ def test_run_of_which_all_failed_or_that_was_killed_is_explained_from_its_journa
     books = flag("explain", str(project.run_dir))
     assert books.code == 0
     assert re.search(r"^  failed +-2$", books.out, re.MULTILINE)
-    assert "The run ended" not in books.out
+    assert "Stopped:" not in books.out
 
 
 def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, project: Project) -> None:
     assert flag("tune", project.spec(control={"max_trials": 2}), "--run-dir", str(project.run_dir), "-q").code == 0
-    told_trials = project.result()["trials"] + project.result()["repeats"]
+    count_trials = project.result()["trials"] + project.result()["repeats"]
     (project.run_dir / "journal.log").unlink()
     for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
         ran = flag(ask[0], str(project.run_dir), *ask[1:])
         assert ran.code == 2
-        assert f"the journal has 0 of the {len(told_trials)} trials that result.json tells" in ran.err
+        assert f"the journal has 0 of the {len(count_trials)} trials that result.json tells" in ran.err
     assert flag("report", str(project.run_dir), "--format", "markdown").code == 0
 
 
@@ -272,7 +272,7 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
 
 
 def test_one_candidate_has_no_columns_and_a_run_no_other_chip(flag: Flag, project: Project) -> None:
-    assert "have no columns" in flag("explain", project.spec(), "best", "--format", "csv").err
+    assert "--format csv" in flag("explain", project.spec(), "best", "--format", "csv").err
     flag("tune", project.spec(control={"max_trials": 1}), "--run-dir", str(project.run_dir), "-q")
     assert "goes with a spec" in flag("explain", str(project.run_dir), "best", "--chip", "cpu").err
     assert flag("explain", str(project.folder), "best").code == 2
@@ -295,7 +295,7 @@ def test_run_is_told_with_the_chip_that_it_had_whatever_is_on_this_machine(
 
 
 def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     row, other = (int(each) for each in fastest(where.problem)[:2])
     slow_s = 1.01 * float(where.problem.predictions.step_time_s[other])
     measured = Measurement(
@@ -311,16 +311,16 @@ def test_trial_that_was_stopped_is_believed_no_faster_than_it_was(project: Proje
     )
     after = replace(where, search_state=learn((stopped,)))
     slowest = values_text(where.problem.space.candidate(int(fastest(where.problem)[-1])).as_dict())
-    assert account(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
-    assert account(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
-    beside = account(after, "2")
+    assert candidate_report(where, slowest).changes["fastest"]["candidate"] == stopped.candidate.as_dict()
+    assert candidate_report(after, slowest).changes["fastest"]["candidate"] != stopped.candidate.as_dict()
+    beside = candidate_report(after, "2")
     assert "fastest" not in beside.changes
-    itself = account(after, "1")
+    itself = candidate_report(after, "1")
     assert itself.expected_s == slow_s
 
 
 def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     best, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 5]])
     several = [
         _ran(1, best, 1.0),
@@ -328,14 +328,14 @@ def test_a_loser_is_told_with_the_figure_of_the_best_that_it_is_compared_with(pr
         _ran(3, best, 0.5, role=Role.REPEAT),
     ]
     ended = "it was ended early as surely slower than the best: by far"
-    assert _why(where, several[1:2]) == f"trial 2 (search) stopped: 3 s a step; {ended}"
-    assert _why(where, several[:2]).endswith(f"+200.0% in time against the best (trial 1: 1 s a step); {ended}")
-    middle = "trial 1: 0.6667 s a step, the median of its 2 runs"
+    assert _why(where, several[1:2]) == f"trial 2 (search) stopped: 3 s/step; {ended}"
+    assert _why(where, several[:2]).endswith(f"+200.0% in time against the best (trial 1: 1 s/step); {ended}")
+    middle = "trial 1: 0.6667 s/step, the median of its 2 runs"
     assert _why(where, several).endswith(f"+350.0% in time against the best ({middle}); {ended}")
 
 
 def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     best, near, slow = (where.problem.space.candidate(int(row)) for row in fastest(where.problem)[[0, 3, 5]])
     several = [_ran(1, best, 1.0), _ran(2, near, 1.03), _ran(3, slow, 3.0), _ran(4, best, 1.05, role=Role.REPEAT)]
     after = replace(where, search_state=learn(several))
@@ -350,23 +350,23 @@ def test_a_loser_that_may_be_as_fast_says_so(project: Project) -> None:
     assert len(state_of(once, near, where.problem.space.find(near), several[1:2], [], None)[1]) == 1
 
 
-def _why(where: Known, trials: list[Trial]) -> str:
+def _why(where: Snapshot, trials: list[Trial]) -> str:
     (slow,) = [each for each in trials if each.number == 2]
     after = replace(where, search_state=learn(trials))
     return state_of(after, slow.candidate, where.problem.space.find(slow.candidate), [slow], [], None)[1][0]
 
 
 def test_what_a_run_of_probes_tried_is_said_to_have_run(project: Project) -> None:
-    where = known(project.spec(), None, ())
+    where = load_snapshot(project.spec(), None, ())
     rows = fastest(where.problem)[:2]
     best, slow = (where.problem.space.candidate(int(row)) for row in rows)
     probes = [replace(_ran(number, each, number), fidelity=PROBE) for number, each in ((1, best), (2, slow))]
     run: Any = SimpleNamespace(fidelity=PROBE)
     after = replace(where, search_state=learn(probes, PROBE), run=run)
     told = [state_of(after, each.candidate, int(row), [each], [], None) for each, row in zip(probes, rows, strict=True)]
-    assert told[0][:2] == ("ran", ["probe 1 (search) measured: 1 s a step; it is the best"])
-    beside = "+100.0% in time against the best (trial 1: 1 s a step)"
-    assert told[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s a step, {beside}"])
+    assert told[0][:2] == ("ran", ["probe 1 (search) measured: 1 s/step; it is the best"])
+    beside = "+100.0% in time against the best (trial 1: 1 s/step)"
+    assert told[1][:2] == ("ran", [f"probe 2 (search) measured: 2 s/step, {beside}"])
 
 
 def _ran(number: int, candidate: Candidate, step: float, **more: Any) -> Trial:

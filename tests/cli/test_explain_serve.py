@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.api.common.context import known
-from flagcore.api.explaining.candidate_report import account
+from flagcore.api.common.context import load_snapshot
+from flagcore.api.explaining.candidate_report import candidate_report
 from flagcore.api.explaining.neighbors import allowed_rows
 from flagcore.errors import UsageError
 from flagcore.stages.learn import learn
@@ -72,13 +72,13 @@ def test_value_that_a_plugin_refuses_is_told_with_its_reason(flag: Flag, spec: C
 
 
 def test_where_no_trial_kept_the_limits_none_is_the_best_nor_worth_changing_to(spec: Callable[..., str]) -> None:
-    where = known(spec(serve={**SPEC["serve"], "slo": {"ttft_s": {"p99": 5.0}}}), None, ())
+    where = load_snapshot(spec(serve={**SPEC["serve"], "slo": {"ttft_s": {"p99": 5.0}}}), None, ())
     space = where.problem.space
     late = [replace(trial(row, 10.0 * (row + 1), 9.0), candidate=space.candidate(row)) for row in range(len(space))]
     run: Any = SimpleNamespace(best=None, trials=late, repeats=(), probes=(), imported=())
     after = replace(where, search_state=learn(late), run=run)
     with pytest.raises(UsageError, match="has no best: no trial kept p99 TTFT <= 5 s"):
-        account(after, "best")
+        candidate_report(after, "best")
     assert not allowed_rows(after).size
     kept = [*late[:-1], replace(trial(len(late) - 1, 1.0), candidate=late[-1].candidate)]
     assert allowed_rows(replace(after, search_state=learn(kept))).tolist() == [len(late) - 1]

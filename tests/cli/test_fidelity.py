@@ -52,7 +52,7 @@ def ranks_probed(project: Project) -> list[tuple[str, str]]:
 def test_the_example_of_1024_devices_is_estimated_without_any_of_them(flag: Flag, project: Project) -> None:
     ran = flag("tune", EXAMPLE, "--fidelity", "estimate", "--run-dir", str(project.run_dir))
     assert ran.code == 0, ran.err
-    assert "Best on 1024 x H100-SXM, as predicted (nothing ran): " in ran.out
+    assert "Best predicted configuration on 1024 x H100-SXM: " in ran.out
     assert ran.out.splitlines()[1].startswith("  ~")
     assert ran.out.strip() == (project.run_dir / "report.txt").read_text().strip()
     found = project.result()
@@ -105,7 +105,7 @@ def test_a_run_may_climb_the_ladder_but_not_step_down(flag: Flag, project: Proje
     assert len(kept["trials"]) == 2
     down = flag(*arguments, "--fidelity", "estimate")
     assert down.code == 2
-    assert "has trials of fidelity run, and estimate is less" in down.err
+    assert "fidelity run" in down.err
     assert project.result() == kept
 
 
@@ -124,7 +124,7 @@ def test_two_nodes_are_tuned_by_probes_on_one_core(
     monkeypatch.setenv("FLAGCORE_HOME", str(project.folder / "home"))
     ran = flag("tune", world(project), "--run-dir", str(project.run_dir), "--fidelity", "probe")
     assert ran.code == 0, ran.err
-    assert "Best on 8 x cpu, as probed on one device (it never ran): " in ran.out
+    assert "Best probed configuration on 8 x cpu: " in ran.out
     assert "modelled communication and waiting" in ran.out
     assert "probe 0 (baseline) starts: " in ran.err
     found = project.result()

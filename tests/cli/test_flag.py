@@ -100,7 +100,7 @@ def test_output_that_cannot_be_written_is_told_in_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*FLAG, "schema"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
-    assert done.stderr == "flag: the output cannot be written: No space left on device\n"
+    assert done.stderr == "flag: cannot write the output: No space left on device\n"
 
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:

@@ -79,9 +79,19 @@ def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, 
 def test_a_check_that_hangs_is_given_up(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.api.plugin_tools.check.CHECK_SECONDS", 8.0)
     hooks = acme / "flagcore_acme/hooks.py"
-    hooks.write_text(
-        hooks.read_text().replace("return failure_patterns(", "while True: pass\n    return failure_patterns(")
-    )
+    endless = """
+
+from flagcore.hooks import hookimpl
+
+class Endless(VendorPlugin):
+    @hookimpl
+    def flagcore_failure_patterns(self):
+        while True:
+            pass
+
+plugin = Endless(**vars(plugin))
+"""
+    hooks.write_text(hooks.read_text() + endless)
     ran = flag("plugins", "check", str(acme), "--format", "json")
     assert ran.code == 4
     assert "it took more than 8 s" in json.loads(ran.out)["plugins"][0]["failures"][-1]["message"]

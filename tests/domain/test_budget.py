@@ -8,7 +8,7 @@ import pytest
 
 from flagcore.domain.budget import has_time_to_repeat, repeats_seconds, seconds_left, stop_reason, trial_timeout
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.noise import MORE_ROUNDS
+from flagcore.domain.noise import EXTRA_ROUNDS
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -63,7 +63,7 @@ def test_time_is_kept_for_the_repeats_and_one_more_trial() -> None:
 def test_time_is_kept_for_the_repeats_of_rivals_too_and_more_rounds_may_come() -> None:
     known = search_state(trial(0, 1.0, role=Role.BASELINE), trial(1, 2.0), trial(2, 1.99))
     assert repeats_seconds(CONTROL, known) == 30.0
-    assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 * (1 + MORE_ROUNDS)
+    assert repeats_seconds(CONTROL, known, at_most=True) == 30.0 * (1 + EXTRA_ROUNDS)
     assert seconds_left(CONTROL, known, 3, 0.0) == 90.0
     one_done = search_state(
         *known.trials, replace(trial(3, 1.0, role=Role.REPEAT), candidate=known.trials[0].candidate)

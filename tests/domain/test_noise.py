@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.noise import MORE_ROUNDS, RUNS_DIFFER, contenders, drift, drifted, next_repeat, rivals, significant
+from flagcore.domain.noise import EXTRA_ROUNDS, MIN_NOISE, contenders, drift, drifted, next_repeat, rivals, significant
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.spec import Control
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
@@ -100,7 +100,7 @@ def test_what_leads_once_a_lucky_one_has_fallen_is_run_again_too() -> None:
 
 def test_more_rounds_end_when_two_are_told_apart_or_at_the_cap() -> None:
     equal, _ = again(first(base=50.0, a=100.0, b=100.0), CONTROL, base=[50.0], a=[100.0], b=[100.0])
-    assert equal == ["base", "a", "b"] * (1 + MORE_ROUNDS)
+    assert equal == ["base", "a", "b"] * (1 + EXTRA_ROUNDS)
     apart, _ = again(first(base=50.0, a=100.0, b=98.5), CONTROL, base=[50.0], a=[100.0], b=[98.4])
     assert apart == ["base", "a", "b"]
 
@@ -137,7 +137,7 @@ def test_however_noisy_the_machine_repeats_come_to_an_end(seed: int) -> None:
     trials = first(**{f"c{n}": noisy() for n in range(12)})
     while (wanted := next_repeat(CONTROL, learn(trials))) is not None:
         trials.append(trial(len(trials), str(wanted.candidate.as_dict()["who"]), noisy(), Role.REPEAT))
-        assert len(trials) <= 12 + 4 * (1 + MORE_ROUNDS)
+        assert len(trials) <= 12 + 4 * (1 + EXTRA_ROUNDS)
 
 
 def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
@@ -156,7 +156,7 @@ def test_repeats_find_the_best_more_often_than_first_runs_do() -> None:
     assert again > once + 20
 
 
-@pytest.mark.parametrize(("last", "told"), [(50.0 * (1 + RUNS_DIFFER / 2), False), (46.0, True), (54.0, True)])
+@pytest.mark.parametrize(("last", "told"), [(50.0 * (1 + MIN_NOISE / 2), False), (46.0, True), (54.0, True)])
 def test_a_machine_that_changed_shows_in_the_baseline(last: float, told: bool) -> None:
     trials = [*first(base=50.0, a=100.0), trial(2, "base", 49.9, Role.REPEAT), trial(3, "base", last, Role.REPEAT)]
     assert drift(learn(trials)) == pytest.approx(last / 50.0 - 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.plan import Counts, Plan, gains, off
+from flagcore.domain.plan import Counts, Plan, gains, measured_over
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.report.plan_text import learned_table
 from flagcore.stages.learn import learn
@@ -45,9 +45,9 @@ def told(predicted: float | None, believed: float | None, measured: float = 1.0)
 
 def test_a_measured_time_is_told_over_what_was_predicted_and_believed() -> None:
     one = told(predicted=0.5, believed=0.8)
-    assert (off(one, "predicted"), off(one, "believed")) == (2.0, 1.25)
-    assert off(told(0.5, None), "believed") is None
-    assert off(replace(one, measurement=None), "predicted") is None
+    assert (measured_over(one, "predicted"), measured_over(one, "believed")) == (2.0, 1.25)
+    assert measured_over(told(0.5, None), "believed") is None
+    assert measured_over(replace(one, measurement=None), "predicted") is None
 
 
 def test_predictions_before_and_after_are_compared_over_the_same_trials() -> None:
@@ -63,9 +63,9 @@ def test_predictions_before_and_after_are_compared_over_the_same_trials() -> Non
         gains=(),
         stopped_because="",
     )
-    assert plan.off is not None
-    assert (plan.off.before, plan.off.after) == (pytest.approx(1.0), pytest.approx(0.25))
-    assert plan.off.trials == 2
+    assert plan.prediction_error is not None
+    assert (plan.prediction_error.before, plan.prediction_error.after) == (pytest.approx(1.0), pytest.approx(0.25))
+    assert plan.prediction_error.trials == 2
     text = learned_table(plan)
     assert text.startswith("Over 2 trials predictions were off by a factor of 2, after learning by 25.0% (medians).")
     assert "+100.0%" in text

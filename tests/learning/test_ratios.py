@@ -61,6 +61,6 @@ def test_draws_are_of_what_is_believed() -> None:
 
 @pytest.mark.parametrize("scales", [TIME, MEMORY])
 def test_before_anything_is_measured_the_prediction_is_believed(scales: object) -> None:
-    belief = Ratios(Observed.nothing(), ALL, scales).of(ALL)  # type: ignore[arg-type]
+    belief = Ratios(Observed.empty(), ALL, scales).of(ALL)  # type: ignore[arg-type]
     assert belief.mean == pytest.approx(0.0)
     assert (belief.deviation > scales.chip).all()  # type: ignore[attr-defined]

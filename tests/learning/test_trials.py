@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.trial import PROBE, Trial, TrialState
-from flagcore.learning.trials import observed_times, seconds_beside
+from flagcore.learning.trials import observed_times, overhead_seconds
 from tests.strategies.contexts import predictions, ran, search_context
 
 KNOWN = predictions()
@@ -32,8 +32,8 @@ def told(*trials: Trial) -> list[float]:
 
 
 def test_trials_take_a_time_beside_their_steps() -> None:
-    assert seconds_beside(search_context(KNOWN, measured())) == pytest.approx(20.0)
-    assert seconds_beside(search_context(KNOWN)) == 0.0
+    assert overhead_seconds(search_context(KNOWN, measured())) == pytest.approx(20.0)
+    assert overhead_seconds(search_context(KNOWN)) == 0.0
 
 
 def test_a_time_out_is_a_bound_of_the_step() -> None:

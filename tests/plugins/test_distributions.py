@@ -24,7 +24,7 @@ def test_distribution_names_its_hooks_and_the_flagcore_it_goes_with(folder: Path
     content: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text())
     project, vendor = content["project"], folder.name
     assert project["name"] == f"flagcore-{vendor}"
-    assert project["entry-points"] == {"flagcore.plugins": {vendor: f"flagcore_{vendor}.hooks"}}
+    assert project["entry-points"] == {"flagcore.plugins": {vendor: f"flagcore_{vendor}.hooks:plugin"}}
     (needed,) = (wanted for wanted in map(Requirement, project["dependencies"]) if wanted.name == "flagcore")
     assert needed.specifier.contains(__version__)
     assert set(content["tool"]) == {"hatch"}, "tool settings belong to the root"
@@ -33,7 +33,9 @@ def test_distribution_names_its_hooks_and_the_flagcore_it_goes_with(folder: Path
 def test_all_plugins_load_together_and_share_no_chip_name() -> None:
     vendors = [folder.name for folder in FOLDERS]
     assert {"cpu", "nvidia", "metax", "iluvatar", "cambricon"} <= set(vendors)
-    loaded = LoadedPlugins.of({vendor: importlib.import_module(f"flagcore_{vendor}.hooks") for vendor in vendors})
+    loaded = LoadedPlugins.of(
+        {vendor: importlib.import_module(f"flagcore_{vendor}.hooks").plugin for vendor in vendors}
+    )
     assert {chip.vendor for chip in loaded.chips()} == set(vendors)
     assert loaded.failures == ()
 
@@ -41,5 +43,5 @@ def test_all_plugins_load_together_and_share_no_chip_name() -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_chip_file_becomes_a_chip(folder: Path) -> None:
     vendor = folder.name
-    loaded = LoadedPlugins.of({vendor: importlib.import_module(f"flagcore_{vendor}.hooks")})
+    loaded = LoadedPlugins.of({vendor: importlib.import_module(f"flagcore_{vendor}.hooks").plugin})
     assert len(loaded.chips()) == len(list(folder.glob("flagcore_*/chips/*.yaml")))

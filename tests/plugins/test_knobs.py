@@ -22,7 +22,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.learning import features
-from flagcore.plugins import strategy, workload_of
+from flagcore.plugins import ENGINES, strategy, workload_of
 from flagcore.problem import Problem, build_problem, candidate_columns
 from flagcore.spec import parse_spec
 from flagcore.stages.build import build
@@ -317,7 +317,7 @@ def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> 
         Trial(number=place, candidate=space.candidate(row), role=Role.SEARCH, state=TrialState.OUT_OF_MEMORY)
         for place, row in enumerate(off)
     ]
-    seen = search_context(task, engine, space, foretold, pruned, learn(failed), Past.nothing())
+    seen = search_context(task, engine, space, foretold, pruned, learn(failed), Past.empty())
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]
@@ -423,7 +423,7 @@ def posed(install: Install, space: dict[str, Any]) -> Problem:
     loaded = load_plugins()
     data = json.loads(json.dumps(SPEC))
     data["auto_tuner"]["space"] |= space
-    spec = parse_spec(data, file="spec.yaml", base=Path(), plugin_knobs=loaded.knob_names("megatron"))
+    spec = parse_spec(data, file="spec.yaml", base=Path(), engines=ENGINES, plugin_knobs=loaded.knob_names("megatron"))
     return build_problem(spec, loaded, workload_of(spec.work))
 
 

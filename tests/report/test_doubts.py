@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.plan import Counts, Plan, lost_repeats
+from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.report.plan_text import MAX_RIVALS, plan_text
 from flagcore.stages.learn import learn
@@ -61,6 +61,6 @@ AGAIN = Role.REPEAT
 def test_repeats_without_a_measurement_are_told_beside_the_books() -> None:
     late = replace(trial(2, 1, 1.0, AGAIN), state=TrialState.TIMED_OUT, measurement=None, reason="still running")
     trials = [trial(0, 1, 1.0), trial(1, 1, 1.0, AGAIN), late]
-    assert lost_repeats(trials) == {2: "timed_out"}
+    assert failed_repeats(trials) == {2: "timed_out"}
     assert "1 failed repeat (trial 2 timed out)" in plan_text(plan(trials, 0))
     assert "failed repeat" not in plan_text(plan(trials[:2], 0))

@@ -8,6 +8,7 @@ import pytest
 
 from flagcore.domain.spec import Spec
 from flagcore.errors import SpecError
+from flagcore.plugins import ENGINES
 from flagcore.spec import read_spec
 
 MODEL = "model: {num_layers: 4, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 1000}\n"
@@ -21,7 +22,7 @@ def read(tmp_path: Path) -> Callable[..., Spec]:
     def write_and_read(more: str = "", *, model: str = MODEL, train: str = TRAIN) -> Spec:
         path = tmp_path / "spec.yaml"
         path.write_text(model + train + more)
-        return read_spec(path)
+        return read_spec(path, ENGINES)
 
     return write_and_read
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
+from flagcore.plugins import ENGINES
 from flagcore.spec import read_job
 
 ErrorOf = Callable[..., SpecError]
@@ -48,7 +49,7 @@ def changed(path: tuple[str, ...], value: object) -> dict[str, Any]:
 
 
 def test_record_becomes_a_job_and_what_it_does_not_know_is_tolerated() -> None:
-    job = read_job(RECORD)
+    job = read_job(RECORD, ENGINES)
     assert (job.id, job.kind, job.chip, job.devices, job.devices_per_node) == ("a#1", "train", "Example 80G", 8, 4)
     assert (job.model.name, job.model.kv_channels) == ("tiny", 16)
     assert (job.work.precision, job.work.attention, job.work.implementation) == ("nvfp4", "unfused", None)
@@ -61,7 +62,7 @@ def test_record_becomes_a_job_and_what_it_does_not_know_is_tolerated() -> None:
 
 @pytest.mark.parametrize("modules", ["mlp, core_attn", "mlp core_attn", ["core_attn", "mlp", "mlp"]])
 def test_recompute_modules_are_one_sorted_text(modules: object) -> None:
-    job = read_job(changed(("candidate", "recompute_modules"), modules))
+    job = read_job(changed(("candidate", "recompute_modules"), modules), ENGINES)
     assert job.work.settings["recompute_modules"] == "core_attn,mlp"
 
 
@@ -72,7 +73,7 @@ def test_settings_may_stand_in_three_places(path: tuple[str, ...]) -> None:
     for key in path:
         place = place[key]
     place |= {"overlap_grad_reduce": True, "no_overlap_p2p_communication": True, "exp_avg_dtype": None}
-    found = read_job(record).work.settings
+    found = read_job(record, ENGINES).work.settings
     assert found["overlap_grad_reduce"] is True
     assert found["overlap_p2p_comm"] is False
     assert not {"exp_avg_dtype", "no_overlap_p2p_communication"} & set(found)
@@ -82,21 +83,21 @@ def test_settings_may_stand_in_three_places(path: tuple[str, ...]) -> None:
 def test_a_setting_and_its_opposite_may_not_contradict_each_other(value: bool) -> None:
     given = {"overlap_p2p_comm": value, "no_overlap_p2p_communication": value}
     with pytest.raises(SpecError, match=r"no_overlap_p2p_communication.*is the opposite of overlap_p2p_comm.*one of"):
-        read_job(changed(("train", "settings"), given))
-    agreed = read_job(changed(("train", "settings"), given | {"overlap_p2p_comm": not value})).work.settings
+        read_job(changed(("train", "settings"), given), ENGINES)
+    agreed = read_job(changed(("train", "settings"), given | {"overlap_p2p_comm": not value}), ENGINES).work.settings
     assert agreed["overlap_p2p_comm"] is not value
 
 
 def test_a_candidates_own_word_counts_before_that_of_its_job() -> None:
     record = changed(("train", "settings"), {"pipeline_schedule": "1f1b", "expert_tensor_parallel_size": 4})
-    job = read_job(record)
+    job = read_job(record, ENGINES)
     assert job.work.settings["pipeline_schedule"] == "zb-h1"
     assert job.candidate["expert_tensor_parallel_size"] == 1
 
 
 @pytest.mark.parametrize("notes", [None, "", ["a"], 5])
 def test_notes_that_are_no_text_are_tolerated(notes: object) -> None:
-    assert read_job(changed(("train", "notes"), notes)).notes == ""
+    assert read_job(changed(("train", "notes"), notes), ENGINES).notes == ""
 
 
 @pytest.mark.parametrize(
@@ -129,14 +130,14 @@ def test_notes_that_are_no_text_are_tolerated(notes: object) -> None:
 def test_invalid_record_is_refused_by_its_key(
     error_of: ErrorOf, path: tuple[str, ...], value: object, key: str, problem: str
 ) -> None:
-    error = error_of(read_job, changed(path, value))
+    error = error_of(read_job, changed(path, value), ENGINES)
     assert error.key.startswith(key.removesuffix("[0]"))
     assert problem in error.problem
 
 
 @pytest.mark.parametrize("record", [None, 5, [], "x", {}])
 def test_line_that_is_no_record_is_refused(error_of: ErrorOf, record: Any) -> None:
-    error_of(read_job, record)
+    error_of(read_job, record, ENGINES)
 
 
 SLIPS: dict[str, tuple[tuple[str, ...], object, str, str]] = {
@@ -157,7 +158,7 @@ SLIPS: dict[str, tuple[tuple[str, ...], object, str, str]] = {
 @pytest.mark.parametrize("name", SLIPS)
 def test_a_key_that_is_misspelt_is_told_with_the_right_one(error_of: ErrorOf, name: str) -> None:
     path, value, key, fix = SLIPS[name]
-    error = error_of(lambda: read_job(changed(path, value)))
+    error = error_of(lambda: read_job(changed(path, value), ENGINES))
     assert error.key == key
     assert "is not a known key" in error.problem
     assert fix in error.fix
@@ -167,21 +168,23 @@ def test_what_tells_a_records_source_may_stand_where_sources_put_it() -> None:
     record = {**RECORD, "notes": "from a table", "comment": "?", "figure": 3, "revision": {"rank_order": 1}}
     record["cluster"] = {**RECORD["cluster"], "source": "page 2", "notes": ["a"], "nodes": 2}
     record["train"] = {**RECORD["train"], "source": "page 2", "engine": "megatron"}
-    assert read_job(record) == read_job(RECORD)
+    assert read_job(record, ENGINES) == read_job(RECORD, ENGINES)
 
 
 @pytest.mark.parametrize(
     ("cluster", "devices"), [({"nodes": 3}, 12), ({"devices": 2}, 2), ({"devices": 2, "nodes": 1}, 2)]
 )
 def test_nodes_may_be_given_where_they_agree(cluster: dict[str, int], devices: int) -> None:
-    assert read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4, **cluster})).devices == devices
+    assert read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4, **cluster}), ENGINES).devices == devices
 
 
 def test_nodes_that_contradict_the_devices_are_told(error_of: ErrorOf) -> None:
-    error = error_of(lambda: read_job(changed(("cluster", "nodes"), 3)))
+    error = error_of(lambda: read_job(changed(("cluster", "nodes"), 3), ENGINES))
     assert (error.key, error.value) == ("cluster.nodes", 3)
     assert "must be 2: cluster.devices = 8 at devices_per_node = 4" in error.problem
-    error = error_of(lambda: read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4})))
+    error = error_of(lambda: read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 4}), ENGINES))
     assert (error.key, error.problem) == ("cluster.devices", "is missing")
-    error = error_of(lambda: read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 8, "nodes": 10**6})))
+    error = error_of(
+        lambda: read_job(changed(("cluster",), {"chip": "x", "devices_per_node": 8, "nodes": 10**6}), ENGINES)
+    )
     assert error.key == "cluster.nodes"

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
+from flagcore.plugins import ENGINES
 from flagcore.spec import json_schema, parse_spec
-from flagcore.spec.schema import Document
+from flagcore.spec.schema import document_of
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.validate import describe, keys_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec.md", "spec-serve.md"))
-SCHEMA, SERVE_SCHEMA = Document.model_json_schema(), ServeDocument.model_json_schema()
+SCHEMA = document_of("megatron", ENGINES["megatron"].knobs).model_json_schema()
+SERVE_SCHEMA = ServeDocument.model_json_schema()
 SECTIONS = {"The file": (), "model: an inline shape": ("model",)}
+LATENCIES = [("ttft_s",), ("tpot_s",), ("itl_s",), ("e2e_s",)]
+"""Keys whose tables are the same: the page has one for all."""
 SHARED = ("model", "cluster")
 """Sections that the page of training describes for both."""
 MOE = {"num_moe_experts": 64, "moe_router_topk": 8, "num_layers": 32}
@@ -62,7 +66,8 @@ def rows(page: str) -> dict[tuple[str | int, ...], list[str]]:
             section = SECTIONS.get(name, tuple(name.split(".")))
         elif line.startswith("| `"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
-            found[(*section, cells[0].strip("`"))] = cells[1:]
+            for each in LATENCIES if section[-1:] == ("LATENCY",) else [section[-1:]]:
+                found[(*section[:-1], *each, cells[0].strip("`"))] = cells[1:]
     return found
 
 
@@ -111,21 +116,21 @@ def check_row(
         '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,'
         ' "num_attention_heads": 4, "vocab_size": 100}'
     )
-    parse_spec(data, file="page", base=tmp_path)
+    parse_spec(data, file="page", base=tmp_path, engines=ENGINES)
 
 
 def test_example_of_the_page_is_a_valid_spec(tmp_path: Path) -> None:
     text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
-    spec = parse_spec(yaml.safe_load(text), file="page", base=tmp_path)
+    spec = parse_spec(yaml.safe_load(text), file="page", base=tmp_path, engines=ENGINES)
     assert spec.space["tensor_model_parallel_size"] == (1, 2, 4, 8)
     (text,) = re.findall(r"```yaml\n(.*?)```", SERVE_PAGE, re.DOTALL)
-    serving = parse_spec(yaml.safe_load(text), file="page", base=tmp_path)
+    serving = parse_spec(yaml.safe_load(text), file="page", base=tmp_path, engines=ENGINES)
     assert [load.concurrency for load in serving.serve.loads] == [16, 64]
     assert serving.limits == {"ttft_s.p99": 1.0, "tpot_s.p99": 0.05}
 
 
 def test_schema_describes_every_key_and_refuses_others() -> None:
-    whole = json_schema()
+    whole = json_schema(ENGINES)
     assert whole["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert [whole["$defs"][name]["required"] for name in ("Document", "ServeDocument")] == [
         ["model", "train"],

@@ -11,6 +11,7 @@ import pytest
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError
+from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec, read_spec, spec_as_data
 
 Read = Callable[..., Spec]
@@ -79,7 +80,7 @@ auto_tuner:
 envs: {WORD: on, NUMBER: 8}
 action: auto_tune
 """,
-        train="train: {engine: x, seq_length: 8, global_batch_size: 4, precision: fp8, command: [bash, run.sh]}\n",
+        train="train: {engine: megatron, seq_length: 8, global_batch_size: 4, precision: fp8, command: [bash, x]}\n",
     )
     assert spec.cluster == ClusterSpec(
         chip="example-80g", nodes=2, devices_per_node=8, memory_bytes_per_device=3 * 2**29
@@ -89,7 +90,7 @@ action: auto_tune
     )
     assert (spec.objective, spec.strategy, spec.launcher) == ("step_time_s", "mine", "far")
     assert spec.envs == {"WORD": "on", "NUMBER": "8"}
-    assert spec.train.command == ("bash", "run.sh")
+    assert spec.train.command == ("bash", "x")
 
 
 @pytest.mark.parametrize(
@@ -141,21 +142,21 @@ def test_model_path_is_relative_to_the_spec(tmp_path: Path) -> None:
     )
     path = tmp_path / "spec.yaml"
     path.write_text("model: Tiny\ntrain: {engine: megatron, seq_length: 8, global_batch_size: 4, precision: bf16}\n")
-    assert read_spec(path).model.name == "Tiny"
+    assert read_spec(path, ENGINES).model.name == "Tiny"
 
 
 def test_data_as_read_is_kept_and_serialisable(read: Read, tmp_path: Path) -> None:
     spec = read("envs: {A: 1, B: on}")
     data = spec_as_data(tmp_path / "spec.yaml")
     assert data["envs"] == {"A": 1, "B": "on"}
-    assert parse_spec(json.loads(json.dumps(data)), file="again", base=tmp_path) == spec
+    assert parse_spec(json.loads(json.dumps(data)), file="again", base=tmp_path, engines=ENGINES) == spec
 
 
 def test_spec_may_be_json(tmp_path: Path, read: Read) -> None:
     expected = read()
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(spec_as_data(tmp_path / "spec.yaml")))
-    assert read_spec(path) == expected
+    assert read_spec(path, ENGINES) == expected
 
 
 def test_importing_the_package_imports_neither_pydantic_nor_yaml() -> None:
@@ -182,6 +183,6 @@ def test_one_group_is_a_cluster_of_equal_nodes(read: Callable[..., Spec]) -> Non
 def test_a_file_that_is_not_there_is_answered_with_what_is_nearly_called_so(tmp_path: Path) -> None:
     (tmp_path / "train-cpu.yaml").write_text("{}")
     with pytest.raises(SpecError, match=r"does not exist; did you mean .*train-cpu\.yaml\?"):
-        read_spec(tmp_path / "trian-cpu.yaml")
+        read_spec(tmp_path / "trian-cpu.yaml", ENGINES)
     with pytest.raises(SpecError, match="does not exist; give the path"):
-        read_spec(tmp_path / "away" / "other.yaml")
+        read_spec(tmp_path / "away" / "other.yaml", ENGINES)

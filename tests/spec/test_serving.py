@@ -10,6 +10,7 @@ import pytest
 
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.errors import SpecError
+from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec, read_job
 from flagcore.spec.serving import engines_of, only
 from tests.spec.test_page import BASE
@@ -19,7 +20,7 @@ MODEL = BASE["model"]
 
 def serve(profile: dict[str, Any] | None = None, tuner: dict[str, Any] | None = None, **more: Any) -> ServeSpec:
     data = {"model": MODEL, "serve": {"engine": "vllm", "profile": profile or {}, **more}, "auto_tuner": tuner or {}}
-    return parse_spec(data, file="x", base=Path("/somewhere")).serve
+    return parse_spec(data, file="x", base=Path("/somewhere"), engines=ENGINES).serve
 
 
 def test_a_list_of_clients_is_several_load_points() -> None:
@@ -64,10 +65,10 @@ SEVERAL = {
 
 def test_of_several_engines_each_has_its_own_section_of_knobs() -> None:
     assert engines_of(SEVERAL) == ("vllm", "sglang")
-    spec = parse_spec(only(SEVERAL, "sglang"), file="x", base=Path())
+    spec = parse_spec(only(SEVERAL, "sglang"), file="x", base=Path(), engines=ENGINES)
     assert spec.space == {"instances": (1, 2), "page_size": (1,)}
     with pytest.raises(SpecError, match="takes one"):
-        parse_spec(SEVERAL, file="x", base=Path())
+        parse_spec(SEVERAL, file="x", base=Path(), engines=ENGINES)
 
 
 def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
@@ -75,7 +76,7 @@ def test_knobs_of_an_engine_that_is_not_named_are_refused() -> None:
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm has knobs of an engine that serve\.engine does not"):
         only(data, "vllm")
     with pytest.raises(SpecError, match=r"auto_tuner\.space\.vlm"):
-        parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path())
+        parse_spec({**data, "serve": {"engine": "vllm"}}, file="x", base=Path(), engines=ENGINES)
 
 
 RECORD: dict[str, Any] = {
@@ -89,12 +90,14 @@ RECORD: dict[str, Any] = {
 
 
 def test_a_record_of_a_server_becomes_a_job() -> None:
-    closed = read_job({**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "num_prompts": None}, "more": 1})
+    closed = read_job(
+        {**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "num_prompts": None}, "more": 1}, ENGINES
+    )
     assert isinstance(closed.work, ServeSpec)
     assert closed.work.loads == (Load(input_len=1024, output_len=128, concurrency=8, num_prompts=None),)
     assert closed.work.engine_version is None
     assert closed.candidate == {"tensor_model_parallel_size": 4, "enforce_eager": True}
-    burst = read_job({**RECORD, "serve": {**RECORD["serve"], "request_rate": "inf", "num_prompts": 64}})
+    burst = read_job({**RECORD, "serve": {**RECORD["serve"], "request_rate": "inf", "num_prompts": 64}}, ENGINES)
     assert isinstance(burst.work, ServeSpec)
     assert burst.work.loads[0].request_rate == math.inf
 
@@ -103,16 +106,16 @@ def test_a_record_may_name_the_file_whose_weights_are_served(tmp_path: Path) -> 
     file = tmp_path / "weights.gguf"
     record = {**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "weights": str(file)}}
     with pytest.raises(SpecError, match=r"serve\.weights = .* is no file"):
-        read_job(record)
+        read_job(record, ENGINES)
     file.touch()
-    assert isinstance(work := read_job(record).work, ServeSpec)
+    assert isinstance(work := read_job(record, ENGINES).work, ServeSpec)
     assert work.weights == str(file)
 
 
 @pytest.mark.parametrize("load", [{}, {"concurrency": 4, "request_rate": 2.0}])
 def test_a_record_without_one_kind_of_load_is_refused(load: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=r"serve\.concurrency and serve\.request_rate"):
-        read_job({**RECORD, "serve": {**RECORD["serve"], **load}})
+        read_job({**RECORD, "serve": {**RECORD["serve"], **load}}, ENGINES)
 
 
 @pytest.mark.parametrize("value", [{"deep": 1}, [1, 2]])
@@ -120,4 +123,4 @@ def test_a_flag_of_the_engine_is_one_value(value: Any) -> None:
     with pytest.raises(SpecError, match=r"serve\.engine_args\.flag = .* a whole number, a number"):
         serve({}, engine_args={"flag": value})
     with pytest.raises(SpecError, match=r"serve\.engine_args\.flag = .* a whole number, a number"):
-        read_job({**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "engine_args": {"flag": value}}})
+        read_job({**RECORD, "serve": {**RECORD["serve"], "concurrency": 8, "engine_args": {"flag": value}}}, ENGINES)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flagcore.errors import SpecError
+from flagcore.plugins import ENGINES
 from flagcore.spec import read_spec
 
 TEXT = """
@@ -19,11 +20,11 @@ auto_tuner: {space: {gpu_memory_utilization: [SHARE, 0.95]}}
 def test_a_share_of_memory_may_be_searched(tmp_path: Path) -> None:
     file = tmp_path / "spec.yaml"
     file.write_text(TEXT.replace("SHARE", "0.9"))
-    assert read_spec(file).space["gpu_memory_utilization"] == (0.9, 0.95)
+    assert read_spec(file, ENGINES).space["gpu_memory_utilization"] == (0.9, 0.95)
 
 
 def test_a_number_that_is_no_share_is_told(tmp_path: Path) -> None:
     file = tmp_path / "spec.yaml"
     file.write_text(TEXT.replace("SHARE", "1.5"))
     with pytest.raises(SpecError, match="gpu_memory_utilization"):
-        read_spec(file)
+        read_spec(file, ENGINES)

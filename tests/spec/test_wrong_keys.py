@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
+from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec
 from flagcore.spec.validate import MAX_PROBLEMS
 
@@ -137,7 +138,7 @@ def test_baseline_takes_one_value_a_knob(refused: Refused, value: str) -> None:
 
 @pytest.mark.parametrize("command", ["[]", "bash run.sh", "[bash, 1]", "['']"])
 def test_command_is_a_list_of_words(refused: Refused, command: str) -> None:
-    train = f"train: {{engine: x, seq_length: 8, global_batch_size: 4, precision: bf16, command: {command}}}\n"
+    train = f"train: {{engine: megatron, seq_length: 8, global_batch_size: 4, precision: bf16, command: {command}}}\n"
     assert refused(train=train).key.startswith("train.command")
 
 
@@ -222,7 +223,7 @@ def test_python_objects_are_bounded_too() -> None:
     loop["model"] = loop
     for data in (None, 5, [], {1: 2}, {"model": object()}, {"model": {1, 2}}, {"model": 1 << 9999}, loop):
         with pytest.raises(SpecError) as caught:
-            parse_spec(data, file="here", base=Path())
+            parse_spec(data, file="here", base=Path(), engines=ENGINES)
         assert caught.value.file == "here"
         assert len(str(caught.value)) < 400
 
@@ -245,7 +246,7 @@ def test_a_key_by_another_tool_s_name_is_not_counted_as_missing_too(called: str,
         "train": {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"},
     }
     with pytest.raises(SpecError) as caught:
-        parse_spec(data, file="a.yaml", base=Path())
+        parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES)
     assert (caught.value.key, caught.value.fix) == (f"model.{called}", f"did you mean {key}?")
 
 
@@ -255,7 +256,7 @@ def test_plugins_knobs_are_listed_where_nothing_else_is_meant() -> None:
         train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
         data = {"model": shape, "train": train, "auto_tuner": {"space": {knob: 2}}}
         with pytest.raises(SpecError) as caught:
-            parse_spec(data, file="a.yaml", base=Path(), plugin_knobs=["acme_graph_level"])
+            parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES, plugin_knobs=["acme_graph_level"])
         return caught.value.fix
 
     assert fix("tp") == "did you mean tensor_model_parallel_size?"

@@ -19,7 +19,7 @@ from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import FlagError
-from flagcore.stages.measure import HOPELESS, measure
+from flagcore.stages.measure import EARLY_STOP_RATIO, measure
 from tests import small
 
 TASK = small.task(control=Control(train_iters=5, warmup_iters=1), memory_bytes=1 << 30)
@@ -188,7 +188,7 @@ def test_a_rank_over_its_share_of_the_machine_is_out_of_memory(shared: bool, sta
 
 def test_a_trial_that_surely_loses_is_stopped_and_its_steps_are_kept(tmp_path: Path) -> None:
     run = Ran(ended(), polls=3)
-    steps = (HOPELESS + 0.1, HOPELESS + 0.2)
+    steps = (EARLY_STOP_RATIO + 0.1, EARLY_STOP_RATIO + 0.2)
     slow = Engine(steps=(9.0, *steps), result=replace(MEASURED, step_times_s=steps, step_time_s=1.65))
     done = measured(run, tmp_path, slow, best=BEST)
     assert run.stopped
@@ -199,7 +199,7 @@ def test_a_trial_that_surely_loses_is_stopped_and_its_steps_are_kept(tmp_path: P
     assert done.reason == f"surely slower than the best: {why}"
 
 
-@pytest.mark.parametrize("steps", [(9.0,), (9.0, 9.0), (9.0, 9.0, HOPELESS), (0.1, 9.0), ()])
+@pytest.mark.parametrize("steps", [(9.0,), (9.0, 9.0), (9.0, 9.0, EARLY_STOP_RATIO), (0.1, 9.0), ()])
 def test_a_trial_that_may_still_win_is_not_stopped(steps: tuple[float, ...], tmp_path: Path) -> None:
     run = Ran(ended(), polls=3)
     assert measured(run, tmp_path, Engine(steps), best=BEST).state is TrialState.MEASURED

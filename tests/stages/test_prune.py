@@ -20,7 +20,7 @@ from flagcore.stages import prune as prune_module
 from flagcore.stages.build import build
 from flagcore.stages.learn import learn
 from flagcore.stages.predict import predict
-from flagcore.stages.prune import AS_MUCH_MEMORY, AS_MUCH_WORK, prune
+from flagcore.stages.prune import DOES_AS_MUCH_WORK, NEEDS_AS_MUCH_MEMORY, prune
 from flagcore.stages.rank import untried
 from tests import small
 
@@ -111,9 +111,9 @@ def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -
         small.candidate(data_parallel_size=4, micro_batch_size=1, use_distributed_optimizer=True, **FULL)
     )
     assert larger is not None
-    assert {larger, plain} <= set(rows_of(found, AS_MUCH_MEMORY))
+    assert {larger, plain} <= set(rows_of(found, NEEDS_AS_MUCH_MEMORY))
     assert smaller in found.open_rows.tolist()
-    assert found.reason(larger) == f"{AS_MUCH_MEMORY} (trial 7)"
+    assert found.reason(larger) == f"{NEEDS_AS_MUCH_MEMORY} (trial 7)"
 
 
 def test_the_candidate_of_a_trial_is_not_pruned_by_its_own_trial() -> None:
@@ -126,7 +126,7 @@ def test_more_work_than_a_measured_candidate_is_pruned() -> None:
     one = small.candidate(data_parallel_size=4, micro_batch_size=1)
     found = pruned([trial(one, TrialState.MEASURED, 3)])
     recomputed = SPACE.find(small.candidate(data_parallel_size=4, micro_batch_size=1, **FULL))
-    assert recomputed in rows_of(found, AS_MUCH_WORK)
+    assert recomputed in rows_of(found, DOES_AS_MUCH_WORK)
 
 
 def test_more_work_is_no_reason_where_the_model_predicts_less_time() -> None:

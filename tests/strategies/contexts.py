@@ -68,7 +68,7 @@ def search_context(
     if open_rows is not None:
         rule[np.setdiff1d(np.arange(size), open_rows)] = 1
     pruned = Pruned(rule=rule, trial=np.full(size, -1), too_much=np.zeros(size, dtype=np.bool_), rules=("elsewhere",))
-    return look(TASK, WORKLOAD, SPACE, known, pruned, learn(trials), past or Past.nothing())
+    return look(TASK, WORKLOAD, SPACE, known, pruned, learn(trials), past or Past.empty())
 
 
 def distorted(known: Predictions, seed: int = 0, spread: float = 0.05, times: float = 1.0) -> FloatArray:

@@ -190,7 +190,7 @@ def test_what_earlier_runs_teach_does_not_end_a_run_before_it_has_measured_a_few
         np.full(rows.size, 0.01),
         np.ones(rows.size, dtype=np.int64),
     )
-    past = replace(Past.nothing(), time=taught)
+    past = replace(Past.empty(), time=taught)
     best = int(np.argmin(known.step_time_s))
     trials = [ran(best, float(known.step_time_s[best]), 0)]
     assert STRATEGY.next(search_context(known, trials, past=past)).row is not None

@@ -28,7 +28,7 @@ def misleading(rows: IntArray, seed: int) -> Past:
     ratio = np.log(real[rows] / KNOWN.step_time_s[rows])
     features = search_context(KNOWN).features(rows)
     time = Observed(features, ratio, np.full(rows.size, 0.01), np.ones(rows.size, dtype=np.int64))
-    return replace(Past.nothing(), time=time)
+    return replace(Past.empty(), time=time)
 
 
 def lost_by_ending(real: FloatArray, rows: IntArray, past: Past) -> bool:
@@ -57,6 +57,6 @@ def test_little_is_left_when_it_ends(rough: float, misled: bool) -> None:
     lost = 0
     for seed in range(8):
         rows = rows_of(seed)
-        past = misleading(rows, seed) if misled else Past.nothing()
+        past = misleading(rows, seed) if misled else Past.empty()
         lost += lost_by_ending(distorted(KNOWN, seed, spread=rough), rows, past)
     assert lost <= 1

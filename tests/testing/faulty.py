@@ -186,7 +186,7 @@ def imported(folder: Path) -> Iterator[Subject]:
                 signal.signal(number, handler)
         logging.root.handlers[:], warnings.filters[:] = handled, shown
         np.seterr(**rounding)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "flagcore_acme"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("flagcore_acme", "pymxsml")]:
             del sys.modules[name]
         for read in CACHES:
             read.cache_clear()

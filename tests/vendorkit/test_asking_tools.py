@@ -6,7 +6,7 @@ import pytest
 
 from flagcore.domain.chip import Device
 from flagcore.vendorkit.rows import Listing, Row
-from flagcore.vendorkit.smi import ask_tool
+from flagcore.vendorkit.smi import query_tool
 
 TWO = Listing(tuple(Row(device=Device(index=index, chip="A1")) for index in (0, 1)))
 
@@ -19,11 +19,11 @@ def _own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def asked(tmp_path: Path, script: str, listing: Listing = TWO, seconds: float = 10) -> Listing | None:
     (tmp_path / "acme-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "acme-smi").chmod(0o755)
-    return ask_tool(lambda text: listing if "table" in text else Listing(), "acme-smi", timeout_seconds=seconds)
+    return query_tool(lambda text: listing if "table" in text else Listing(), "acme-smi", timeout_seconds=seconds)
 
 
 def test_a_tool_that_is_not_there_says_nothing() -> None:
-    assert ask_tool(lambda _: TWO, "no-such-tool-anywhere") is None
+    assert query_tool(lambda _: TWO, "no-such-tool-anywhere") is None
 
 
 def test_devices_are_told_without_further_words(tmp_path: Path) -> None:
@@ -42,14 +42,12 @@ def test_a_tool_that_fails_after_it_listed_devices_is_believed(tmp_path: Path) -
 
 def test_what_is_not_understood_is_quoted_by_its_first_words(tmp_path: Path) -> None:
     said = asked(tmp_path, "printf '\\n+----+\\n\\033[1m  a  new   layout\\033[0m\\n'")
-    assert said == Listing(
-        left_out=("acme-smi lists no device of its vendor that is understood; it says: a new layout",)
-    )
+    assert said == Listing(left_out=("acme-smi lists no device in a known format; it prints: a new layout",))
 
 
 def test_a_tool_that_hangs_is_told(tmp_path: Path) -> None:
     said = asked(tmp_path, "sleep 30", seconds=0.3)
-    assert said == Listing(left_out=("acme-smi was killed: it said nothing within 0.3 s",))
+    assert said == Listing(left_out=("acme-smi did not answer within 0.3 s and was killed",))
 
 
 def test_what_a_table_leaves_out_is_told_with_the_tools_name(tmp_path: Path) -> None:

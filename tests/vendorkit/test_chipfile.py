@@ -29,40 +29,32 @@ def test_every_figure_keeps_its_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "key", "problem", "fix"),
+    ("old", "new", "key", "fix"),
     [
-        ("3.0e+14", "3.0e14", "dense_flops_per_second.bf16.value", "must be a number", "3.000000e+14"),
-        ("3.0e+14", "-1", "dense_flops_per_second.bf16.value", "above 0", "leave out"),
-        ("kind: datasheet", "kind: rumour", "dense_flops_per_second.bf16.source.kind", "no kind of source", "measured"),
-        ("document: X1 brief, ", "", "dense_flops_per_second.bf16.source.document", "is missing", ""),
-        (
-            ", source: {kind: datasheet, document: X1 brief, page: 3}",
-            "",
-            "dense_flops_per_second.bf16.source",
-            "is missing",
-            "where",
-        ),
-        ("  bf16:", "  bf61:", "dense_flops_per_second.bf61", "is no key", "bf16"),
+        ("3.0e+14", "3.0e14", "dense_flops_per_second.bf16.value", "3.000000e+14"),
+        ("3.0e+14", "-1", "dense_flops_per_second.bf16.value", ""),
+        ("kind: datasheet", "kind: rumour", "dense_flops_per_second.bf16.source.kind", "measured"),
+        ("document: X1 brief, ", "", "dense_flops_per_second.bf16.source.document", "document"),
+        (", source: {kind: datasheet, document: X1 brief, page: 3}", "", "dense_flops_per_second.bf16.source", ""),
+        ("  bf16:", "  bf61:", "dense_flops_per_second.bf61", "bf16"),
         (
             "X1 brief, page",
             "X1 brief, revision 3, page",
             "dense_flops_per_second.bf16.source.'revision 3'",
-            "has no value",
             'document: "X1 brief, revision 3"',
         ),
-        ("vendor: x", "", "vendor", "is missing", ""),
-        ("vendor: x", "vendor: x\ncolour: red", "colour", "is no key", ""),
-        ("topology: switch", "topology: star", "link.topology", "is no topology", "switch"),
-        ("[Example X1]", "[1]", "aliases", "list of str", ""),
-        ("chip: X1", "chip: [", "the file", "is not YAML", ""),
-        (GOOD, "- a list", "the file", "must be keys", ""),
-        ("vendor: x", "vendor: x\ndevices_per_node: 0", "devices_per_node", "at least 1", ""),
+        ("vendor: x", "", "vendor", ""),
+        ("vendor: x", "vendor: x\ncolour: red", "colour", ""),
+        ("topology: switch", "topology: star", "link.topology", "switch"),
+        ("[Example X1]", "[1]", "aliases", ""),
+        ("chip: X1", "chip: [", "the file", ""),
+        (GOOD, "- a list", "the file", ""),
+        ("vendor: x", "vendor: x\ndevices_per_node: 0", "devices_per_node", ""),
     ],
 )
-def test_a_bad_file_is_told_with_key_rule_and_fix(old: str, new: str, key: str, problem: str, fix: str) -> None:
+def test_an_invalid_file_is_reported_with_key_and_fix(old: str, new: str, key: str, fix: str) -> None:
     with pytest.raises(SpecError) as caught:
         read_chip(GOOD.replace(old, new), "x1.yaml")
     assert caught.value.file == "x1.yaml"
     assert caught.value.key == key
-    assert problem in caught.value.problem
     assert fix in caught.value.fix

@@ -36,27 +36,26 @@ def test_a_file_of_curves_is_read_with_its_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "key", "words"),
+    ("change", "key"),
     [
-        (("source: {kind: measured, how: accl-tests, software: accl 1.2}", ""), "source", "is missing"),
-        (("kind: all_reduce", "kind: broadcast"), "curves[0].", "not broadcast"),
-        (("ranks: 8", "ranks: 1"), "curves[0].", "2 ranks or more"),
-        (("kind: send, ranks: 2", "kind: send, ranks: 4"), "curves[1].", "a send 2"),
-        (("[1024, 1048576]", "[1048576, 1024]"), "curves[0].", "that grow"),
-        (("[1024, 1048576]", "[1024]"), "curves[0].", "as many seconds"),
-        (("[1024, 1048576]", "[1 KiB, 1 MiB]"), "curves[0].payload_bytes", "list of int"),
-        (("[1.2e-05, 3.0e-05]", "[12, 30]"), "curves[0].seconds", "list of float"),
-        (("[1.2e-05, 3.0e-05]", "[-1.2e-05, 3.0e-05]"), "curves[0].", "above 0"),
-        (("kind: send, ranks: 2", "kind: all_reduce, ranks: 8"), "curves", "two curves of one kind"),
-        (("ranks: 8", "rank: 8"), "curves[0].ranks", "is missing"),
-        (("level: node", "levels: node"), "levels", "is no key"),
+        (("source: {kind: measured, how: accl-tests, software: accl 1.2}", ""), "source"),
+        (("kind: all_reduce", "kind: broadcast"), "curves[0]."),
+        (("ranks: 8", "ranks: 1"), "curves[0]."),
+        (("kind: send, ranks: 2", "kind: send, ranks: 4"), "curves[1]."),
+        (("[1024, 1048576]", "[1048576, 1024]"), "curves[0]."),
+        (("[1024, 1048576]", "[1024]"), "curves[0]."),
+        (("[1024, 1048576]", "[1 KiB, 1 MiB]"), "curves[0].payload_bytes"),
+        (("[1.2e-05, 3.0e-05]", "[12, 30]"), "curves[0].seconds"),
+        (("[1.2e-05, 3.0e-05]", "[-1.2e-05, 3.0e-05]"), "curves[0]."),
+        (("kind: send, ranks: 2", "kind: all_reduce, ranks: 8"), "curves"),
+        (("ranks: 8", "rank: 8"), "curves[0].ranks"),
+        (("level: node", "levels: node"), "levels"),
     ],
 )
-def test_a_mistake_is_told_with_its_key_and_the_rule(change: tuple[str, str], key: str, words: str) -> None:
+def test_a_mistake_is_reported_with_its_key(change: tuple[str, str], key: str) -> None:
     with pytest.raises(SpecError) as caught:
         read_collectives(GOOD.replace(*change), "collectives.yaml")
     assert caught.value.key == key
-    assert words in str(caught.value)
 
 
 def test_a_file_without_curves_is_refused() -> None:
@@ -89,7 +88,8 @@ def test_a_chip_with_the_links_of_another_takes_its_curves(package: str) -> None
     assert collective_table(package, Chip(name="A2", vendor="acme")) is None
 
 
-@pytest.mark.parametrize(("chip", "words"), [("Lost", "is missing"), ("Round", "leads back to itself")])
-def test_a_chip_that_points_nowhere_is_told(package: str, chip: str, words: str) -> None:
-    with pytest.raises(SpecError, match=words):
+@pytest.mark.parametrize(("chip", "key"), [("Lost", "the file"), ("Round", "same_as")])
+def test_an_invalid_reference_to_another_chip_is_reported(package: str, chip: str, key: str) -> None:
+    with pytest.raises(SpecError) as caught:
         collective_table(package, Chip(name=chip, vendor="acme"))
+    assert caught.value.key == key

@@ -85,23 +85,22 @@ def test_times_that_the_host_decided_are_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "key"),
     [
-        (
-            "curve: {gemm_shore: 0.6}\nsource: {kind: measured, how: x}",
-            "curve.gemm_shore.*the parameters are .*gemm_share",
-        ),
-        ("curve: {gemm_share: fast}\nsource: {kind: measured, how: x}", "curve.gemm_share = 'fast' must be a number"),
-        ("curve: {gemm_share: -1}\nsource: {kind: measured, how: x}", "curve.gemm_share = -1"),
-        ("curve: {tile: 0}\nsource: {kind: measured, how: x}", "curve.tile = 0.0 must be a number, above 0"),
-        ("curve: {gemm_shares: {fp8: 0}}\nsource: {kind: measured, how: x}", "gemm_shares.fp8 = 0.0 .*above 0"),
-        ("curve: {gemm_share: 0.6}", "source is missing"),
-        ("source: {kind: measured, how: x}", "curve is missing"),
+        ("curve: {gemm_shore: 0.6}\nsource: {kind: measured, how: x}", "curve.gemm_shore"),
+        ("curve: {gemm_share: fast}\nsource: {kind: measured, how: x}", "curve.gemm_share"),
+        ("curve: {gemm_share: -1}\nsource: {kind: measured, how: x}", "curve.gemm_share"),
+        ("curve: {tile: 0}\nsource: {kind: measured, how: x}", "curve.tile"),
+        ("curve: {gemm_shares: {fp8: 0}}\nsource: {kind: measured, how: x}", "curve.gemm_shares.fp8"),
+        ("curve: {gemm_share: 0.6}", "source"),
+        ("source: {kind: measured, how: x}", "curve"),
+        ("curve: {gemm_share: 0.8}\nof: dreams\nsource: {kind: published, where: a report}", "of"),
     ],
 )
-def test_a_bad_curve_is_told_with_key_value_and_fix(text: str, words: str) -> None:
-    with pytest.raises(SpecError, match=words):
+def test_an_invalid_curve_is_reported_with_its_key(text: str, key: str) -> None:
+    with pytest.raises(SpecError) as caught:
         read_curve(text, "curve.yaml")
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize(
@@ -125,9 +124,3 @@ def test_a_bad_kernel_is_told_with_its_line(line: str) -> None:
 def test_a_curve_says_whether_it_is_of_runs_or_of_kernels_alone(of: str, longer: float) -> None:
     text = f"curve: {{gemm_share: 0.8}}\n{of}source: {{kind: published, where: a report}}\n"
     assert read_curve(text, "curve.yaml").run_slowdown == longer
-
-
-def test_a_curve_of_something_else_is_told() -> None:
-    text = "curve: {gemm_share: 0.8}\nof: dreams\nsource: {kind: published, where: a report}\n"
-    with pytest.raises(SpecError, match=r"of = .dreams. is nothing that a curve is fitted to; use runs or kernels"):
-        read_curve(text, "curve.yaml")

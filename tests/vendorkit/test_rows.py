@@ -1,6 +1,6 @@
 import pytest
 
-from flagcore.vendorkit.rows import memory_of, watts_of
+from flagcore.vendorkit.rows import parse_memory, parse_power
 
 MIB = 2**20
 
@@ -18,9 +18,9 @@ MIB = 2**20
     ],
 )
 def test_the_unit_of_power_may_be_told_once_for_use_and_limit(cell: str, watts: tuple[str | None, str | None]) -> None:
-    assert watts_of(cell) == watts
+    assert parse_power(cell) == watts
 
 
 @pytest.mark.parametrize("cell", ["826/65536 MiB", "826MiB / 65536MiB", "826 / 65536MiB"])
 def test_the_unit_of_memory_may_be_told_once_for_used_and_total(cell: str) -> None:
-    assert memory_of(cell) == (826 * MIB, 65536 * MIB)
+    assert parse_memory(cell) == (826 * MIB, 65536 * MIB)

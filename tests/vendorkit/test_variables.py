@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.chip import Source
-from flagcore.vendorkit.variables import Variable, adapters, filled, interface
+from flagcore.vendorkit.variables import Variable, adapters, fill, interface
 from flagcore.vendorkit.versions import concerns
 from tests import small
 
 VARIABLE = Variable(
     name="X",
     value="1",
-    used="",
     meaning="?",
-    condition="",
-    engines=(),
-    chips=(),
     source=Source(kind="published", detail="?"),
 )
 
@@ -28,13 +24,13 @@ def test_a_variable_of_several_nodes_is_not_given_on_one() -> None:
     one = small.task()
     two = replace(one, cluster=replace(one.cluster, groups=(replace(one.cluster.groups[0], nodes=2),)))
     several = replace(VARIABLE, several_nodes=True)
-    assert [several.holds(None, task) for task in (None, one, two)] == [False, False, True]
+    assert [several.suits(task) for task in (None, one, two)] == [False, False, True]
 
 
 def test_a_variable_is_left_out_beside_a_setting_that_it_does_not_go_with() -> None:
     limited = replace(VARIABLE, unless="use_megatron_fsdp")
-    assert limited.holds(None, small.task())
-    assert not limited.holds(None, small.task(settings={"use_megatron_fsdp": True}))
+    assert limited.suits(small.task())
+    assert not limited.suits(small.task(settings={"use_megatron_fsdp": True}))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +44,7 @@ def test_a_range_of_releases_holds_where_the_release_is_in_it_or_not_known(
 
 
 def test_network_of_the_machine_is_filled_in_or_the_variable_is_not_given(tmp_path: Path) -> None:
-    assert filled("{interface}", tmp_path) == ""
+    assert fill("{interface}", tmp_path) == ""
     route = tmp_path / "proc/net/route"
     route.parent.mkdir(parents=True)
     route.write_text("Iface\tDestination\tGateway\nib0\t0000A8C0\t0\nbond0\t00000000\t01\n")
@@ -58,4 +54,4 @@ def test_network_of_the_machine_is_filled_in_or_the_variable_is_not_given(tmp_pa
         (port / "state").write_text(state + "\n")
     assert interface(tmp_path) == "bond0"
     assert adapters(tmp_path) == "mlx5_2,mlx5_10"
-    assert filled("{interface}", tmp_path) == "bond0"
+    assert fill("{interface}", tmp_path) == "bond0"

@@ -60,7 +60,7 @@ def node(root: Path, monkeypatch: pytest.MonkeyPatch, torch_of: str, *files: str
 
 def listed(root: Path) -> dict[str, list[str]]:
     """Return the names of the devices that each vendor's plugin lists, without the plugins that list none."""
-    found = {name: importlib.import_module(f"flagcore_{name}.discover").devices(root) for name in VENDORS}
+    found = {name: importlib.import_module(f"flagcore_{name}.discover").DETECTOR.devices(root) for name in VENDORS}
     return {name: [each.chip for each in devices] for name, devices in found.items() if devices}
 
 

@@ -11,7 +11,7 @@ VENDORS = ("nvidia", "metax", "iluvatar", "cambricon", "cpu")
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedPlugins:
-    return LoadedPlugins.of({name: importlib.import_module(f"flagcore_{name}.hooks") for name in VENDORS})
+    return LoadedPlugins.of({name: importlib.import_module(f"flagcore_{name}.hooks").plugin for name in VENDORS})
 
 
 @pytest.mark.parametrize(

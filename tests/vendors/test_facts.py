@@ -8,7 +8,7 @@ import pytest
 from flagcore.domain.chip import Chip, Fact
 
 VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
-CHIPS = [chip for name in VENDORS for chip in importlib.import_module(f"flagcore_{name}.hooks").flagcore_chips()]
+CHIPS = [chip for name in VENDORS for chip in importlib.import_module(f"flagcore_{name}.hooks").plugin.flagcore_chips()]
 BY_NAME = {chip.name: chip for chip in CHIPS}
 
 

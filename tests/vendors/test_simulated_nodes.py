@@ -29,11 +29,12 @@ from importlib import import_module
 from flagcore.hooks import hookimpl
 
 @hookimpl
-def flagcore_engine_support(chip, engine, engine_version):
+def flagcore_engine_support(chip, engine, engine_version, kind):
     if chip.vendor == "cpu":
         return None
-    said = import_module(f"flagcore_{chip.vendor}.hooks").flagcore_engine_support(chip, engine, engine_version)
-    return said and replace(said, device_type="cpu", distributed_backend="gloo", preload=())
+    plugin = import_module(f"flagcore_{chip.vendor}.hooks").plugin
+    support = plugin.flagcore_engine_support(chip, engine, engine_version, kind)
+    return support and replace(support, device_type="cpu", distributed_backend="gloo", preload=())
 """
 NVIDIA = "| NVIDIA-SMI 570.133.20   Driver Version: 570.133.20     CUDA Version: 12.8     |\n" + "".join(
     f"|   {n}  NVIDIA A800-SXM4-80GB          On  |   00000000:0{n}:00.0 Off |                    0 |\n"

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from flagcore_cambricon.bridges import x8_topology
-from flagcore_cambricon.hooks import flagcore_chips as cambricon_chips
-from flagcore_nvidia.hooks import flagcore_chips as nvidia_chips
+from flagcore_cambricon.hooks import plugin as cambricon
+from flagcore_nvidia.hooks import plugin as nvidia
 
 from flagcore.domain.chip import Chip, with_network
 from flagcore.domain.cluster import NodeGroup
@@ -16,8 +16,8 @@ from flagcore.vendorkit.matrix import with_own_adapters
 H200 = (Path(__file__).parents[2] / "plugins/nvidia/tests/smi/nvidia-smi-5.txt").read_text("utf-8")
 
 
-def chip(chips: Any, name: str) -> Chip:
-    return next(each for each in chips() if each.name == name)
+def chip(plugin: Any, name: str) -> Chip:
+    return next(each for each in plugin.flagcore_chips() if each.name == name)
 
 
 def adapters(root: Path, gigabits: float) -> Path:
@@ -30,7 +30,7 @@ def adapters(root: Path, gigabits: float) -> Path:
 
 @pytest.fixture
 def two_nodes() -> NodeGroup:
-    return NodeGroup(chip=chip(nvidia_chips, "H200"), nodes=2, devices_per_node=8)
+    return NodeGroup(chip=chip(nvidia, "H200"), nodes=2, devices_per_node=8)
 
 
 def test_a_machines_own_adapters_are_the_network_of_its_cluster(tmp_path: Path, two_nodes: NodeGroup) -> None:
@@ -59,7 +59,7 @@ def test_adapters_without_a_known_rate_are_no_network(tmp_path: Path, two_nodes:
 
 
 def test_bridge_groups_of_mlus_are_those_that_cnmon_shows() -> None:
-    group = NodeGroup(chip=chip(cambricon_chips, "MLU370-X8"), nodes=1, devices_per_node=16)
+    group = NodeGroup(chip=chip(cambricon, "MLU370-X8"), nodes=1, devices_per_node=16)
     names = [f"MLU{n}" for n in range(16)]
     rows = [
         [name, *("X" if a == b else "MLK" if a // 4 == b // 4 else "CPU" for b in range(16)), "0-31"]

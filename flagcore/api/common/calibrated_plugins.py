@@ -25,7 +25,7 @@ from flagcore.plugins.installed import PluginFailure
 from flagcore.plugins.loader import Plugin
 
 CALIBRATED = "calibration"
-"""What stands for the plugin of a chip that only a calibration knows."""
+"""Name of the source of a chip that only a calibration knows."""
 
 
 class CalibratedPlugins(LoadedPlugins):
@@ -53,7 +53,7 @@ class CalibratedPlugins(LoadedPlugins):
         if self._catalogue is None:
             catalogue = super()._known_chips()
             kept_here: tuple[tuple[Path, Calibration], ...] = ()
-            with suppress(RunError):  # told where its times are wanted
+            with suppress(RunError):  # reported when its times are read
                 kept_here = self._calibrations.all()
             for _, kept in reversed(kept_here):
                 if kept.facts is not None and bare(kept.chip) not in catalogue:
@@ -65,7 +65,7 @@ class CalibratedPlugins(LoadedPlugins):
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
-        """Return the plugins' answer; of a chip that only a calibration knows, what torch said of it."""
+        """Return the plugins' answer; of a chip that only a calibration knows, what torch reported."""
         said = super().engine_support(chip, engine, engine_version)
         return said if said.device_type else self._support.get(chip.name, said)
 
@@ -81,7 +81,7 @@ class CalibratedPlugins(LoadedPlugins):
         """Return what was measured inside a node, with the topology's times beyond it. Raises RunError."""
         known, calibration = super().collective_costs(group, engine), self._calibration(group.chip)
         if calibration is not None:
-            self._tell_of_few(group, calibration)
+            self._warn_about_few(group, calibration)
         table = collective_table(calibration) if calibration else None
         if table is None:
             return known
@@ -97,11 +97,11 @@ class CalibratedPlugins(LoadedPlugins):
                     self._told(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:
-                told = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
-                self._told("; ".join([told, *busy(found[1].others or 0.0)]))
+                message = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
+                self._told("; ".join([message, *busy(found[1].others or 0.0)]))
         return self._found[chip.name]
 
-    def _tell_of_few(self, group: NodeGroup, calibration: Calibration) -> None:
+    def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
         """Tell, once a chip, that a node has more devices than were measured."""
         name, most = group.chip.name, calibration.devices
         if most < group.devices_per_node and name not in self._few:

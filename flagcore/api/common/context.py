@@ -1,4 +1,4 @@
-"""A spec or a run's folder, understood: what is predicted and, of a run, what its trials taught."""
+"""The state of a spec or of a run's folder: predictions and, of a run, what was learned from its trials."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import UNNAMED, SpecLike, given
+from flagcore.api.common.inputs import UNNAMED, SpecLike, spec_data
 from flagcore.api.common.runs import SPEC, Run, load_run
 from flagcore.api.common.transfer import past as past_of
-from flagcore.api.common.warnings import loaded_plugins, parsed, tell_of_problem
+from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
 from flagcore.calibration import Experience
 from flagcore.contracts import SearchContext, Workload
 from flagcore.domain.experience import Past
@@ -31,8 +31,8 @@ from flagcore.store import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """A problem and what is known of it; of a spec only what is predicted, and then `run` is None.
+class Snapshot:
+    """A problem and the state of its search; of a spec only predictions, and then `run` is None.
 
     `pruned` is what rules and trials removed, `context` what the search would see now.
     """
@@ -51,7 +51,7 @@ class Known:
         return self.problem.platform.task
 
     def pruned_by(self, columns: Columns) -> list[str]:
-        """Return what the rules say that call one candidate, in the space or not, not worth a trial."""
+        """Return the messages of pruning rules that remove one candidate, in the space or not."""
         predicted = predict_columns(self.task, self.workload, columns, self.problem.platform.costs)
         return [f"{rule.name}: {rule.message}" for rule in self.problem.rules if rule.prunes(columns, predicted).any()]
 
@@ -73,29 +73,29 @@ def build_problem_of_spec(
     workload = plugins.workload_of(wanted.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(wanted, loaded, workload)
-    tell_of_problem(problem, workload)
+    warn_about_problem(problem, workload)
     return problem, workload
 
 
-def known(where: SpecLike, chip: str | None, without: Collection[str]) -> Known:
-    """Return what is known of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
+def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -> Snapshot:
+    """Return the state of a spec, or of the run in a folder. Raises the errors of `flagcore.errors`."""
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
         problem, workload = build_problem_of_spec(where, chip, without)
-        return _known(place, problem, workload, learn(()), Past.nothing())
+        return _known(place, problem, workload, learn(()), Past.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(f"--chip {chip} goes with a spec; the run {place} has a chip of its own")
     home = run_home(run)
     said = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
-    spec = _as_it_ran(_spec(home / SPEC, None, without), said)
+    spec = _with_its_hardware(_spec(home / SPEC, None, without), said)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
-        _understand(run, problem)
+        _require_known_values(run, problem)
         past = _past(problem, workload, loaded, said["run"])
-        found = _known(place, problem, workload, run.knows, past)
-    tell_of_problem(problem, workload)
+        found = _known(place, problem, workload, run.search_state, past)
+    warn_about_problem(problem, workload)
     return replace(found, run=run)
 
 
@@ -104,7 +104,7 @@ def run_home(run: Run) -> Path:
     return run.folder / str(run.data["engine"]) if run.engines else run.folder
 
 
-def _as_it_ran(spec: Spec, said: Mapping[str, Any]) -> Spec:
+def _with_its_hardware(spec: Spec, said: Mapping[str, Any]) -> Spec:
     """Return the spec of a run with the hardware and the baseline that it had, whatever is on this machine."""
     spec = replace(spec, baseline=said["fixed"].get("baseline"))
     hardware = said["task"].get("hardware") or {}
@@ -114,7 +114,7 @@ def _as_it_ran(spec: Spec, said: Mapping[str, Any]) -> Spec:
     return replace(spec, cluster=replace(spec.cluster, chip=chip, devices_per_node=devices))
 
 
-def _understand(run: Run, problem: Problem) -> None:
+def _require_known_values(run: Run, problem: Problem) -> None:
     """Raise RunError for a trial with a value that its knob does not have here: the run is of another version."""
     for trial in (*run.imported, *run.probes, *run.trials, *run.repeats):
         values = trial.candidate.as_dict()
@@ -123,16 +123,16 @@ def _understand(run: Run, problem: Problem) -> None:
             try:
                 axis.encode(value)
             except ValueError:
-                told = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
-                raise RunError(f"{run.folder} cannot be told: {told}") from None
+                message = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
+                raise RunError(f"{run.folder} cannot be read: {message}") from None
 
 
-def _known(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Known:
+def _known(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
     space, predictions = problem.space, problem.predictions
     taught = search_state.trials, problem.pruned, search_state.probes
     pruned = prune(space, predictions, workload, problem.rules, *taught)
     context = search_context(problem.platform.task, workload, space, predictions, pruned, search_state, past)
-    return Known(
+    return Snapshot(
         where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned, context=context
     )
 
@@ -140,14 +140,14 @@ def _known(where: Path, problem: Problem, workload: Workload, search_state: Sear
 def _past(problem: Problem, workload: Workload, loaded: LoadedPlugins, name: str) -> Past:
     spec, cluster = problem.platform.task.spec, problem.platform.task.cluster
     if not spec.control.use_experience:
-        return Past.nothing()
+        return Past.empty()
     chip = cluster.groups[0].chip
     records = Experience.of_user().records(chip, spec.work.engine, but=name)
     return past_of(records, chip, loaded, workload, spec.objective, problem.platform.knobs)
 
 
 def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:
-    file, told = given(asked, data)
+    file, told = spec_data(asked, data)
     spec = parsed(told, file=str(file), base=file.parent, without=without)
     if chip is None:
         return spec

@@ -11,10 +11,10 @@ BUSY = 0.1
 
 
 def busy(others: float) -> list[str]:
-    """Return what is to be said of a machine that others kept busy, by the share of its processors that they had."""
+    """Return a warning if other programs used the machine, `others` as a share of its processors."""
     if others < BUSY:
         return []
-    return [f"others kept {others:.0%} of the processors busy meanwhile: measure again on an idle machine"]
+    return [f"other programs used {others:.0%} of the processors: measure again on an idle machine"]
 
 
 class Load:

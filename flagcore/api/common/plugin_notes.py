@@ -1,4 +1,4 @@
-"""What plugins add to an engine on a chip, as plain data: knobs, settings that they force, and what they say."""
+"""What plugins add to an engine on a chip, as plain data: knobs, settings that they force, and notes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flagcore.problem import no_launch_reason
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
-    """Return what plugins set for all candidates, and what they say of engine and chip."""
+    """Return what plugins set for all candidates, and their notes on engine and chip."""
     forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in platform.support.forced)
     return (*forced, *platform.support.notes)
 
 
 def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
-    """Return a plugin's knob as plain data. `not_launched` says by value why no trial can have it."""
+    """Return a plugin's knob as plain data. `not_launched` gives the reason for each value that no trial can have."""
     why = {value: no_launch_reason(task, knob, value) for value in knob.effects}
     source = knob.source
     return {

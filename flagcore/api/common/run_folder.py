@@ -1,4 +1,4 @@
-"""What a run's folder says of the run: the task that must stay the same, and a spec that means the same anywhere."""
+"""What a run's folder stores of the run: the task, which must stay the same, and a spec with absolute paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from flagcore.problem import Problem
 
 RUNS = Path("runs")
-"""Where runs are kept if nobody says."""
+"""The default folder of runs."""
 
 
 def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[
     return {**data, "auto_tuner": {**tuner, "control": control}}
 
 
-def anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
     moved = dict(data)
     if isinstance(data.get("model"), str):
@@ -46,8 +46,8 @@ def anywhere(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     return moved
 
 
-def task_of(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
-    """Return what must not change while a run goes on: spec, model, hardware, and how trials are started there."""
+def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
+    """Return what must not change when a run is resumed: spec, model, hardware, and how trials are started."""
     cluster = problem.platform.task.cluster
     group = cluster.groups[0]
     hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}

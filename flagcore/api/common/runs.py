@@ -1,4 +1,4 @@
-"""A run's folder as it is kept: what was tried, what is best, and how far predictions were off."""
+"""Read a run's folder: what was tried, what is best, and the error of predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flagcore.report.result import SCHEMA_VERSION
 from flagcore.report.text import candidate_columns, candidate_text
 from flagcore.spec import spec_as_data
 from flagcore.stages.learn import learn
-from flagcore.store import RunDirectory, kept_trials
+from flagcore.store import RunDirectory, stored_trials
 
 RESULT, SPEC = "result.json", "spec.yaml"
 
@@ -30,9 +30,9 @@ class Run:
 
     `spec` is the spec's data with absolute paths, `data` what `result.json` says, empty where a kill came before it was
     written. `trials` are one a candidate in the order in which they ran, `repeats` the runs of the best and its rivals
-    at the end, `probes` those of a lower fidelity, `imported` what another tool told. Seconds and bytes, as in
+    at the end, `probes` those of a lower fidelity, `imported` trials of another tool. Seconds and bytes, as in
     `flagcore.domain.trial`. `gains` is best over baseline less one, a figure a round. `engines` are the runs of each
-    engine, where several were tuned: all else is then of the one that won. `knows` is what the trials teach.
+    engine, where several were tuned: all else is then of the one that won. `search_state` is what the trials teach.
     """
 
     folder: Path
@@ -46,26 +46,26 @@ class Run:
     baseline: Trial | None
     best: Trial | None
     gains: tuple[float, ...]
-    knows: SearchState
+    search_state: SearchState
     engines: Mapping[str, Run] = field(default_factory=dict)
 
     @property
     def gain(self) -> float | None:
-        """The gain to tell, the least of the rounds: 0.25 is a quarter more tokens a second. None if unknown."""
+        """The lowest gain of the rounds: 0.25 is a quarter more tokens a second. None if unknown."""
         return min(self.gains, default=None)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether more trials have ended than its result tells, or it has none: it is tuned on, or was killed."""
+    def in_progress(self) -> bool:
+        """Whether the result lacks trials that have ended: the run is in progress, or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
             return False
-        return not self.data or len(self.trials) + len(self.repeats) + len(self.probes) > told_trials(self.data)
+        return not self.data or len(self.trials) + len(self.repeats) + len(self.probes) > count_trials(self.data)
 
     @property
     def stopped_because(self) -> str | None:
-        """Why the search ended; None if it goes on, or was killed before it could say."""
+        """Why the search stopped; None if it is in progress, or was killed."""
         why = self.data.get("stopped_because")
-        return None if why is None or self.goes_on else str(why)
+        return None if why is None or self.in_progress else str(why)
 
     @property
     def predictions(self) -> tuple[Mapping[str, Any], ...]:
@@ -91,25 +91,25 @@ def load_run(folder: Path | str) -> Run:
 
     Raises RunError for a folder that holds no run, or one that cannot be read, or whose journal was cut or is gone.
     """
-    run = as_kept(Path(folder))
+    run = read_run(Path(folder))
     for each in run.engines.values() or (run,):
         _whole(each)
     return run
 
 
-def as_kept(path: Path) -> Run:
-    """Read a run's folder as `load_run` does, also with fewer trials in its journal than its result tells."""
+def read_run(path: Path) -> Run:
+    """Read a run's folder as `load_run` does, even if its journal has fewer trials than its result."""
     data = _result(path)
     if isinstance(data.get("engines"), Mapping):
         return _of_several(path, data)
     known = RunDirectory(path).known()
     if known is None:
-        raise RunError(f"{path} holds no run; `flag tune` makes one, `--run-dir` says where")
-    kept = kept_trials(path, known["run"], known["fixed"].get("storage"))
+        raise RunError(f"{path} is not a run; `flag tune` creates one, in `--run-dir`")
+    kept = stored_trials(path, known["run"], known["fixed"].get("storage"))
     said = [each.fidelity for each in kept if each.fidelity in FIDELITIES and not each.source]
     fidelity = str(data.get("fidelity") or max(said, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
-        return _foretold(path, data)
+        return _from_predictions(path, data)
     knows = learn(kept, fidelity)
     return Run(
         folder=path,
@@ -123,7 +123,7 @@ def as_kept(path: Path) -> Run:
         baseline=knows.baseline,
         best=knows.best,
         gains=gains(knows),
-        knows=knows,
+        search_state=knows,
     )
 
 
@@ -150,29 +150,29 @@ def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
             raise ValueError(f"engine = {won} is none of those that ran")
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
-    runs = {name: as_kept(path / name) for name in names}
+    runs = {name: read_run(path / name) for name in names}
     figures = {name: getattr(runs[won], name) for name in Run.__slots__ if name not in ("folder", "data", "engines")}
     return Run(folder=path, data=data, engines=runs, **figures)
 
 
-def told_trials(data: Mapping[str, Any]) -> int:
-    """Return how many trials a result tells. Raises TypeError for what is no result."""
+def count_trials(data: Mapping[str, Any]) -> int:
+    """Return how many trials a result has. Raises TypeError if it is not a result."""
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 
 def _whole(run: Run) -> None:
-    """Raise RunError if the result of a run tells trials that its journal has lost: what is left says too little."""
+    """Raise RunError if the journal of a run has fewer trials than its result."""
     try:
-        told = told_trials(run.data)
+        told = count_trials(run.data)
     except TypeError as error:
         raise RunError(f"{run.folder / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
     if (kept := len(run.trials) + len(run.repeats) + len(run.probes)) < told:
-        lost = f"the journal has {kept} of the {told} trials that result.json tells, so it was cut or is another one"
-        raise RunError(f"{run.folder}: {lost}; put it back, or read result.json and its page by themselves")
+        lost = f"the journal has {kept} of the {told} trials of result.json, so it was cut or replaced"
+        raise RunError(f"{run.folder}: {lost}; restore it, or read result.json and report.html")
 
 
-def _foretold(path: Path, data: Mapping[str, Any]) -> Run:
-    """Return a run of which nothing ran: its trials are predictions, which only the result keeps."""
+def _from_predictions(path: Path, data: Mapping[str, Any]) -> Run:
+    """Return an estimate: its trials are predictions, stored in the result only."""
     try:
         trials = {each["number"]: _as_predicted(each) for each in data["trials"]}
         baseline, best = (trials[data[name]["number"]] if data[name] else None for name in ("baseline", "best"))
@@ -189,7 +189,7 @@ def _foretold(path: Path, data: Mapping[str, Any]) -> Run:
         probes=(),
         imported=(),
         gains=gains,
-        knows=learn((), ESTIMATE),
+        search_state=learn((), ESTIMATE),
         baseline=baseline,
         best=best,
     )

@@ -1,4 +1,4 @@
-"""What earlier runs teach: their measurements beside what is predicted of them today."""
+"""Transfer from earlier runs: their measurements and what is predicted for them today."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
 from flagcore.learning import features
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
+from flagcore.plugins import ENGINES
 from flagcore.problem import candidate_columns
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical
@@ -59,7 +60,7 @@ def past(
                 knob.parse(value, knob.name)
             names = {knob.name for knob in beside}
             own = {name: value for name, value in record["candidate"].items() if name not in names}
-            job = read_job({**record, kind: told, "candidate": own})
+            job = read_job({**record, kind: told, "candidate": own}, ENGINES)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)

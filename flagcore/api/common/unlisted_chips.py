@@ -41,7 +41,7 @@ print(json.dumps({"kind": kind, "backend": backend, "devices": [[each.name, each
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Torch:
-    """What torch says of the accelerators of this machine: its name of them, of their collectives, and each one."""
+    """Accelerators of this machine as torch reports them: their type, the backend of collectives, and each device."""
 
     kind: str
     backend: str
@@ -49,7 +49,7 @@ class Torch:
 
 
 def ask_torch() -> Torch | None:
-    """Return what torch says, asked in a process of its own; None without torch or without an accelerator."""
+    """Return what torch reports, in a separate process; None without torch or without an accelerator."""
     with suppress(PackageNotFoundError):
         if version("torch").endswith("+cpu"):
             return None
@@ -78,8 +78,8 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
         return None
     name = Counter(device.chip for device in strange).most_common(1)[0][0]
     if said is None:
-        told = f"{name} is in no installed plugin's catalogue, and the installed torch finds no accelerator here"
-        raise NoDevice(f"{told}; install the vendor's torch, or its plugin")
+        message = f"{name} is not listed by any installed plugin, and torch finds no accelerator here"
+        raise NoDevice(f"{message}; install the vendor's torch, or its plugin")
     here = tuple(device for device in strange if device.chip == name)
     memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
     source = Source(kind="measured", detail="what torch says of the device")
@@ -89,7 +89,7 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
 
 
 def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:
-    """Return what a calibration has to keep of a chip that nobody else knows, as plain data."""
+    """Return the facts that a calibration stores of a chip that no plugin lists, as plain data."""
     return {
         "memory_bytes": chip.memory_bytes.value if chip.memory_bytes else None,
         "devices_per_node": chip.devices_per_node,
@@ -125,13 +125,13 @@ def chip_of(calibration: Calibration) -> Chip:
 
 
 def support_of(kind: str, backend: str, name: str) -> EngineSupport:
-    """Return how engines run on an uncatalogued chip: as torch says, which nobody has tried."""
+    """Return how engines run on an uncatalogued chip: as torch reports, untested."""
     reason = f"no installed plugin catalogues {name}; torch calls it {kind}"
     return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type=kind, distributed_backend=backend)
 
 
 def support_from(facts: Mapping[str, Any], name: str) -> EngineSupport:
-    """Return how engines run on a chip from what its calibration kept."""
+    """Return how engines run on a chip, from its calibration."""
     return support_of(str(facts.get("device_type")), str(facts.get("distributed_backend")), name)
 
 

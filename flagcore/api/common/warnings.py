@@ -1,4 +1,4 @@
-"""What went wrong beside a command's own work: a warning in the log `flagcore`, on stderr unless told otherwise."""
+"""Warnings beside the result of a command: the log `flagcore`, by default on stderr."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from flagcore.domain.chip import Support
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
 from flagcore.errors import FlagError
-from flagcore.plugins import LoadedPlugins, load_plugins
+from flagcore.plugins import ENGINES, LoadedPlugins, load_plugins
 from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.spec import parse_spec
-from flagcore.spec.knobs import SPACE_KNOBS
 from flagcore.spec.unused_keys import unused_in_space
 
 LOG = logging.getLogger("flagcore")
@@ -27,45 +26,49 @@ LOG = logging.getLogger("flagcore")
 
 @contextmanager
 def loaded_plugins(without: Collection[str]) -> Iterator[LoadedPlugins]:
-    """Load the plugins, with the user's calibrations, and tell at the end of each that failed or could not answer."""
+    """Load the plugins, with the user's calibrations, and warn at the end of each that failed."""
     found = load_plugins(without)
     loaded = CalibratedPlugins(found.plugins, found.failures, Calibrations.of_user(), LOG.warning)
     try:
         yield loaded
     finally:
-        tell(loaded.failures)
+        warn(loaded.failures)
 
 
 def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collection[str] = ()) -> Spec:
-    """Turn plain data into a spec. Plugins are asked for their knobs only if it names some that the core does not have.
+    """Turn plain data into a spec. Plugins are asked for their knobs only if it names some that its engine lacks.
 
     Raises SpecError.
     """
-    names: Collection[str] = ()
     train, tuner = data.get("train"), data.get("auto_tuner")
-    given = [tuner.get(where) for where in ("space", "baseline")] if isinstance(tuner, Mapping) else []
-    named = {name for each in given if isinstance(each, Mapping) for name in each}
-    if isinstance(train, Mapping) and isinstance(train.get("engine"), str) and named - SPACE_KNOBS.keys():
-        names = load_plugins(without).knob_names(train["engine"])
-    return parse_spec(data, file=file, base=base, plugin_knobs=names)
+    sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
+    named = {name for section in sections if isinstance(section, Mapping) for name in section}
+    engine = train.get("engine") if isinstance(train, Mapping) else None
+    names: Collection[str] = ()
+    if named and isinstance(engine, str) and engine in ENGINES:
+        own = {knob.name for knob in ENGINES[engine].knobs}
+        names = load_plugins(without).knob_names(engine) if named - own else ()
+    return parse_spec(data, file=file, base=base, engines=ENGINES, plugin_knobs=names)
 
 
-def tell_of_problem(problem: Problem, workload: Workload) -> None:
-    """Warn of an engine that nobody has said to work on the chip, of variables to which the user gives other values
-    than plugins, of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
+def warn_about_problem(problem: Problem, workload: Workload) -> None:
+    """Warn of an engine that is untested on the chip, of variables that the user sets differently from plugins,
+    of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
     nothing, and of flags that nobody could check.
     """
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
-        tell([f"{task.spec.work.engine} on {chip}: {support.support.value} whether it works; {support.reason}"])
-    tell(problem.platform.conflicts)
-    tell(sizes_held_at_one(problem))
-    tell(problem.pruned.broken_rules)
+        warn([f"{task.spec.work.engine} on {chip}: untested; {support.reason}"])
+    if untested := getattr(workload, "untested", ""):
+        warn([f"engine {task.spec.work.engine} is untested: {untested}"])
+    warn(problem.platform.conflicts)
+    warn(sizes_held_at_one(problem))
+    warn(problem.pruned.broken_rules)
     if isinstance(task.spec.work, TrainSpec):
-        tell(unused_in_space(task.spec.work.settings, task.spec.space))
+        warn(unused_in_space(task.spec.work.settings, task.spec.space))
     if isinstance(task.spec.work, ServeSpec):
-        tell(_unchecked(task.spec.work, task.spec, workload))
+        warn(_unchecked(task.spec.work, task.spec, workload))
 
 
 def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
@@ -80,7 +83,7 @@ def _unchecked(serve: ServeSpec, spec: Spec, workload: Workload) -> list[str]:
     return [] if found else [f"serve.engine_args ({flags}): not checked, {serve.engine} is not installed here"]
 
 
-def tell(problems: Iterable[object]) -> None:
+def warn(problems: Iterable[object]) -> None:
     """Warn of each problem."""
     for problem in problems:
         LOG.warning("%s", problem)

@@ -1,4 +1,4 @@
-"""A candidate that somebody types: knobs by their names or as tables call them, `tp=2, mbs 16, dist-opt`."""
+"""Parse a candidate as a user types it: knobs by name or short name, `tp=2, mbs 16, dist-opt`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MOST = 80
 NAMES = {short: knob for knob, short in (SHORT | USUALLY_ON).items()}
 
 
-def typed_columns(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
-    """Return the columns of the one candidate that `text` says, and the knobs that it names: knob=value or knob value,
+def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[dict[str, IntArray], frozenset[str]]:
+    """Return the columns of the candidate in `text`, and the knobs that it names: knob=value or knob value,
     with commas or blanks between.
 
     A flag may stand alone, or after `no`. A knob that is not named has the only value that the space gives it, if that
@@ -91,7 +91,7 @@ def _given(text: str, axes: Sequence[Axis]) -> dict[str, KnobValue]:
 
 
 def _from_json(text: str) -> str:
-    """Return what a JSON object of knobs says as `knob=value`, any other text with plain signs. Raises UsageError."""
+    """Return a JSON object of knobs as `knob=value`, any other text with plain signs. Raises UsageError."""
     if not text.strip().startswith("{"):
         return re.sub(r"\s*=\s*", "=", normalize("NFKC", text))
     try:

@@ -1,4 +1,4 @@
-"""All that is known of one candidate: why it lost, and what would have to change."""
+"""Report on one candidate: why it lost, and what would have to change."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.context import Known, known
+from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.explaining.candidate_parser import as_candidate, typed_columns
-from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, broken_here, state_of
+from flagcore.api.explaining.candidate_parser import as_candidate, parse_candidate
+from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, broken_rules_of, state_of
 from flagcore.api.explaining.neighbors import changes, differing, nearest_measured, scale, scaled_times, stopped_at
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
 from flagcore.problem import fastest
-from flagcore.report.candidate_report import account_text
+from flagcore.report.candidate_report import candidate_report_text
 from flagcore.report.notebook import as_html
 from flagcore.report.result import trial as trial_record
 from flagcore.report.serving_text import limits_text
@@ -27,8 +27,8 @@ from flagcore.strategies.learned import believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Account:
-    """All that is known of one candidate, as plain data: GiB and seconds, knobs by their names.
+class CandidateReport:
+    """Report on one candidate, as plain data: GiB and seconds, knobs by name.
 
     `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
     is one of ILLEGAL, OUTSIDE, REMOVED, RAN, OPEN; `because` says it in words, with the numbers, and `rules` which
@@ -58,13 +58,13 @@ class Account:
 
     def as_data(self) -> dict[str, Any]:
         """Return it as plain data for JSON."""
-        return {name: getattr(self, name) for name in Account.__slots__}
+        return {name: getattr(self, name) for name in CandidateReport.__slots__}
 
     def __str__(self) -> str:
-        return account_text(self.as_data())
+        return candidate_report_text(self.as_data())
 
     def __repr__(self) -> str:
-        return f"<Account of {self.name}: {self.state}; {self.because[0]}>"
+        return f"<CandidateReport of {self.name}: {self.state}; {self.because[0]}>"
 
     def _repr_html_(self) -> str:
         return as_html(f"{self.name}: {self.state}", [], {}, below=str(self))
@@ -72,38 +72,38 @@ class Account:
 
 def explain_candidate(
     where: SpecLike, candidate: str, *, chip: str | None = None, without: Collection[str] = ()
-) -> Account:
-    """Tell all that is known of one candidate of a spec, or of a run's folder.
+) -> CandidateReport:
+    """Explain one candidate of a spec, or of a run's folder.
 
     `candidate` is `best`, `baseline`, a number (of a trial of the run; of a spec the place in the list of `estimate`,
     from 1), or knobs with values: `tp=2, pp=4, micro_batch_size=1`. Raises the errors of `flagcore.errors`.
     """
-    return account(known(where, chip, without), candidate)
+    return candidate_report(load_snapshot(where, chip, without), candidate)
 
 
-def account(found: Known, name: str) -> Account:
-    """Return all that is known of a candidate by its name, see `explain_candidate`. Raises UsageError."""
-    columns, named = named_columns(found, name)
-    space = found.problem.space
-    rules = broken_here(found.problem, columns)
-    meant = columns if rules else canonical(columns, found.problem.legality.merges)
+def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
+    """Return the report on a candidate by its name, see `explain_candidate`. Raises UsageError."""
+    columns, named = named_columns(snapshot, name)
+    space = snapshot.problem.space
+    rules = broken_rules_of(snapshot.problem, columns)
+    meant = columns if rules else canonical(columns, snapshot.problem.legality.merges)
     same, asked = as_candidate(space.axes, meant), as_candidate(space.axes, columns)
     row = None if rules else space.find(same)
-    predicted = None if rules else found.record(meant)
-    tried = [trial for trial in all_trials(found) if trial.candidate == same]
-    state, because, taught = state_of(found, same, row, tried, rules, predicted)
+    predicted = None if rules else snapshot.record(meant)
+    tried = [trial for trial in all_trials(snapshot) if trial.candidate == same]
+    state, because, taught = state_of(snapshot, same, row, tried, rules, predicted)
     if state == OUTSIDE:
-        because += [f"it would be removed: {each}" for each in found.pruned_by(meant)]
-    believed_of = _believed(found, row)
-    step = None if predicted is None else _scaled(found, row, predicted)
-    near = nearest_measured(found, meant, same)
-    to_change = changes(found, meant, step, row)
+        because += [f"it would be removed: {each}" for each in snapshot.pruned_by(meant)]
+    believed_of = _believed(snapshot, row)
+    step = None if predicted is None else _scaled(snapshot, row, predicted)
+    near = nearest_measured(snapshot, meant, same)
+    to_change = changes(snapshot, meant, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
-    task = found.task
-    return Account(
-        name="the candidate" if named else _told_name(found, name.strip().casefold()),
-        where=str(found.where),
+    task = snapshot.task
+    return CandidateReport(
+        name="the candidate" if named else _told_name(snapshot, name.strip().casefold()),
+        where=str(snapshot.where),
         chip=task.cluster.chips,
         devices=task.cluster.devices,
         objective=task.spec.objective,
@@ -114,101 +114,103 @@ def account(found: Known, name: str) -> Account:
         rules=(*rules, *taught),
         predicted=predicted,
         believed=None if state == RAN else believed_of,
-        expected_s=step if row is None else _expected(found, row),
+        expected_s=step if row is None else _expected(snapshot, row),
         trials=tuple(trial_record(trial) for trial in tried),
         nearest=None
         if near is None
         else {**trial_record(near), "differs": differing(same.as_dict(), near.candidate.as_dict())},
-        changes={what: _change(found, same, other) for what, other in to_change.items()},
+        changes={what: _change(snapshot, same, other) for what, other in to_change.items()},
     )
 
 
-def named_columns(found: Known, name: str) -> tuple[Columns, frozenset[str]]:
+def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str]]:
     """Return the columns of one row that a name means, and the knobs that were typed, if any. Raises UsageError."""
-    known_as = _by_name(found, name.strip().casefold())
+    known_as = _by_name(snapshot, name.strip().casefold())
     if known_as is None:
-        return typed_columns(name, found.problem, found.workload)
+        return parse_candidate(name, snapshot.problem, snapshot.workload)
     values = known_as.as_dict()
-    axes = found.problem.space.axes
+    axes = snapshot.problem.space.axes
     return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}, frozenset()
 
 
-def _by_name(found: Known, name: str) -> Candidate | None:
+def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     """Return the candidate behind a name that is no list of knobs, None for one that is."""
-    run, order = found.run, fastest(found.problem)
+    run, order = snapshot.run, fastest(snapshot.problem)
     word, _, rest = name.partition(" ")
     digits = rest.strip() if word == "trial" else name
     if name == "baseline":
-        return found.problem.baseline
+        return snapshot.problem.baseline
     if name == "best":
         best = run.best if run else None
         if best is None and (run is not None or not order.size):
-            raise UsageError(f"{found.where} has no best: {_no_best(found)}")
-        return best.candidate if best else found.problem.space.candidate(int(order[0]))
+            raise UsageError(f"{snapshot.where} has no best: {_no_best(snapshot)}")
+        return best.candidate if best else snapshot.problem.space.candidate(int(order[0]))
     if not digits.isdecimal() or len(digits) > 9:
         return None
     number = int(digits)
     if run is not None:
-        trials = {trial.number: trial for trial in all_trials(found)}
+        trials = {trial.number: trial for trial in all_trials(snapshot)}
         if number not in trials:
             there = f"it has {', '.join(map(str, sorted(trials)))}" if trials else "it has none"
-            raise UsageError(f"{found.where} has no trial {number}; {there}")
+            raise UsageError(f"{snapshot.where} has no trial {number}; {there}")
         return trials[number].candidate
     if not 1 <= number <= order.size:
-        raise UsageError(f"{found.where} has no candidate {number}; those that are left are 1 to {order.size:,}")
-    return found.problem.space.candidate(int(order[number - 1]))
+        raise UsageError(f"{snapshot.where} has no candidate {number}; those that are left are 1 to {order.size:,}")
+    return snapshot.problem.space.candidate(int(order[number - 1]))
 
 
-def _told_name(found: Known, name: str) -> str:
-    return f"{'trial' if found.run else 'candidate'} {name}" if name.isdecimal() else name
+def _told_name(snapshot: Snapshot, name: str) -> str:
+    return f"{'trial' if snapshot.run else 'candidate'} {name}" if name.isdecimal() else name
 
 
-def _no_best(found: Known) -> str:
-    if found.run is None:
+def _no_best(snapshot: Snapshot) -> str:
+    if snapshot.run is None:
         return "no candidate is left"
-    limits = found.task.spec.limits
-    return f"no trial kept {limits_text(limits)}" if limits and found.search_state.fastest else "nothing was measured"
+    limits = snapshot.task.spec.limits
+    return (
+        f"no trial kept {limits_text(limits)}" if limits and snapshot.search_state.fastest else "nothing was measured"
+    )
 
 
-def _believed(found: Known, row: int | None) -> Mapping[str, Any] | None:
+def _believed(snapshot: Snapshot, row: int | None) -> Mapping[str, Any] | None:
     """Return what trials, of this run and of earlier ones, made of a prediction; None for a spec, or without any."""
-    taught = found.search_state.trials or found.search_state.probes or len(found.context.past.time)
-    if found.run is None or row is None or not taught:
+    taught = snapshot.search_state.trials or snapshot.search_state.probes or len(snapshot.context.past.time)
+    if snapshot.run is None or row is None or not taught:
         return None
-    return believed(found.context, row)
+    return believed(snapshot.context, row)
 
 
-def _expected(found: Known, row: int) -> float | None:
+def _expected(snapshot: Snapshot, row: int) -> float | None:
     """Return the seconds of a step as measured, else as trials let us believe, else as predicted.
 
     It is no less than what a trial had measured when it was stopped.
     """
-    candidate = found.problem.space.candidate(row)
-    speed = found.search_state.speed_of(candidate)
+    candidate = snapshot.problem.space.candidate(row)
+    speed = snapshot.search_state.speed_of(candidate)
     if speed:
         return 1.0 / speed
-    trusted, least = _believed(found, row), stopped_at(found, candidate)
-    step = trusted["step_time_s"]["value"] if trusted else found.problem.predictions.row(row).step_time_s
+    trusted, least = _believed(snapshot, row), stopped_at(snapshot, candidate)
+    step = trusted["step_time_s"]["value"] if trusted else snapshot.problem.predictions.row(row).step_time_s
     return max((float(each) for each in (step, least) if each is not None), default=None)
 
 
-def _scaled(found: Known, row: int | None, predicted: Mapping[str, Any]) -> float | None:
+def _scaled(snapshot: Snapshot, row: int | None, predicted: Mapping[str, Any]) -> float | None:
     """Return the seconds of a step on the scale of the trials, None where no time is known."""
     if row is not None:
-        time = float(scaled_times(found)[row])
+        time = float(scaled_times(snapshot)[row])
         return time if np.isfinite(time) else None
     step = predicted.get("step_time_s")
-    return None if step is None else float(step["value"]) * scale(found)
+    return None if step is None else float(step["value"]) * scale(snapshot)
 
 
-def _change(found: Known, candidate: Candidate, row: int) -> Mapping[str, Any]:
-    other = found.problem.space.candidate(row)
-    ran = next((trial.number for trial in found.search_state.trials if trial.candidate == other), None)
+def _change(snapshot: Snapshot, candidate: Candidate, row: int) -> Mapping[str, Any]:
+    other = snapshot.problem.space.candidate(row)
+    ran = next((trial.number for trial in snapshot.search_state.trials if trial.candidate == other), None)
     return {
         "candidate": other.as_dict(),
         "differs": differing(candidate.as_dict(), other.as_dict()),
-        "predicted": record(found.task, found.problem.predictions.row(row)),
-        "expected_s": _expected(found, row),
+        "predicted": record(snapshot.task, snapshot.problem.predictions.row(row)),
+        "expected_s": _expected(snapshot, row),
         "trial": ran,
-        "measured": found.search_state.speed_of(other) > 0.0,
+        "measured": snapshot.search_state.speed_of(other) > 0.0,
     }

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flagcore.api.common.context import Known, known
+from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.explaining.candidate_report import Account, account
+from flagcore.api.explaining.candidate_report import CandidateReport, candidate_report
 from flagcore.api.explaining.neighbors import differing
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.noise import noise, significant
@@ -42,7 +42,7 @@ class Comparison:
     `differs` are the knobs, `tasks` what else differs between the two specs. `time` and `memory` are predicted, by
     part; `figures` are a server's; all are empty where one of the two is illegal. `gap` is the time of `b` over that
     of `a`, less one, per token and device in training, and `sure` how far it can be trusted: SURELY, PERHAPS,
-    BELIEVED, PREDICTED, UNKNOWN. `because` says in words what explains it.
+    BELIEVED, PREDICTED, UNKNOWN. `because` gives the reasons in words.
     """
 
     a: Mapping[str, Any]
@@ -74,12 +74,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    known: Known
-    account: Account
+    known: Snapshot
+    report: CandidateReport
 
     @property
     def runs(self) -> tuple[Trial, ...]:
-        return self.known.search_state.runs_of(Candidate.of(self.account.candidate))
+        return self.known.search_state.runs_of(Candidate.of(self.report.candidate))
 
     @property
     def unit(self) -> float:
@@ -96,16 +96,16 @@ class _Side:
 
     @property
     def measured_s(self) -> float | None:
-        speed = self.known.search_state.speed_of(Candidate.of(self.account.candidate))
+        speed = self.known.search_state.speed_of(Candidate.of(self.report.candidate))
         return 1.0 / speed if speed else None
 
     @property
     def predicted_s(self) -> float | None:
-        step = lookup(self.account.predicted or {}, "step_time_s.value")
+        step = lookup(self.report.predicted or {}, "step_time_s.value")
         return step if isinstance(step, float) else None
 
     def data(self) -> dict[str, Any]:
-        told = self.account
+        told = self.report
         return {
             "name": told.name,
             "where": told.where,
@@ -146,9 +146,9 @@ def compare(
     """
     where, name = _place(a) if spec is None else (spec, a)
     there, other = _place(b, where) if spec is None else (spec, b)
-    found = known(where, chip, without)
-    beside = found if where == there else known(there, chip, without)
-    first, second = _Side(found, account(found, name)), _Side(beside, account(beside, other))
+    found = load_snapshot(where, chip, without)
+    beside = found if where == there else load_snapshot(there, chip, without)
+    first, second = _Side(found, candidate_report(found, name)), _Side(beside, candidate_report(beside, other))
     return _compared(first, second)
 
 
@@ -169,7 +169,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         raise UsageError(f"{a.known.where} and {b.known.where} cannot be compared: one trains, the other serves")
     gap, sure = _gap(a, b)
-    told = [side.account.predicted or {} for side in (a, b)]
+    told = [side.report.predicted or {} for side in (a, b)]
     if not all(told):
         told = [{}, {}]
     time = _pairs(*(each.get("time", {}) for each in told))
@@ -179,7 +179,7 @@ def _compared(a: _Side, b: _Side) -> Comparison:
         a=a.data(),
         b=b.data(),
         objective=specs[0].objective,
-        differs=differing(a.account.candidate, b.account.candidate),
+        differs=differing(a.report.candidate, b.report.candidate),
         tasks=_tasks(a.known, b.known),
         time=time,
         memory=memory,
@@ -199,8 +199,8 @@ def _gap(a: _Side, b: _Side) -> tuple[float | None, str]:
         longer = max(gap, 1.0 / (1.0 + gap) - 1.0)
         return gap, SURELY if significant(longer, a.runs, b.runs) and not _overlap(a, b) else PERHAPS
     taught = all(side.known.search_state.trials or side.known.search_state.probes for side in (a, b))
-    if taught and a.account.expected_s and b.account.expected_s:
-        return b.account.expected_s / b.unit / (a.account.expected_s / a.unit) - 1.0, BELIEVED
+    if taught and a.report.expected_s and b.report.expected_s:
+        return b.report.expected_s / b.unit / (a.report.expected_s / a.unit) - 1.0, BELIEVED
     if a.predicted_s and b.predicted_s:
         return b.predicted_s / b.unit / (a.predicted_s / a.unit) - 1.0, PREDICTED
     return None, UNKNOWN
@@ -212,7 +212,7 @@ def _overlap(a: _Side, b: _Side) -> bool:
     return max(first) >= min(second) and max(second) >= min(first)
 
 
-def _tasks(a: Known, b: Known) -> tuple[str, ...]:
+def _tasks(a: Snapshot, b: Snapshot) -> tuple[str, ...]:
     """Return what differs between two tasks beside the candidates, `key: a -> b`."""
     if a is b:
         return ()
@@ -247,12 +247,12 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float,
 def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
     """Return what explains the gap, in words."""
     sides = (("A", a), ("B", b))
-    refused = [f"{name} is illegal: {side.account.because[0]}" for name, side in sides if not side.account.predicted]
+    refused = [f"{name} is illegal: {side.report.because[0]}" for name, side in sides if not side.report.predicted]
     if refused or gap is None:
         return refused
     first, second = a.predicted_s, b.predicted_s
     if not first or not second:
-        return ["nobody can tell a time of both"]
+        return ["the time of one or both is unknown"]
     expected = second / b.unit / (first / a.unit) - 1.0
     lines = []
     if sure == BELIEVED:

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagcore.api.common.context import known
+from flagcore.api.common.context import load_snapshot
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.common.plugin_notes import knob_record, plugin_notes
 from flagcore.api.common.runs import Run
 from flagcore.api.planning.estimate import before_trials
-from flagcore.domain.plan import Counts, count, lost_repeats
+from flagcore.domain.plan import Counts, count, failed_repeats
 from flagcore.domain.trial import RUN
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import require_candidate
@@ -21,11 +21,11 @@ from flagcore.stages.prune import LEARNED
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Explanation:
-    """Where all combinations went, what each rule that can remove one says, by its name, and why a run ended.
+    """Where all combinations went, the message of each rule by name, and why the run stopped.
 
     `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
-    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
+    `failed_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
     `fidelity` is that of a run's trials.
     """
 
@@ -35,7 +35,7 @@ class Explanation:
     nothing_fits: str | None = None
     knobs: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    lost_repeats: Mapping[int, str] = field(default_factory=dict)
+    failed_repeats: Mapping[int, str] = field(default_factory=dict)
     fidelity: str = RUN
 
     def __repr__(self) -> str:
@@ -52,11 +52,11 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
 
     Raises the errors of `flagcore.errors`.
     """
-    found = known(where, chip, without)
+    found = load_snapshot(where, chip, without)
     problem, task = found.problem, found.task
     counts, because, lost = before_trials(problem), None, dict[int, str]()
     if found.run is not None:
-        lost = lost_repeats(found.run.repeats)
+        lost = failed_repeats(found.run.repeats)
         counts, because = (
             _kept(found.run) or count(problem.space, found.pruned, found.search_state),
             found.run.stopped_because,
@@ -75,20 +75,20 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
         notes=plugin_notes(problem.platform),
-        lost_repeats=lost,
+        failed_repeats=lost,
         fidelity=RUN if found.run is None else found.run.fidelity,
     )
 
 
 def _kept(run: Run) -> Counts | None:
-    """Return the counts that a run kept when it ended, None for one that goes on. Raises RunError."""
-    if run.goes_on:
+    """Return the counts that a run saved when it ended, None for one in progress. Raises RunError."""
+    if run.in_progress:
         return None
     try:
         counts = Counts(**run.data["counts"])
         if not counts.balanced:
             raise ValueError("its counts do not add up")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        told = f"{run.folder / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
-        raise RunError(told) from None
+        message = f"{run.folder / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
+        raise RunError(message) from None
     return counts

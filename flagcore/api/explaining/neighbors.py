@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from flagcore.api.common.context import Known
+from flagcore.api.common.context import Snapshot
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
@@ -41,72 +41,72 @@ def distances(axes: Iterable[Axis], here: Columns, there: Columns) -> FloatArray
     return total
 
 
-def allowed_rows(known: Known) -> IntArray:
+def allowed_rows(snapshot: Snapshot) -> IntArray:
     """Return the rows that could be the best: measured, or no rule removed them, no trial of them failed, limits are
     kept. What a trial taught later takes nothing from what was measured before."""
-    space, predictions = known.problem.space, known.problem.predictions
-    keeps = predictions.keeps(known.task.spec.limits)
-    failed = [t for t in known.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED]
+    space, predictions = snapshot.problem.space, snapshot.problem.predictions
+    keeps = predictions.keeps(snapshot.task.spec.limits)
+    failed = [t for t in snapshot.search_state.trials if t.state.failed and t.state is not TrialState.INTERRUPTED]
     gone = [row for trial in failed if (row := space.find(trial.candidate)) is not None]
     ran = {True: list[int](), False: list[int]()}
-    for trial, row in _measured(known):
-        ran[known.search_state.keeps_limits(trial.candidate)].append(row)
+    for trial, row in _measured(snapshot):
+        ran[snapshot.search_state.keeps_limits(trial.candidate)].append(row)
     gone += ran[False]
     found = np.array(ran[True], dtype=np.int64)
-    rows = known.pruned.open_rows
+    rows = snapshot.pruned.open_rows
     left: IntArray = np.setdiff1d(rows[keeps[rows]], np.array(gone, dtype=np.int64))
     return np.union1d(left, found)
 
 
-def scaled_times(known: Known) -> FloatArray:
+def scaled_times(snapshot: Snapshot) -> FloatArray:
     """Return the seconds of a step of each row: measured where it was, else predicted, on the scale of the trials.
 
     That scale is the median of measured over predicted; without trials it is 1. What a trial that was stopped had
-    measured by then is the least. Infinite where nothing is known.
+    measured by then is the least. Infinite where nothing is snapshot.
     """
-    predicted = known.problem.predictions.step_time_s
-    times = np.nan_to_num(predicted * scale(known), nan=np.inf)
-    for trial in known.search_state.trials:
-        least, row = stopped_at(known, trial.candidate), known.problem.space.find(trial.candidate)
+    predicted = snapshot.problem.predictions.step_time_s
+    times = np.nan_to_num(predicted * scale(snapshot), nan=np.inf)
+    for trial in snapshot.search_state.trials:
+        least, row = stopped_at(snapshot, trial.candidate), snapshot.problem.space.find(trial.candidate)
         if least is not None and row is not None:
             times[row] = max(times[row], least) if np.isfinite(times[row]) else least
-    for trial, row in _measured(known):
-        times[row] = 1.0 / known.search_state.speed_of(trial.candidate)
+    for trial, row in _measured(snapshot):
+        times[row] = 1.0 / snapshot.search_state.speed_of(trial.candidate)
     return times
 
 
-def stopped_at(known: Known, candidate: Candidate) -> float | None:
+def stopped_at(snapshot: Snapshot, candidate: Candidate) -> float | None:
     """Return the seconds of a step that a candidate's trial had when it was stopped as slower, None without such."""
-    trial = known.search_state.by_candidate.get(candidate)
+    trial = snapshot.search_state.by_candidate.get(candidate)
     if trial is None or trial.state is not TrialState.STOPPED or trial.measurement is None:
         return None
     return trial.measurement.step_time_s
 
 
-def scale(known: Known) -> float:
+def scale(snapshot: Snapshot) -> float:
     """Return the median of measured over predicted step times, 1 before any is measured."""
-    predicted = known.problem.predictions.step_time_s
+    predicted = snapshot.problem.predictions.step_time_s
     ratios = [
         trial.measurement.step_time_s / predicted[row]
-        for trial, row in _measured(known)
+        for trial, row in _measured(snapshot)
         if trial.measurement and np.isfinite(predicted[row])
     ]
     return float(np.median(ratios)) if ratios else 1.0
 
 
-def changes(known: Known, columns: Columns, step_s: float | None, itself: int | None) -> dict[str, int]:
+def changes(snapshot: Snapshot, columns: Columns, step_s: float | None, itself: int | None) -> dict[str, int]:
     """Return rows to change a candidate to, by what that gives.
 
     `allowed` is the smallest change to one that may be tried, `faster` the fastest one nearby that takes less than
     `step_s` by `scaled_times`, and `fastest` that of all. `itself`, the candidate's own row, is in none.
     """
-    space, rows = known.problem.space, allowed_rows(known)
+    space, rows = snapshot.problem.space, allowed_rows(snapshot)
     rows = rows[rows != (-1 if itself is None else itself)]
     if not rows.size:
         return {}
     pieces = (rows[start : start + CHUNK] for start in range(0, rows.size, CHUNK))
     far = np.concatenate([distances(space.axes, columns, space.columns(piece)) for piece in pieces])
-    time, most = scaled_times(known)[rows], np.inf if step_s is None else step_s
+    time, most = scaled_times(snapshot)[rows], np.inf if step_s is None else step_s
     found = {"allowed": int(np.lexsort((time, far))[0])}
     close = np.flatnonzero((far <= NEAR) & (time < most))
     if close.size:
@@ -116,26 +116,26 @@ def changes(known: Known, columns: Columns, step_s: float | None, itself: int | 
     return {what: int(rows[place]) for what, place in found.items()}
 
 
-def nearest_measured(known: Known, columns: Columns, candidate: Candidate) -> Trial | None:
+def nearest_measured(snapshot: Snapshot, columns: Columns, candidate: Candidate) -> Trial | None:
     """Return the measured trial of another candidate that is nearest; None if none was measured."""
     others = [
         trial
-        for trial in known.search_state.trials
+        for trial in snapshot.search_state.trials
         if trial.state is TrialState.MEASURED and trial.candidate != candidate
     ]
-    far = [distance_to(known, columns, trial.candidate) for trial in others]
+    far = [distance_to(snapshot, columns, trial.candidate) for trial in others]
     return others[int(np.argmin(far))] if others else None
 
 
-def _measured(known: Known) -> list[tuple[Trial, int]]:
-    ran = [trial for trial in known.search_state.trials if trial.state is TrialState.MEASURED and trial.measurement]
-    return [(trial, row) for trial in ran if (row := known.problem.space.find(trial.candidate)) is not None]
+def _measured(snapshot: Snapshot) -> list[tuple[Trial, int]]:
+    ran = [trial for trial in snapshot.search_state.trials if trial.state is TrialState.MEASURED and trial.measurement]
+    return [(trial, row) for trial in ran if (row := snapshot.problem.space.find(trial.candidate)) is not None]
 
 
-def distance_to(known: Known, columns: Columns, other: Candidate) -> float:
+def distance_to(snapshot: Snapshot, columns: Columns, other: Candidate) -> float:
     """Return how far a candidate is from the one in `columns`."""
     values = other.as_dict()
     there = {
-        axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in known.problem.space.axes
+        axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in snapshot.problem.space.axes
     }
-    return float(distances(known.problem.space.axes, columns, there)[0])
+    return float(distances(snapshot.problem.space.axes, columns, there)[0])

@@ -19,7 +19,7 @@ from typing import Any
 from flagcore import __version__, plugins
 from flagcore.api.common.machine_load import Load, busy
 from flagcore.api.common.unlisted_chips import VENDOR, facts_of, uncatalogued
-from flagcore.api.common.warnings import loaded_plugins, tell
+from flagcore.api.common.warnings import loaded_plugins, warn
 from flagcore.calibration import Calibration, Calibrations, Experience
 from flagcore.contracts import Running
 from flagcore.domain.chip import Chip, Device
@@ -65,7 +65,7 @@ def calibrate(
     kept.ready()
     if on_start is not None:
         on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
-    tell(_too_few(chip, support, len(here), count))
+    warn(_too_few(chip, support, len(here), count))
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         job = Path(folder, "job.json")
         output = Path(folder, "found.json")
@@ -83,7 +83,7 @@ def calibrate(
             found = json.loads(output.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise RunError(f"the measurement ended without a result ({error})") from None
-    tell(busy(others))
+    warn(busy(others))
     made = _calibration(chip, here[0], count, found, others)
     if chip.vendor == VENDOR:
         made = replace(made, facts=facts_of(chip, support))
@@ -93,7 +93,7 @@ def calibrate(
 def calibrations() -> list[dict[str, Any]]:
     """Return a record for each calibration that is kept, and warn of files that are none. Raises RunError."""
     kept_here = Calibrations.of_user()
-    tell(error for _, error in kept_here.unreadable())
+    warn(error for _, error in kept_here.unreadable())
     return [
         {
             "chip": kept.chip,

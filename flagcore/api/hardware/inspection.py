@@ -87,8 +87,9 @@ def doctor() -> list[dict[str, Any]]:
         except FlagError as error:
             records.append(_part(name, "engine", None, str(error)))
             continue
+        marks = ", untested" if getattr(engine, "untested", "") else ""
         for module, requirement in engine.modules.items():
-            records.append(_requirement(Requirement(requirement), f"engine {name} ({module})", name))
+            records.append(_requirement(Requirement(requirement), f"engine {name} ({module}{marks})", name))
     records += _support()
     for record in plugin_table():
         name, loaded = record["distribution"] or record["name"], record["status"] == "loaded"

@@ -10,10 +10,10 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.context import build_problem_of_spec
-from flagcore.api.common.inputs import SpecLike, given
-from flagcore.api.common.run_folder import RUNS, anywhere, task_of
+from flagcore.api.common.inputs import SpecLike, spec_data
+from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths
 from flagcore.api.explaining.candidate_parser import as_candidate
-from flagcore.api.explaining.elimination import broken_here
+from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
 from flagcore.contracts import HistoryReader, HistoryRow, Workload
 from flagcore.domain.candidate import Candidate
@@ -60,7 +60,7 @@ def import_history(
     again. Otherwise they count as experience of another run. `importer` is needed only if several are installed. Raises
     the errors of `flagcore.errors`, UsageError if no row can be used.
     """
-    path, (name, data) = Path(file), given(spec)
+    path, (name, data) = Path(file), spec_data(spec)
     if len(engines_of(data)) > 1:
         raise UsageError(f"{name} names several engines; give a spec with the one whose rows are wanted")
     tool = plugins.importer(importer)
@@ -96,13 +96,17 @@ def _keep(
     try:
         known = directory.known()
         url = known["fixed"].get("storage") if known else None
-        run = directory.claim(task_of(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
+        run = directory.claim(fixed_task(data, problem), {"baseline": problem.baseline.as_dict(), "storage": url})
         objective = problem.platform.task.spec.objective
         store = OptunaStore(directory.path, problem.space.choices, run=run, objective=objective, url=url)
         if any(trial.source == trials[0].source for trial in store.trials()):
-            told = f"{directory.path} has the rows of {trials[0].source} already"
-            raise RunError(f"{told}; --run-dir names another folder")
-        write(directory.path / "spec.yaml", as_yaml(anywhere(data, base)) + "\n", private=bool(secrets_within(data)))
+            message = f"{directory.path} has the rows of {trials[0].source} already"
+            raise RunError(f"{message}; --run-dir names another folder")
+        write(
+            directory.path / "spec.yaml",
+            as_yaml(with_absolute_paths(data, base)) + "\n",
+            private=bool(secrets_within(data)),
+        )
         kept = tuple(store.add(trial) for trial in trials)
         if experience:
             Experience.of_user().keep(f"{run}-imported", problem.platform.task, kept)
@@ -142,8 +146,8 @@ class _Rows:
         named = {knob for row in rows for knob in row.knobs}
         absent = [axis.knob for axis in knobs.values() if len(axis.values) > 1 and axis.knob not in named]
         if absent and self._seen:
-            told = "columns that are not there count as off, as 1 or as what follows from the others"
-            self.notes.append(f"{told}: {', '.join(absent)}")
+            message = "columns that are not there count as off, as 1 or as what follows from the others"
+            self.notes.append(f"{message}: {', '.join(absent)}")
 
     def _candidate(self, row: HistoryRow, knobs: Mapping[str, Axis]) -> Candidate:
         """Return the candidate of a row. Raises UsageError for one that is not in the space."""
@@ -162,7 +166,7 @@ class _Rows:
             columns = candidate_columns(task, self.workload, values)
         except SpecError as error:
             raise UsageError(str(error)) from None
-        if broken := broken_here(self.problem, columns):
+        if broken := broken_rules_of(self.problem, columns):
             raise UsageError(f"it breaks {broken[0]['rule']}: {broken[0]['says']}")
         candidate = as_candidate(space.axes, canonical(columns, self.problem.legality.merges))
         if space.find(candidate) is None:

@@ -63,7 +63,7 @@ FIGURES = {
     "~used GiB": "memory.device_used_gib",
     "limited by": "limit",
 }
-"""What a notebook shows of each candidate, as far as it is there."""
+"""Columns that a notebook shows of each candidate."""
 
 
 def estimate(

@@ -39,7 +39,7 @@ OFF = (None, False, 0, 1)
 
 Answer = dict[str, Any]
 Line = Mapping[str, Any] | SpecError
-"""A record, or what is wrong with the line that should have held one."""
+"""A record, or the error of its line."""
 
 
 def estimate_jobs(
@@ -75,11 +75,11 @@ def _name(line: object) -> str | None:
 def _job(line: Line) -> Job:
     if isinstance(line, SpecError):
         raise line
-    return read_job(line)
+    return read_job(line, plugins.ENGINES)
 
 
 def _refused(error: FlagError) -> Answer:
-    """Return what is said of a record that cannot be predicted."""
+    """Return the answer for a record that cannot be predicted."""
     if isinstance(error, SpecError):
         return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
     return {"status": "unknown", "reason": str(error)}
@@ -87,7 +87,7 @@ def _refused(error: FlagError) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class _Platform:
-    """What plugins say of a cluster."""
+    """The answers of plugins about a cluster."""
 
     group: NodeGroup
     costs: Costs
@@ -110,7 +110,7 @@ class _Row:
 
 
 class _Jobs:
-    """Predicts jobs; what plugins say is asked once."""
+    """Predicts jobs. Plugins are asked once per cluster."""
 
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
         self._loaded, self._with_model = loaded, with_model
@@ -191,14 +191,14 @@ def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) ->
 
 
 def _why(rules: Sequence[Rule], values: Mapping[str, KnobValue], columns: Columns, row: int) -> str:
-    """Return what the rules that a row breaks say, and the values of their knobs; those that are off or 1 left out."""
+    """Return the messages of the rules that a row breaks, and their knobs that are neither off nor 1."""
     found: dict[str, KnobValue] = {}
     named = [knob for rule in rules for knob in (*rule.knobs, *(knob for knob in values if knob in rule.message))]
     for knob in named:
         given = values.get(knob)
         found[knob] = given if isinstance(given, (str, bool)) or knob not in columns else int(columns[knob][row])
-    told = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
-    return "; ".join(rule.message for rule in rules) + (f" (here {told})" if told else "")
+    here = ", ".join(f"{knob} = {value}" for knob, value in found.items() if value is True or value not in OFF)
+    return "; ".join(rule.message for rule in rules) + (f" (here {here})" if here else "")
 
 
 def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], columns: Columns) -> dict[int, Answer]:
@@ -211,8 +211,8 @@ def _figures(platform: _Platform, workload: Workload, rows: Sequence[_Row], colu
     for number, row in enumerate(rows):
         figures = replace(predictions.row(number), components=of_row(components, number))
         why = {} if figures.step_time_s is not None else {"reason": f"no time: {untimed}"}
-        told = {"warnings": list(row.warnings)} if row.warnings else {}
-        answers[row.place] = {"status": "ok", **why, **told, **record(task, figures)}
+        warnings = {"warnings": list(row.warnings)} if row.warnings else {}
+        answers[row.place] = {"status": "ok", **why, **warnings, **record(task, figures)}
         if row.rank is not None:
             only = _taken(columns, np.array([number]))
             answers[row.place]["rank"] = rank_record(

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from flagcore import plugins
-from flagcore.api.common.warnings import loaded_plugins, parsed, tell_of_problem
+from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
 from flagcore.contracts import require_prober
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.probe import Probe, RankProbe
@@ -69,7 +69,7 @@ def probe(
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)
         require_launchable(problem)
-        tell_of_problem(problem, workload)
+        warn_about_problem(problem, workload)
         here = loaded.devices()
         present(problem.platform, here, needed=1)
         devices = side_by_side(problem.platform, here)
@@ -131,11 +131,11 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
 def _teller(on_rank: Callable[[str], object] | None, candidate: Candidate, world: int) -> Callable[[int], object]:
     from flagcore.report.text import candidate_text
 
-    def tell(rank: int) -> None:
+    def report(rank: int) -> None:
         if on_rank is not None:
             on_rank(f"probing rank {rank} of {world}: {candidate_text(candidate)}")
 
-    return tell
+    return report
 
 
 def _told(problem: Problem, candidate: Candidate, probed: Probe) -> Probed:

@@ -100,7 +100,7 @@ def _run(wanted: Sequence[_Wanted]) -> list[Checked]:
 
 
 def _unreadable(each: _Wanted) -> Checked:
-    fix = "mend that line of pyproject.toml; docs/write-a-plugin.md shows a whole one"
+    fix = "fix that line of pyproject.toml; see docs/write-a-plugin.md"
     return Checked(each.name, "", ({"check": ENTRY, "state": "failed", "message": each.unreadable, "fix": fix},))
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from flagcore.api.common.context import Known, known, run_home
-from flagcore.api.common.runs import SPEC, as_kept, told_trials
-from flagcore.api.common.warnings import tell
+from flagcore.api.common.context import Snapshot, load_snapshot, run_home
+from flagcore.api.common.runs import SPEC, count_trials, read_run
+from flagcore.api.common.warnings import warn
 from flagcore.contracts import Workload
 from flagcore.domain.plan import Plan, summarize
 from flagcore.domain.secrets import secrets_of, secrets_within
@@ -46,13 +46,13 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     try:
         return FORMS[form](page(_data(Path(run_dir), without)))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RunError(f"{run_dir} holds a result that cannot be told ({error!r})") from error
+        raise RunError(f"{run_dir} has a result that cannot be shown ({error!r})") from error
 
 
-def keep_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
+def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Mapping[str, Any]) -> bool:
     """Write the page of a run that has just ended, and what it needs to be written again. Return whether it is there.
 
-    A run is none the worse if that fails: it is told.
+    A failure is only a warning.
     """
     try:
         best = ending.plan.best.candidate if ending.plan.best else None
@@ -61,44 +61,44 @@ def keep_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         shown = RunData.to_hand_on(data, found, _secrets(run_dir), folder=run_dir, called=str(run_dir))
         write(run_dir / REPORT, as_html(page(shown)))
     except Exception as error:
-        _tell_of_none(run_dir, error)
+        _warn_no_report(run_dir, error)
         return False
     return True
 
 
-def keep_report_of_engines(run_dir: Path) -> bool:
-    """Write the page of a run over several engines; like `keep_report`."""
+def save_report_of_engines(run_dir: Path) -> bool:
+    """Write the page of a run over several engines; like `save_report`."""
     try:
         write(run_dir / REPORT, report(run_dir))
     except Exception as error:
-        _tell_of_none(run_dir, error)
+        _warn_no_report(run_dir, error)
         return False
     return True
 
 
-def _tell_of_none(run_dir: Path, error: Exception) -> None:
+def _warn_no_report(run_dir: Path, error: Exception) -> None:
     why = f"{type(error).__name__}: {error}"
-    tell([f"{run_dir / REPORT} was not written ({why}); the result is none the worse, try `flag report {run_dir}`"])
+    warn([f"{run_dir / REPORT} was not written ({why}); the result is none the worse, try `flag report {run_dir}`"])
 
 
 def _data(folder: Path, without: Collection[str]) -> RunData:
     """Return what the page of the run in a folder is made of."""
-    run = as_kept(folder)
+    run = read_run(folder)
     home, found, notes = run_home(run), run.data, list[str]()
     held = json_file(home / INSIGHT)
     usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
     ended = len(run.trials) + len(run.repeats) + len(run.probes)
-    more = ended - told_trials(found) if run.fidelity != ESTIMATE else 0
+    more = ended - count_trials(found) if run.fidelity != ESTIMATE else 0
     if not found or not usable or more > 0:
         understood, why = _understood(folder, without)
         if not found and understood is None:
-            raise RunError(f"{folder} has no result yet, and its trials cannot be told: {why}")
+            raise RunError(f"{folder} has no result yet, and its trials cannot be shown: {why}")
         if understood is None:
             notes.append(f"{more} more trials have ended since this result." if more > 0 else "")
             notes.append("" if usable else f"What result.json does not keep is left out: {why}")
         elif not found or more > 0:
             found, usable = result(_so_far(understood), str(folder)), {}
-            notes.append("This run goes on, or was killed: it is told by the trials that have ended.")
+            notes.append("This run is in progress, or was killed: the report covers the trials that have ended.")
         if understood is not None and not usable:
             usable = _predicted_again(understood, found)
             notes.append("" if usable else DIFFERENT)
@@ -115,29 +115,29 @@ def _secrets(folder: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*secrets_of(os.environ), *secrets_within(spec))))
 
 
-def _understood(folder: Path, without: Collection[str]) -> tuple[Known | None, str]:
-    """Return what is known of a run here, or why nothing is."""
+def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:
+    """Return the snapshot of a run on this machine, or why there is none."""
     try:
-        found = known(folder, None, without)
+        found = load_snapshot(folder, None, without)
     except FlagError as error:
         return None, str(error)
     return found, ""
 
 
-def _so_far(found: Known) -> Plan:
+def _so_far(snapshot: Snapshot) -> Plan:
     """Return the plan of the trials that have ended."""
-    return summarize(found.task, found.problem.space, found.pruned, found.search_state, because="")
+    return summarize(snapshot.task, snapshot.problem.space, snapshot.pruned, snapshot.search_state, because="")
 
 
-def _predicted_again(understood: Known, found: Mapping[str, Any]) -> dict[str, Any]:
+def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is predicted now, nothing if that is not what was predicted then."""
-    problem, run = understood.problem, understood.run
+    problem, run = snapshot.problem, snapshot.run
     best = run.best.candidate if run and run.best else None
     if best is not None and found.get("best"):
         row, predicted = problem.space.find(best), found["best"]["predicted"]
         if row is None or not _same(predicted, problem, row):
             return {}
-    return insight(problem, understood.workload, best)
+    return insight(problem, snapshot.workload, best)
 
 
 def _same(predicted: Mapping[str, Any], problem: Problem, row: int) -> bool:

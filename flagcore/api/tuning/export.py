@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flagcore.api.common.warnings import tell
+from flagcore.api.common.warnings import warn
 from flagcore.api.tuning.script import MEETING_PLACE, SECRETS, Hidden, directory, excuse, script, secrets_script
 from flagcore.api.tuning.serve_best import serve
 from flagcore.contracts import Workload
@@ -52,15 +52,15 @@ class Outcome:
 
     def __repr__(self) -> str:
         best = self.plan.best
-        told = f"best trial {best.number}: {candidate_text(best.candidate)}" if best else "no best"
+        message = f"best trial {best.number}: {candidate_text(best.candidate)}" if best else "no best"
         gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
-        return f"<Outcome in {self.run_dir}: {told}{gain}>"
+        return f"<Outcome in {self.run_dir}: {message}{gain}>"
 
     def _repr_html_(self) -> str:
         return as_html(repr(self).strip("<>"), [], {}, below=str(self))
 
 
-def keep(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
+def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
@@ -94,8 +94,8 @@ def run_best(
 ) -> NoReturn:
     """Become the best configuration of a run, for real: this process is replaced by it.
 
-    Servers it starts instead, and ends with them; they end with it, however that is. `on_ready` is told their URL when
-    they can be asked. `stdout` is a file descriptor for output. Raises RunError if the run has no best configuration,
+    Servers are started instead, and stopped when this process ends. `on_ready` is called with their URL once they
+    answer. `stdout` is a file descriptor for output. Raises RunError if the run has no best configuration,
     UsageError if it cannot be started.
     """
     file = Path(run_dir) / "best" / "launch.json"
@@ -108,18 +108,18 @@ def run_best(
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
         raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
     if lacking:
-        raise UsageError(f"{', '.join(lacking)} must be set: the best needs it, and a secret of your shell is not kept")
+        raise UsageError(f"{', '.join(lacking)} must be set: secrets of a shell are not saved")
     sys.stdout.flush()
     if ready:
         server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
         sys.exit(serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    goes = f"what it prints comes here, what it keeps goes to {launch.get('folder', folder)}"
+    goes = f"output comes here, files go to {launch.get('folder', folder)}"
     try:
         os.chdir(folder)
         program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
-        tell([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
+        warn([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
         raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
@@ -138,12 +138,12 @@ def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str 
     except NoDevice:
         pass  # the engine is not installed on this machine
     if platform.task.spec.work.command is None and platform.support.device_type is None:
-        return f"no installed plugin says how {workload.name} runs on {platform.task.cluster.chips}"
+        return f"no installed plugin supports {workload.name} on {platform.task.cluster.chips}"
     return None
 
 
 def _as_json(launch: Launch, hidden: Hidden) -> str:
-    """Return a launch as JSON; variables that this shell has with the same secret are named, for whoever starts it."""
+    """Return a launch as JSON; secrets that this shell has are only named."""
     given = {name: value for name, value in launch.environment.items() if name not in hidden.inherited}
     needs = [name for name in hidden.inherited if name in launch.environment]
     return json.dumps(

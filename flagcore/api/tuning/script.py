@@ -15,7 +15,7 @@ from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.report.text import candidate_text
 
 MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-"""Where the ranks of a best configuration meet if nobody says; each trial gets a free port from its launcher."""
+"""Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
 SECRETS = "secrets.sh"
 """Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
 
@@ -92,13 +92,13 @@ def quoted(word: str, variables: Mapping[str, str]) -> str:
 
 
 def excuse(plan: Plan, why: str) -> str:
-    """Return a shell script that says why it cannot start the best of a plan."""
-    told = f"echo {shlex.quote(f'this cannot be started as it stands: {why}')} >&2"
-    return "\n".join(["#!/bin/sh", heading(plan), told, "exit 2"]) + "\n"
+    """Return a shell script that prints why the best cannot be started."""
+    message = f"echo {shlex.quote(f'this cannot be started: {why}')} >&2"
+    return "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"
 
 
 def heading(plan: Plan) -> str:
-    """Return a comment that says what the best is the best of."""
+    """Return a comment that describes the best."""
     assert plan.best is not None
     of = {
         RUN: f"{len(plan.trials)} trials",

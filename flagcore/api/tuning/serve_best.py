@@ -1,4 +1,4 @@
-"""Servers for users: started, told when they are ready, and ended with this process."""
+"""Run the best servers until they, or this process, end."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int:
     """Run servers to their end and return their exit status, 128 and the signal's number where one ended them.
 
-    `on_ready` is told where they are reached once all of `launch.ready` answer 200. Raises UsageError if they cannot
-    be started, or a port of theirs is taken.
+    `on_ready` is called with their URL once all of `launch.ready` answer 200. Raises UsageError if they cannot
+    be started, or one of their ports is in use.
     """
     taken = [url for url in launch.ready if _listens(url)]
     if taken:
         port = urlsplit(taken[0]).port
-        raise UsageError(f"port {port} is taken by another program; end that first, or start best.sh elsewhere")
+        raise UsageError(f"port {port} is in use by another program; stop it, or start best.sh on another machine")
     try:
         running = attend(launch, stdout, 2)
     except (LaunchError, OSError) as error:
         raise UsageError(str(error)) from None
-    told = False
+    reported = False
     try:
         while (ended := running.wait(PERIOD_SECONDS)) is None:
-            if not told and _answer(launch.ready):
-                told = True
+            if not reported and _answer(launch.ready):
+                reported = True
                 on_ready("{0.scheme}://{0.netloc}".format(urlsplit(launch.ready[0])))
     except BaseException:
         running.stop()

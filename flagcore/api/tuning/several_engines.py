@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.common.warnings import tell
+from flagcore.api.common.warnings import warn
 from flagcore.domain.objective import is_rate
 from flagcore.domain.secrets import secrets_within
 from flagcore.errors import FlagError, Interrupted
@@ -18,7 +18,7 @@ from flagcore.spec.serving import only
 from flagcore.store.directory import writable, write
 
 WINNERS = ("best", "best.sh", "best.yaml")
-"""What a run keeps of its best: copied from the folder of the engine that won."""
+"""Files of the best: copied from the folder of the winning engine."""
 
 
 def each_engine(
@@ -29,8 +29,8 @@ def each_engine(
 ) -> Any:
     """Tune `data` with each of `engines` in a folder of its own below `run_dir`, and return the outcome of the best.
 
-    Each has an equal share of the trials and of the time. An engine that cannot be tuned is told and costs only
-    itself; if none can, the error of the first is raised.
+    Each has an equal share of the trials and of the time. An engine that cannot be tuned is skipped with a
+    warning; if none can, the error of the first is raised.
     """
     done: dict[str, Any] = {}
     failed: dict[str, FlagError] = {}
@@ -40,14 +40,14 @@ def each_engine(
         except Interrupted:
             raise
         except FlagError as error:
-            tell([f"{engine}: {error}"])
+            warn([f"{engine}: {error}"])
             failed[engine] = error
     if not done:
         raise next(iter(failed.values()))
     sign = -1.0 if is_rate(next(iter(done.values())).plan.objective) else 1.0
     order = sorted(done, key=lambda engine: sign * _figure(done[engine].data))
     winner = done[order[0]]
-    told = {
+    result = {
         **winner.data,
         "run_dir": str(run_dir),
         "engine": order[0],
@@ -60,9 +60,9 @@ def each_engine(
                 shutil.copytree(source, target, dirs_exist_ok=True)
             elif source.exists():
                 shutil.copy2(source, target)
-        write(run_dir / "result.json", json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+        write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         write(run_dir / "spec.yaml", as_yaml(dict(data)) + "\n", private=bool(secrets_within(data)))
-    return replace(winner, run_dir=run_dir, data=told, heading=_heading(order, done, failed))
+    return replace(winner, run_dir=run_dir, data=result, heading=_heading(order, done, failed))
 
 
 def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def _figure(data: Mapping[str, Any]) -> float:
     if best["number"] in medians:
         return float(medians[best["number"]][name])
     measured = best["measured"]
-    told = measured["step_time_s"]["median"] if measured else best["predicted"]["step_time_s"]["value"]
-    return 1.0 / told if is_rate(name) else float(told)
+    figure = measured["step_time_s"]["median"] if measured else best["predicted"]["step_time_s"]["value"]
+    return 1.0 / figure if is_rate(name) else float(figure)
 
 
 def _heading(order: list[str], done: Mapping[str, Any], failed: Mapping[str, FlagError]) -> str:

@@ -1,30 +1,32 @@
-"""Tune a spec in a run directory, and start what won."""
+"""Tune a spec in a run directory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import SpecLike, given
-from flagcore.api.common.run_folder import RUNS, anywhere, task_of, with_fidelity
+from flagcore.api.common.inputs import SpecLike, spec_data
+from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths, with_fidelity
 from flagcore.api.common.transfer import past as past_of
-from flagcore.api.common.warnings import loaded_plugins, parsed, tell, tell_of_problem
-from flagcore.api.reporting.report import keep_report, keep_report_of_engines
-from flagcore.api.tuning.export import Outcome, keep
+from flagcore.api.common.warnings import loaded_plugins, parsed, warn, warn_about_problem
+from flagcore.api.reporting.report import save_report, save_report_of_engines
+from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.several_engines import each_engine
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.experience import Past
-from flagcore.domain.plan import Plan
 from flagcore.domain.secrets import plain_without_secrets, secrets_within, without_secrets
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
 from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
+from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
 from flagcore.report.plan_text import drift_text
@@ -33,8 +35,8 @@ from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
 
-PROBER = "learned"
-"""The strategy that says what is probed before the first run."""
+PROBE_STRATEGY = "learned"
+"""The strategy that chooses what is probed before the first run."""
 
 
 def tune(
@@ -48,142 +50,154 @@ def tune(
     on_event: OnEvent | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Tune a spec, a file or its data, and keep everything in `run_dir` (default: `runs/` and the file's name).
+    """Tune a spec, a file or its data, and save everything in `run_dir` (default: `runs/` and the file's name).
 
-    An existing run goes on where it was; `new` moves it aside first. `without` names plugins to leave out,
-    `storage` any optuna storage to use instead of the run's own journal. `fidelity` (`estimate`, `probe` or `run`) goes
-    before the spec's; a run may go on at a higher one. `on_event` is told when a trial starts and ends. `data` is what
-    the file says if it is no spec itself but was imported. Raises the errors of `flagcore.errors`; the result is
-    written all the same once a trial has run. A spec with several engines tunes one after the other, and the outcome is
-    that of the best.
+    An existing run is resumed; `new` moves it aside first. `without` names plugins to leave out, `storage` any optuna
+    storage to use instead of the run's own journal. `fidelity` (`estimate`, `probe` or `run`) overrides the spec's; a
+    run may be resumed at a higher one. `on_event` is called when a trial starts and ends. `data` is the content of the
+    file if that was imported. A spec with several engines tunes one after the other, and the outcome is that of the
+    best. Raises the errors of `flagcore.errors`; the result is written if a trial has run.
     """
-    file, data = given(spec, data)
+    file, data = spec_data(spec, data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
+    options = _Options(new=new, without=without, storage=storage, fidelity=fidelity, on_event=on_event or _ignore)
 
-    def one(some: Mapping[str, Any], where: Path) -> Outcome:
-        return _tune(some, file, where, new=new, without=without, storage=storage, fidelity=fidelity, on_event=on_event)
+    def tune_one(some: Mapping[str, Any], folder: Path) -> Outcome:
+        return _EngineRun(some, file, folder, options).tune()
 
     if len(engines) < 2:
-        return one(data, directory)
+        return tune_one(data, directory)
     for engine in engines:
         parsed(only(data, engine), file=str(file), base=file.parent, without=without)
-    outcome: Outcome = each_engine(anywhere(data, file.parent), engines, directory, one)
-    return replace(outcome, reported=keep_report_of_engines(directory))
+    outcome: Outcome = each_engine(with_absolute_paths(data, file.parent), engines, directory, tune_one)
+    return replace(outcome, reported=save_report_of_engines(directory))
 
 
-def _tune(
-    data: Mapping[str, Any],
-    file: Path,
-    run_dir: Path,
-    *,
-    new: bool,
-    without: Collection[str],
-    storage: str | None,
-    fidelity: str | None,
-    on_event: OnEvent | None,
-) -> Outcome:
-    """Tune with one engine."""
-    spec = parsed(data, file=str(file), base=file.parent, without=without)
-    if fidelity is not None:
-        spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
-        data = with_fidelity(data, fidelity)
-    workload = plugins.workload_of(spec.work)
-    launcher, strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
-    _ready(workload, spec)
-    directory = RunDirectory(run_dir)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """Arguments of `tune` that are the same for every engine."""
 
-    name, experience = "", Experience.of_user()
+    new: bool
+    without: Collection[str]
+    storage: str | None
+    fidelity: str | None
+    on_event: OnEvent
 
-    def past(problem: Problem) -> Past:
-        if not spec.control.use_experience:
-            return Past.nothing()
-        chip = problem.platform.task.cluster.groups[0].chip
-        known = experience.records(chip, spec.work.engine, but=name)
-        return past_of(known, chip, loaded, workload, spec.objective, problem.platform.knobs)
 
-    def open_store(problem: Problem) -> TrialStore:
-        directory.open(new=new)
-        tell_of_problem(problem, workload)
+class _EngineRun:
+    """Tunes one engine in one folder."""
+
+    def __init__(self, data: Mapping[str, Any], file: Path, run_dir: Path, options: _Options) -> None:
+        spec = parsed(data, file=str(file), base=file.parent, without=options.without)
+        if options.fidelity is not None:
+            spec = replace(spec, control=replace(spec.control, fidelity=options.fidelity))
+            data = with_fidelity(data, options.fidelity)
+        self.spec, self.data, self.base, self.options = spec, data, file.parent, options
+        self.workload = plugins.workload_of(spec.work)
+        self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
+        self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
+
+    def tune(self) -> Outcome:
+        """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
+        _require_ready(self.workload, self.spec)
+        with loaded_plugins(self.options.without) as loaded:
+            spec = replace(self.spec, baseline=self._baseline())
+            try:
+                result = run_loop(spec, self._dependencies(loaded))
+                outcome = self._save(result)
+            finally:
+                self.directory.close()
+        _raise_failure(result, self.directory.path)
+        return outcome
+
+    def _baseline(self) -> Mapping[str, KnobValue] | None:
+        """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
+        known = None if self.options.new else self.directory.known()
+        if known is None:
+            return self.spec.baseline
+        fixed = known["fixed"]
+        if fixed.get("storage") != self.options.storage:
+            where = without_secrets(fixed.get("storage") or "its own journal")
+            raise RunError(f"{self.directory.path} has its trials in {where}: use the same --storage, or --new")
+        same_spec = known["task"].get("spec") == plain_without_secrets(with_fidelity(self.data))
+        baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
+        return baseline if same_spec else self.spec.baseline
+
+    def _dependencies(self, loaded: LoadedPlugins) -> Dependencies:
+        return Dependencies(
+            plugins=loaded,
+            workload=self.workload,
+            launcher=self.launcher,
+            strategy=self.strategy,
+            open_store=self._open_store,
+            on_event=self.options.on_event,
+            past=partial(self._past, loaded),
+            probe_strategy=plugins.strategy(PROBE_STRATEGY),
+        )
+
+    def _open_store(self, problem: Problem) -> TrialStore:
+        directory, storage = self.directory, self.options.storage
+        directory.open(new=self.options.new)
+        warn_about_problem(problem, self.workload)
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
-        nonlocal name
-        name = directory.claim(task_of(data, problem), fixed)
-        store = OptunaStore(directory.path, problem.space.choices, run=name, objective=spec.objective, url=storage)
-        _not_a_step_down(store, spec.control, directory.path)
-        if kept := len(store.trials()):
-            many = f"{kept} trial{'s' if kept > 1 else ''}"
-            tell([f"{directory.path} goes on with the {many} that it has; --new starts afresh"])
-        text = as_yaml(anywhere(data, file.parent)) + "\n"
-        write(directory.path / "spec.yaml", text, private=bool(secrets_within(data)))
+        self.name = directory.claim(fixed_task(self.data, problem), fixed)
+        choices, objective = problem.space.choices, self.spec.objective
+        store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
+        _require_no_higher_fidelity(store, self.spec.control, directory.path)
+        if done := len(store.trials()):
+            warn([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
+        text = as_yaml(with_absolute_paths(self.data, self.base)) + "\n"
+        write(directory.path / "spec.yaml", text, private=bool(secrets_within(self.data)))
         return store
 
-    with loaded_plugins(without) as loaded:
-        known = None if new else directory.known()
-        if known and known["fixed"].get("storage") != storage:
-            kept = without_secrets(known["fixed"].get("storage") or "its own journal")
-            raise RunError(f"{directory.path} keeps its trials in {kept}: give the same --storage, or --new")
-        baseline = (
-            known["fixed"].get("baseline")
-            if known and known["task"].get("spec") == plain_without_secrets(with_fidelity(data))
-            else spec.baseline
-        )
+    def _past(self, loaded: LoadedPlugins, problem: Problem) -> Past:
+        if not self.spec.control.use_experience:
+            return Past.empty()
+        chip = problem.platform.task.cluster.groups[0].chip
+        records = self.experience.records(chip, self.spec.work.engine, but=self.name)
+        return past_of(records, chip, loaded, self.workload, self.spec.objective, problem.platform.knobs)
+
+    def _save(self, result: TuneResult) -> Outcome:
+        warn(filter(None, [drift_text(result.plan)]))
+        folder = self.directory.path
+        outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
         try:
-            parts = Dependencies(
-                plugins=loaded,
-                workload=workload,
-                launcher=launcher,
-                strategy=strategy,
-                open_store=open_store,
-                on_event=on_event or _unseen,
-                past=past,
-                probe_strategy=plugins.strategy(PROBER),
-            )
-            ending = run_loop(replace(spec, baseline=baseline), parts)
-            tell(filter(None, [drift_text(ending.plan)]))
-            outcome = keep(ending, workload, directory.path, with_fidelity(anywhere(data, file.parent)))
-            _remember(experience, name, ending)
-            outcome = replace(outcome, reported=keep_report(directory.path, ending, workload, outcome.data))
-        finally:
-            directory.close()
-    if isinstance(ending.error, Interrupted):
-        raise Interrupted(f"interrupted; what was measured is kept in {directory.path}")
-    if ending.error:
-        raise ending.error
-    if ending.plan.best is None and ending.plan.fastest is not None:
-        raise NothingFits(impossible(ending.plan))
-    if ending.plan.best is None:
-        raise EveryTrialFailed(_failures(ending.plan, directory.path))
-    return outcome
+            self.experience.keep(self.name, result.problem.platform.task, result.plan.trials)
+        except RunError as error:
+            warn([f"later runs will not learn from this one: {error}"])
+        return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))
 
 
-def _ready(workload: Workload, spec: Spec) -> None:
-    """Raise SpecError or NoDevice unless what `spec` wants done can be done here; an estimate always can."""
+def _require_ready(workload: Workload, spec: Spec) -> None:
+    """Raise SpecError or NoDevice unless trials at the fidelity of `spec` can run here; an estimate always can."""
     if spec.control.fidelity == RUN:
         workload.ready(spec)
     if spec.control.fidelity == PROBE or (spec.control.fidelity == RUN and spec.control.probes):
         require_prober(workload).ready_to_probe(spec)
 
 
-def _not_a_step_down(store: TrialStore, control: Control, run_dir: Path) -> None:
-    """Raise RunError if the folder has trials of a higher fidelity than is wanted: its result would be overwritten."""
-    kept = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
-    if kept > FIDELITIES.index(control.fidelity):
-        told = f"has trials of fidelity {FIDELITIES[kept]}, and {control.fidelity} is less"
-        raise RunError(f"{run_dir} {told}: give another --run-dir, or --new")
+def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Path) -> None:
+    """Raise RunError if the folder has trials of a higher fidelity: their result would be overwritten."""
+    highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
+    if highest > FIDELITIES.index(control.fidelity):
+        problem = f"has trials of fidelity {FIDELITIES[highest]}, which is higher than {control.fidelity}"
+        raise RunError(f"{run_dir} {problem}: use another --run-dir, or --new")
 
 
-def _remember(experience: Experience, run: str, ending: TuneResult) -> None:
-    """Keep what was measured for the runs to come. A run is none the worse if that fails."""
-    try:
-        experience.keep(run, ending.problem.platform.task, ending.plan.trials)
-    except RunError as error:
-        tell([f"later runs will not learn from this one: {error}"])
+def _raise_failure(result: TuneResult, run_dir: Path) -> None:
+    plan = result.plan
+    if isinstance(result.error, Interrupted):
+        raise Interrupted(f"interrupted; finished trials are in {run_dir}")
+    if result.error:
+        raise result.error
+    if plan.best is None and plan.fastest is not None:
+        raise NothingFits(impossible(plan))
+    if plan.best is None:
+        last = plan.trials[-1] if plan.trials else None
+        logs = f" (logs in {(run_dir / last.log).parent})" if last else ""
+        why = f"; the last one: {last.state.value}: {last.reason}{logs}" if last else ""
+        raise EveryTrialFailed(f"none of {len(plan.trials)} trials gave a measurement{why}")
 
 
-def _failures(plan: Plan, run_dir: Path) -> str:
-    last = plan.trials[-1] if plan.trials else None
-    why = f"; the last one: {last.state.value}: {last.reason} (logs in {(run_dir / last.log).parent})" if last else ""
-    return f"none of {len(plan.trials)} trials gave a measurement{why}"
-
-
-def _unseen(event: Event) -> None:
-    """Drop an event."""
+def _ignore(event: Event) -> None:
+    """Ignore an event."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, Platform, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
@@ -49,6 +50,7 @@ class Megatron:
 
     name = "megatron"
     kind = "train"
+    knobs: tuple[Knob, ...] = knobs.KNOBS
     modules: Mapping[str, str] = {"torch": "torch", "megatron.core": "megatron-core>=0.16,<0.17"}
 
     def axes(self, task: Task) -> tuple[Axis, ...]:

@@ -14,11 +14,11 @@ import numpy as np
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.space import BoolArray, Columns, IntArray
-from flagcore.engines.megatron.knobs import BLOCK, KNOBS, candidate_columns
+from flagcore.engines.megatron.knobs import BLOCK, SPACE_KNOBS, candidate_columns
 
 RECOMPUTE = ("use_recompute", "recompute_granularity", "recompute_method", "recompute_num_layers")
-MEMORY_ORDER: Mapping[str, int] = {"micro_batch_size": 1, "sequence_parallel": -1, "use_distributed_optimizer": -1}
-"""Knob -> +1 if a larger code needs at least as much memory, -1 if a smaller one does; recompute has its own order."""
+MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
+"""Knobs with an order of memory; recompute has one of its own."""
 
 
 def needs_at_least(columns: Columns, candidate: Candidate) -> BoolArray:
@@ -36,7 +36,7 @@ def takes_at_least(columns: Columns, candidate: Candidate) -> BoolArray:
 
 
 def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
-    plain = [knob for knob in KNOBS if knob not in order and knob not in RECOMPUTE]
+    plain = [knob.name for knob in SPACE_KNOBS if knob.name not in order and knob.name not in RECOMPUTE]
     equal = [columns[knob] == other[knob] for knob in plain]
     above = [(columns[knob] - other[knob]) * sign >= 0 for knob, sign in order.items()]
     result: BoolArray = np.logical_and.reduce([*equal, *above])

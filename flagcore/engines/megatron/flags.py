@@ -6,59 +6,32 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Flag
 from flagcore.domain.spec import SettingValue, TrainSpec
+from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
 from flagcore.engines.megatron.recompute import recompute_modules
-from flagcore.spec.settings import LISTS, SETTINGS, setting_from_text
+from flagcore.engines.megatron.settings import SETTINGS
+from flagcore.spec.knobs import setting_from_text
 
-FLAGS: Mapping[str, str] = {
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "context_parallel_size": "--context-parallel-size",
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-    "micro_batch_size": "--micro-batch-size",
-    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage",
-    "sequence_parallel": "--sequence-parallel",
-    "use_distributed_optimizer": "--use-distributed-optimizer",
-    "recompute_granularity": "--recompute-granularity",
-    "recompute_method": "--recompute-method",
-    "recompute_num_layers": "--recompute-num-layers",
+BY_FLAG = {
+    flag.name: knob
+    for knob in SETTINGS
+    for flag in (*knob.flags, *(() if knob.flags else (Flag(name=knob.name.replace("_", "-")),)))
 }
-"""Megatron derives the data-parallel size from the world size, and has no flag for `use_recompute`."""
-
-SPELT_OTHERWISE: Mapping[str, str] = {
-    "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
-    "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
-}
-"""Flags that are not their setting's name with hyphens."""
-
-_NO_FLAG = (
-    "pipeline_schedule",
-    "moe_expert_imbalance",
-    "moe_recompute_level",
-    "recompute_num_layers_per_stage",
-    "offload_stages",
-    "trainable",
-)
-"""Settings that are not Megatron-core's."""
-_OFF = {
-    "overlap_p2p_comm": "--no-overlap-p2p-communication",
-    "accumulate_allreduce_grads_in_fp32": "--grad-reduce-in-bf16",
-}
-"""What turns off a setting that is on by default."""
+"""Settings by their flags. A user's own program may take flags of flagcore's own settings, too."""
 
 
 def settings_of_command(command: Sequence[str]) -> dict[str, SettingValue]:
     """Return the settings that the flags of a command give. A flag's last mention counts, as for the engine."""
     found: dict[str, SettingValue] = {}
     for place, word in enumerate(command):
-        if not word.startswith("--"):
-            continue
         flag, _, value = word.partition("=")
-        key = SPELT_OTHERWISE.get(flag, flag.removeprefix("--").replace("-", "_"))
-        if key not in SETTINGS:
+        knob = BY_FLAG.get(flag.removeprefix("--").replace("_", "-")) if word.startswith("--") else None
+        if knob is None:
             continue
         values = [value] if value else list(takewhile(lambda each: not each.startswith("--"), command[place + 1 :]))
-        found |= setting_from_text(key, "true" if SETTINGS[key][0] is bool else ",".join(values))
+        text = "true" if knob.kind == "flag" else ",".join(values)
+        found |= setting_from_text(knob.name, text, SETTINGS)
     return found
 
 
@@ -75,12 +48,8 @@ def implementation_of_command(command: Sequence[str]) -> str | None:
 def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int | None) -> list[str]:
     """Return Megatron's flags for a candidate; with `train_iters`, those that cut a trial short."""
     result = ["--seq-length", str(train.seq_length), "--global-batch-size", str(train.global_batch_size)]
-    for knob, flag in FLAGS.items():
-        value = candidate.get(knob)
-        if value is True:
-            result.append(flag)
-        elif value is not None and value is not False:
-            result += [flag, str(value)]
+    for knob in SPACE_KNOBS:
+        result += knob.arguments(candidate.get(knob.name), train.engine_version)
     result += _setting_flags(train)
     if train_iters is not None:
         result += ["--train-iters", str(train_iters), "--log-interval", "1"]
@@ -110,22 +79,13 @@ def expand(
 
 def _setting_flags(train: TrainSpec) -> list[str]:
     """Return the flags of the spec's settings that its own command does not have."""
-    has, spelt = settings_of_command(train.command or ()), {key: flag for flag, key in SPELT_OTHERWISE.items()}
-    result: list[str] = []
-    settings = dict(train.settings)
+    present, settings = settings_of_command(train.command or ()), dict(train.settings)
     if settings.get("moe_recompute_level"):
         settings["recompute_modules"] = ",".join(sorted(recompute_modules(settings)))
-    for key, value in settings.items():
-        if key in has or key in _NO_FLAG:
-            continue
-        flag = spelt.get(key, "--" + key.replace("_", "-"))
-        if value is True:
-            result.append(flag)
-        elif value is False:
-            result += [_OFF[key]] if key in _OFF else []
-        else:
-            result += [flag, *(str(value).split(",") if key in LISTS else [str(value)])]
-    return result
+    flags = (
+        BY_NAME[key].arguments(value, train.engine_version) for key, value in settings.items() if key not in present
+    )
+    return [word for each in flags for word in each]
 
 
 def environment(candidate: Mapping[str, KnobValue]) -> dict[str, str]:

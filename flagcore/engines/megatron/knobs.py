@@ -1,110 +1,190 @@
-"""The knobs of Megatron training: their values, codes and defaults.
+"""The knobs of Megatron training, one row each, and the columns of a candidate.
 
-The names are the keys of a spec's `space` and of `candidate` in job records.
+The names are Megatron-core's, and the keys of a spec and of job records. A few are flagcore's own: they have no flag.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Flag, Knob, Scope
 from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import AUTO, Task
+from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.errors import SpecError
 
-RECOMPUTE_GRANULARITY = (None, "selective", "full")
-RECOMPUTE_METHOD = (None, "uniform", "block")
 SELECTIVE, FULL = 1, 2
 UNIFORM, BLOCK = 1, 2
+DEVICES, LAYERS = 1_000_000, 10_000
+"""The largest numbers that are not a slip."""
 
-WORDS: Mapping[str, tuple[str | None, ...]] = {
-    "recompute_granularity": RECOMPUTE_GRANULARITY,
-    "recompute_method": RECOMPUTE_METHOD,
-}
-FLAGS = ("use_distributed_optimizer", "sequence_parallel", "use_recompute")
-OPTIONAL = ("num_layers_per_virtual_pipeline_stage", "recompute_num_layers", *WORDS)
-"""Knobs whose neutral value is None: the engine is not told of them."""
+
+def _divisors_of_devices(task: Task) -> tuple[int, ...]:
+    return divisors(task.cluster.devices)
+
+
+def _both(task: Task) -> tuple[bool, ...]:
+    return (False, True)
+
+
+def _size(name: str, label: str, help: str, **changes: Any) -> Knob:
+    """Return the row of a parallel size: every divisor of the number of devices."""
+    row = {"neutral": 1, "maximum": DEVICES, "auto": _divisors_of_devices, "explicit": True, **changes}
+    return Knob(name=name, label=label, help=help, **{"auto_help": "every divisor of the number of devices", **row})
+
+
+def _switch(name: str, label: str, help: str, **changes: Any) -> Knob:
+    """Return the row of a flag that is off if it is not set."""
+    return Knob(name=name, label=label, help=help, kind="flag", neutral=False, auto=_both, **changes)
+
+
+def _flag(name: str) -> tuple[Flag, ...]:
+    return (Flag(name=name),)
+
+
+SPACE_KNOBS = (
+    _size("data_parallel_size", "DP", "Number of model replicas that share the global batch."),
+    _size(
+        "tensor_model_parallel_size",
+        "TP",
+        "Number of devices that split each layer's matrices.",
+        flags=_flag("tensor-model-parallel-size"),
+    ),
+    _size(
+        "pipeline_model_parallel_size",
+        "PP",
+        "Number of pipeline stages.",
+        flags=_flag("pipeline-model-parallel-size"),
+    ),
+    _size(
+        "context_parallel_size",
+        "CP",
+        "Number of devices that split the sequence of each sample.",
+        flags=_flag("context-parallel-size"),
+    ),
+    _size(
+        "micro_batch_size",
+        "MBS",
+        "Samples that one device handles at once.",
+        maximum=2**31,
+        auto=lambda task: divisors(task.spec.train.global_batch_size),
+        auto_help="every divisor of the global batch size",
+        memory_order=1,
+        flags=_flag("micro-batch-size"),
+    ),
+    _size(
+        "expert_model_parallel_size",
+        "EP",
+        "Number of devices that share the experts of each MoE layer.",
+        auto=lambda task: divisors(int(np.gcd(task.spec.model.num_moe_experts or 1, task.cluster.devices))),
+        auto_help="every common divisor of experts and devices",
+        flags=_flag("expert-model-parallel-size"),
+    ),
+    _switch(
+        "sequence_parallel",
+        "SP",
+        "Whether norms and dropouts are split along the sequence over the tensor devices.",
+        memory_order=-1,
+        flags=_flag("sequence-parallel"),
+    ),
+    _switch(
+        "use_distributed_optimizer",
+        "dist-opt",
+        "Whether the optimizer state is sharded over the data-parallel devices.",
+        memory_order=-1,
+        flags=_flag("use-distributed-optimizer"),
+    ),
+    Knob(
+        name="num_layers_per_virtual_pipeline_stage",
+        label="layers/virtual stage",
+        help="Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
+        minimum=0,
+        maximum=LAYERS,
+        auto=lambda task: (None, *divisors(task.spec.model.num_layers)),
+        auto_help="off, and every divisor of the number of layers",
+        flags=_flag("num-layers-per-virtual-pipeline-stage"),
+    ),
+    _switch(
+        "use_recompute",
+        "recompute",
+        "Whether activations are computed again in the backward pass instead of kept.",
+    ),
+    Knob(
+        name="recompute_granularity",
+        label="granularity",
+        help="What is recomputed: whole layers, or the core attention; null is not set.",
+        kind="word",
+        words=("selective", "full"),
+        auto=lambda task: ("selective", "full"),
+        flags=_flag("recompute-granularity"),
+    ),
+    Knob(
+        name="recompute_method",
+        label="method",
+        help="How full recompute picks layers: chunks of equal size, or the first layers of a stage; null is not set.",
+        kind="word",
+        words=("uniform", "block"),
+        auto=lambda task: ("uniform", "block"),
+        flags=_flag("recompute-method"),
+    ),
+    Knob(
+        name="recompute_num_layers",
+        label="layers",
+        help=("Layers of one chunk (uniform), or layers of a stage that are recomputed (block); null is not set."),
+        maximum=LAYERS,
+        auto=lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
+        auto_help="every number of layers",
+        flags=_flag("recompute-num-layers"),
+    ),
+)
+"""The knobs of a space in the order in which they are crossed: those that rules tie together come first."""
 
 KNOBS = (
-    "data_parallel_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "micro_batch_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "num_layers_per_virtual_pipeline_stage",
-    "use_recompute",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
+    *SPACE_KNOBS,
+    Knob(
+        name="virtual_pipeline_model_parallel_size",
+        scope=("record",),
+        help="Virtual pipeline stages of one device; null is off.",
+        maximum=LAYERS,
+    ),
+    *SETTINGS,
 )
-"""The thirteen knobs in the order in which they are crossed: those that rules tie together come first."""
+"""All knobs of Megatron."""
 
-JOB_KNOBS = (
-    "virtual_pipeline_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-)
-"""Further knobs of job records, all with 0 for not given."""
+BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
+
+
+def in_scope(scope: Scope) -> tuple[Knob, ...]:
+    """Return the knobs that a space, only a job record's candidate, or the settings may have."""
+    return tuple(knob for knob in KNOBS if scope in knob.scope)
 
 
 def axes(task: Task) -> tuple[Axis, ...]:
-    """Return the axes of the space; `auto` becomes every value that could be legal for this task."""
-    return tuple(_axis(task, knob) for knob in KNOBS)
-
-
-def neutral(knob: str) -> KnobValue:
-    """Return the value of a knob that does not apply."""
-    if knob in FLAGS:
-        return False
-    return None if knob in OPTIONAL else 1
+    """Return the axes of the space; a knob that the space does not have is auto."""
+    return tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
 
 
 def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-    """Return columns of one row from knob values; knobs that are absent are neutral."""
-    columns = {knob: _one(knob, values.get(knob, neutral(knob))) for knob in KNOBS}
-    columns |= {knob: _one(knob, values.get(knob)) for knob in JOB_KNOBS}
-    return columns
+    """Return columns of one row from knob values; absent ones are neutral. Raises SpecError for an invalid value.
+
+    The knobs of job records have 0 where they are not set.
+    """
+    return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in (*SPACE_KNOBS, *RECORD_KNOBS)}
 
 
-def _one(knob: str, value: KnobValue) -> IntArray:
+RECORD_KNOBS = in_scope("record")
+
+
+def _column(knob: Knob, value: KnobValue) -> IntArray:
     try:
-        code = 0 if value is None else WORDS[knob].index(value) if isinstance(value, str) else int(value)
-    except (KeyError, ValueError, TypeError):
-        raise SpecError(key=knob, value=value, problem="is no value of this knob") from None
+        code = knob.axis(()).encode(value)
+    except (ValueError, TypeError):
+        raise SpecError(key=knob.name, value=value, problem="is not a valid value of this knob") from None
     return np.array([code], dtype=np.int64)
-
-
-def _axis(task: Task, knob: str) -> Axis:
-    asked = task.spec.space.get(knob, AUTO)
-    values = _auto(task, knob) if isinstance(asked, str) else asked
-    return Axis(
-        knob=knob, values=tuple(values), neutral=neutral(knob), words=WORDS.get(knob, ()), is_flag=knob in FLAGS
-    )
-
-
-def _auto(task: Task, knob: str) -> tuple[KnobValue, ...]:
-    """Return every value of `knob` that some candidate could have: divisors, both flags, all words."""
-    spec, devices = task.spec, task.cluster.devices
-    layers = spec.model.num_layers
-    if knob in FLAGS:
-        return (False, True)
-    if knob in WORDS:
-        return WORDS[knob][1:]
-    if knob == "num_layers_per_virtual_pipeline_stage":
-        return (None, *divisors(layers))
-    if knob == "recompute_num_layers":
-        return tuple(range(1, layers + 1))
-    if knob == "micro_batch_size":
-        return divisors(spec.train.global_batch_size)
-    if knob == "expert_model_parallel_size":
-        return divisors(int(np.gcd(spec.model.num_moe_experts or 1, devices)))
-    return divisors(devices)
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.spec import SettingValue, Spec, TrainSpec
 from flagcore.engines.megatron.flags import environment, expand, flags
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.engines.megatron.options import DEFAULTS, TRIAL, schedule
 from flagcore.errors import LaunchError, NoDevice, SpecError
-from flagcore.spec.settings import LISTS
 
 PROGRAM = "flagcore.engines.megatron.trial"
 SEED = 1234
@@ -161,7 +161,9 @@ def job(
 def _trial_settings(train: TrainSpec) -> dict[str, object]:
     """Return the settings that the trial program takes beside the knobs."""
     given = {key: train.settings[key] for key in TRIAL_SETTINGS if key in train.settings}
-    return {key: str(value).split(",") if key in LISTS else value for key, value in given.items()}
+    return {
+        key: str(value).split(",") if BY_NAME[key].kind in ("words", "ints") else value for key, value in given.items()
+    }
 
 
 def _threads(platform: Platform) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from flagcore.domain.spec import SettingValue
+from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.engines.megatron.stages import LAYOUT
-from flagcore.spec.settings import SETTINGS, setting_from_text
+from flagcore.spec.knobs import setting_from_text
 
 DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
@@ -90,6 +91,7 @@ IMPLIED: Mapping[str, str] = {
 }
 """What the engine demands beside a setting, so that a note of the one tells of the other."""
 
+NAMES_OF_SETTINGS = frozenset(knob.name for knob in SETTINGS)
 _PAIR = re.compile(r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE)
 _LAYOUT = re.compile(r"(?<![\w-])(\w*layout)\s*=\s*([^\s;]+)", re.IGNORECASE)
 _NO = r"(?:no|non|not|without|disabled?)[- _]+"
@@ -109,7 +111,7 @@ def read_notes(notes: str) -> Mapping[str, SettingValue]:
     for flag in _FLAGS:
         if match := flag.search(rest):
             off = bool(match["no"] or match["off"])
-            _keep(found, setting_from_text(_setting(match["name"]), "false" if off else "true"))
+            _keep(found, setting_from_text(_setting(match["name"]), "false" if off else "true", SETTINGS))
             rest = rest[: match.start()] + ";" + rest[match.end() :]
     for phrase, means in PHRASES:
         if (match := re.search(phrase, rest)) and not re.search(_NO + "$", rest[: match.start()]):
@@ -128,11 +130,11 @@ def _pair(name: str, text: str) -> Mapping[str, SettingValue]:
         return {LAYOUT: text}
     if (key, value.lower()) in VALUES:
         return VALUES[key, value.lower()]
-    if key not in SETTINGS:
+    if key not in NAMES_OF_SETTINGS:
         return {}
     if key == "use_megatron_fsdp" and value.isdecimal():
         return {key: int(value) > 1}
-    return setting_from_text(key, value) or setting_from_text(key, value.lower())
+    return setting_from_text(key, value, SETTINGS) or setting_from_text(key, value.lower(), SETTINGS)
 
 
 def _filled(means: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
@@ -142,7 +144,7 @@ def _filled(means: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str
         if value != "{1}":
             filled[key] = value
         elif match[1]:
-            filled |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]))
+            filled |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
     return filled
 
 
@@ -156,7 +158,7 @@ def _flag(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w-])(?:--)?(?P<no>{_NO})?(?P<name>{spelt})(?![\w=])(?P<off>{_OFF})?")
 
 
-_SWITCHES = [key for key, (kind, _) in SETTINGS.items() if kind is bool]
+_SWITCHES = [knob.name for knob in SETTINGS if knob.kind == "flag"]
 _FLAGS = [
     _flag(name)
     for name in sorted((*_SWITCHES, *(n for n, key in NAMES.items() if key in _SWITCHES)), key=len, reverse=True)

@@ -30,6 +30,7 @@ class Serving:
     def __init__(self, engine: Engine, where: str) -> None:
         self.engine, self._where = engine, where
         self.name, self.modules, self.knobs = engine.name, engine.modules, engine.knobs
+        self.untested = engine.untested
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         return self.engine.axes(task)
@@ -41,7 +42,7 @@ class Serving:
         return self.engine.merges(task)
 
     def predict(self, task: Task, columns: Columns, costs: Costs) -> Predictions:
-        engine, kinds = self.engine, heterogeneous.parts(task, columns)
+        engine, kinds = self.engine, heterogeneous.instance_kinds(task, columns)
         return predict(
             task,
             engine.settings(task, kinds.columns),
@@ -54,7 +55,7 @@ class Serving:
 
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
         """Return tokens and sequences of an iteration and the split, of the largest instance."""
-        kinds = heterogeneous.parts(task, columns)
+        kinds = heterogeneous.instance_kinds(task, columns)
         settings, largest = self.engine.settings(task, kinds.columns), kinds.firsts
         figures = {
             "instances": settings.instances,
@@ -109,7 +110,7 @@ class Serving:
     def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
         own = {axis.knob for axis in self.axes(task)}  # a candidate also has the knobs of plugins
         values = {knob: value for knob, value in candidate.items if knob in own}
-        kinds = heterogeneous.parts(task, self.columns(task, values))
+        kinds = heterogeneous.instance_kinds(task, self.columns(task, values))
         each = np.repeat(self.engine.settings(task, kinds.columns).devices, kinds.count)
         return reading.read(task, candidate, folder, each.tolist())
 

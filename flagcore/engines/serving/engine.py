@@ -16,6 +16,7 @@ from flagcore.engines.serving.common import metrics
 from flagcore.engines.serving.common.names import TP
 from flagcore.engines.serving.common.overheads import HostTimes, Releases, overheads_of
 from flagcore.engines.serving.common.sizes import fewest_devices
+from flagcore.engines.serving.load.result import COMPLETIONS
 from flagcore.engines.serving.model.work import Overheads
 
 PORT = "{port}"
@@ -117,6 +118,8 @@ class Engine:
     """The samples of /metrics that explain a score, and their names in a trial's figures."""
     failures: tuple[FailurePattern, ...] = ()
     """What the engine's log lines mean, from specific to general."""
+    api: str = COMPLETIONS
+    """Path of the API that takes prompts of token ids: COMPLETIONS or GENERATE."""
     health: str = "/health"
     """Path that answers 200 when requests are served."""
     split_by: str = TP

@@ -1,4 +1,4 @@
-"""The winner for users: one server as it is, or several behind a balancer that prefers the one with least in flight."""
+"""The best configuration for users: one server, or several behind a balancer with least connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.job import Instance
 
 FRONT_PORT = 8000
-"""Where users reach the winner: its only server, or the balancer; the servers behind it have the ports after it."""
+"""The port of the only server, or of the balancer; the servers behind it have the next ports."""
 BALANCER = "flagcore.engines.serving.balancer"
 START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 
@@ -24,10 +24,10 @@ START, NGINX, COMPOSE = "start.sh", "nginx.conf", "docker-compose.yaml"
 def launch(
     instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str], health: str
 ) -> Launch:
-    """Return how to start the winner for real. Several instances leave their files in `folder`. Raises OSError.
+    """Return how to start the best configuration. For several instances, files are written to `folder`. Raises OSError.
 
-    `common` is the environment that a launch has besides: containers need it spelt out. `health` is the path that
-    answers 200 when a server is ready.
+    `common` is the environment of every launch, which containers need in full. `health` answers 200 when a server is
+    ready.
     """
     if len(instances) == 1:
         only = at_port(instances[0], FRONT_PORT)
@@ -55,7 +55,7 @@ def at_port(instance: Instance, port: int) -> Instance:
 
 
 def nginx_conf(ports: Sequence[int]) -> str:
-    """Return the balancer's settings: least connections, and answers passed on as they are streamed."""
+    """Return nginx's settings: least connections, unbuffered answers."""
     servers = "\n".join(f"        server 127.0.0.1:{port} max_fails=0;" for port in ports)
     return f"""\
 worker_processes auto;
@@ -104,7 +104,7 @@ def start_script(instances: Sequence[Instance], folder: str) -> str:
         f"    nginx -c {conf} -g 'daemon off;' &",
         '    pids="$pids $!"',
         "else",
-        "    echo 'nginx is not installed: a small balancer of flagcore stands in' >&2",
+        "    echo 'nginx is not installed: using the small balancer of flagcore' >&2",
         f"    {shlex.join((sys.executable, '-m', BALANCER, str(FRONT_PORT), *ports))} &",
         '    pids="$pids $!"',
         "fi",
@@ -118,9 +118,9 @@ def start_script(instances: Sequence[Instance], folder: str) -> str:
 
 
 def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, common: Mapping[str, str]) -> str:
-    """Return the same for docker compose: the host's network, and files where the commands look for them.
+    """Return the same for docker compose, with the host's network and files at the same paths.
 
-    The program is the image's own of that name; what else the command names is shown to the container.
+    The program is that of the image; other paths of the command are mounted.
     """
     named = [word for instance in instances for word in instance.argv[1:]]
     places = sorted({directory, *(place for word in named for place in _places(word))})
@@ -132,7 +132,7 @@ def compose_yaml(instances: Sequence[Instance], folder: str, directory: str, com
             "working_dir": directory,
             "entrypoint": [_escaped(word) for word in (Path(instance.argv[0]).name, *instance.argv[1:])],
             "environment": {
-                name: f"${{{name}:?set {name}: it is not kept here}}" if is_secret(name) else _escaped(value)
+                name: f"${{{name}:?set {name}: it is secret}}" if is_secret(name) else _escaped(value)
                 for name, value in {**common, **instance.environment}.items()
             },
             **({"cpuset": ",".join(map(str, instance.cores))} if instance.cores else {}),
@@ -163,7 +163,7 @@ def _command(instance: Instance) -> list[str]:
 
 
 def _places(word: str) -> set[str]:
-    """Return what a container must see for a word of a command: the path, and where links in a folder lead."""
+    """Return the paths to mount for a word of a command: itself, and the targets of links in a folder."""
     path = Path(word)
     if not path.is_absolute() or not path.exists():
         return set()
@@ -172,5 +172,5 @@ def _places(word: str) -> set[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return `text` as compose takes it: a dollar sign is doubled."""
+    """Return `text` for compose, with dollar signs doubled."""
     return text.replace("$", "$$")

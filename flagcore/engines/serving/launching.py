@@ -1,4 +1,4 @@
-"""How a candidate is started: the trial program with a job, or, for real, its servers as users reach them."""
+"""How a candidate is started: the trial program with a job, or the servers of the final configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import secrets_in
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving import export
-from flagcore.engines.serving.common.heterogeneous import Seat, seats
-from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.heterogeneous import Placement, placements
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.trial.job import SERVE, Instance, Job, as_text
@@ -27,22 +27,25 @@ def ready(spec: Spec, engine: Engine) -> None:
     """Raise SpecError or NoDevice unless servers of `spec` can be started and loaded here."""
     serve, cluster = spec.serve, spec.cluster
     if cluster.groups:
-        chips, problem = [group.chip for group in cluster.groups], "are more kinds of chips than one machine has"
+        chips, problem = (
+            [group.chip for group in cluster.groups],
+            "are several kinds of chips, not one machine",
+        )
         fix = "plan with `flag estimate`"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
     if cluster.nodes > 1:
         problem, fix = (
-            "is more than the one machine on which servers are started",
+            "is more than one: servers start on one machine",
             "use 1, or plan with `flag estimate`",
         )
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
         traffic(in_flight(load))
     if serve.directory is not None and not Path(serve.directory).is_dir():
-        problem, fix = "is no folder, and serve.command starts there", "name one that exists, or leave it out"
+        problem, fix = "is not a folder, but serve.command starts there", "name an existing folder, or remove it"
         raise SpecError(key="serve.directory", value=serve.directory, problem=problem, fix=fix)
     if spec.objective == "goodput_requests_per_s" and not spec.limits:
-        problem, fix = "counts the requests that keep the SLO, and there is none", "give serve.slo"
+        problem, fix = "counts requests that keep the SLO, but there is none", "set serve.slo"
         raise SpecError(key="auto_tuner.objective", value=spec.objective, problem=problem, fix=fix)
     engine.ready(spec)
 
@@ -50,9 +53,9 @@ def ready(spec: Spec, engine: Engine) -> None:
 def launch(
     platform: Platform, engine: Engine, where: str, candidate: Candidate, folder: str, *, for_real: bool
 ) -> Launch:
-    """Return how to start `candidate`; what it needs is written into `folder`. `where` leads to `engine`.
+    """Write what `candidate` needs into `folder` and return how to start it. Raises LaunchError.
 
-    Raises LaunchError if that cannot be done.
+    `where` is where the trial program imports the engine.
     """
     instances = _instances(platform, engine, candidate)
     serve = platform.task.spec.serve
@@ -84,31 +87,33 @@ def launch(
     return Launch(argv=(sys.executable, "-m", PROGRAM, folder), folder=folder)
 
 
-def _told(platform: Platform, engine: Engine, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
-    """Return the knobs that the engine is told of: with a neutral value it chooses itself, and may do so by model."""
+def _set_knobs(platform: Platform, engine: Engine, values: Mapping[str, KnobValue]) -> dict[str, KnobValue]:
+    """Return the knobs that are set: for a neutral value the engine chooses, perhaps by model."""
     neutral = {axis.knob: axis.neutral for axis in engine.axes(platform.task)}
     return {knob: value for knob, value in values.items() if value not in (None, neutral.get(knob))}
 
 
 def _instances(platform: Platform, engine: Engine, candidate: Candidate) -> tuple[Instance, ...]:
-    """Return all servers of a candidate, each with devices or cores of its own."""
-    return tuple(_placed(platform, engine, seat) for seat in seats(platform.task, candidate.as_dict()))
+    """Return all servers of a candidate, each with its own devices or CPU cores."""
+    return tuple(_placed(platform, engine, placement) for placement in placements(platform.task, candidate.as_dict()))
 
 
-def _placed(platform: Platform, engine: Engine, seat: Seat) -> Instance:
-    """Return a server that sees the devices of its seat. What the user sets goes before what an engine sets."""
+def _placed(platform: Platform, engine: Engine, placement: Placement) -> Instance:
+    """Return one server with its devices. Variables of the user go before those of the engine."""
     task, variable = platform.task, platform.support.visible_devices
-    cores = Place.of(task).cores(seat.first, seat.width)
-    server = engine.server(task, seat.values, cores)
+    cores = Hardware.of(task).cores(placement.first, placement.width)
+    server = engine.server(task, placement.values, cores)
     environment = {name: value for name, value in server.environment.items() if name not in task.spec.envs}
     if variable is not None:
-        environment[variable] = ",".join(_visible(platform, variable)[seat.first : seat.first + seat.width])
-    asked = _told(platform, engine, seat.values)
-    return Instance(argv=server.argv, environment=environment, cores=cores, asked=asked)
+        environment[variable] = ",".join(
+            _visible(platform, variable)[placement.first : placement.first + placement.width]
+        )
+    expected = _set_knobs(platform, engine, placement.values)
+    return Instance(argv=server.argv, environment=environment, cores=cores, asked=expected)
 
 
 def _visible(platform: Platform, variable: str) -> list[str]:
-    """Return the names of the devices that this process may use, in order: what is visible to it, or all of a node."""
+    """Return the names of the visible devices in order, or of all devices of a node."""
     given = platform.task.spec.envs.get(variable) or os.environ.get(variable)
     if given:
         return [word.strip() for word in given.split(",")]

@@ -12,13 +12,13 @@ from flagcore.domain.objective import figure_name, is_rate
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.heterogeneous import Parts, alone
+from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform
 from flagcore.engines.serving.common.sizes import parameters
 from flagcore.engines.serving.engine import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
 from flagcore.engines.serving.model.work import Overheads, Serving, Split
-from flagcore.engines.serving.simulated import SearchContext, expected_figures, time_parts
+from flagcore.engines.serving.simulate import Candidates, expected_figures, time_parts
 
 STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
 STORED |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
@@ -36,13 +36,13 @@ BOUNDS = {
 }
 """80% of published points took between these times what a fit to the others predicts; gaps: estimated."""
 
-NONE_GOOD = 1e-3
+NO_GOOD_SHARE = 1e-3
 """The share of requests that stands for none where goodput is compared."""
 
 NARROW = 1.9
 """Bytes of a weight below which a file of weights is not one of 16 bits."""
 
-GUESSED = 2.0
+WIDER = 2.0
 """How much wider, as a factor, intervals are if the chip was not measured or the engine not fitted."""
 
 
@@ -54,7 +54,7 @@ def predict(
     *,
     graph_tokens: int = GRAPH_TOKENS,
     untested: bool = False,
-    kinds: Parts | None = None,
+    kinds: InstanceKinds | None = None,
 ) -> Predictions:
     """Return memory and figures of each candidate; times are NaN where the chip's facts do not allow an answer.
 
@@ -67,8 +67,8 @@ def predict(
     split = split_of(settings, graph_tokens)
     memory = memory_of(serving, split, settings, costs)
     times = iteration_costs(serving, split, costs)
-    kinds = kinds or alone(settings.instances)
-    context = SearchContext(
+    kinds = kinds or uniform(settings.instances)
+    context = Candidates(
         kinds=kinds,
         serve=serve,
         objective=task.spec.objective,
@@ -82,7 +82,7 @@ def predict(
     figures["output_tokens_per_s_per_device"] = figures["output_tokens_per_s"] / kinds.total(settings.devices)
     figures["kv_cache_tokens"] = kinds.total(np.maximum(memory.cache_tokens, 0.0))
     figures |= {f"time.{part}": seconds for part, seconds in time_parts(context, figures).items()}
-    wider = GUESSED if costs.guessed or costs.synchronous or untested else 1.0
+    wider = WIDER if costs.guessed or costs.synchronous or untested else 1.0
     return _predictions(task.spec.objective, figures, memory, settings, costs, kinds, wider)
 
 
@@ -92,7 +92,7 @@ def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
     Of weights in one file (GGUF) what is stored of each is the file's own: `precision` is what it is computed in.
     """
     model, precision = task.spec.model, task.spec.serve.precision
-    one, filed = np.ones(1), _filed(task)
+    one, filed = np.ones(1), _file_weight_bytes(task)
     if precision not in STORED and filed is None and np.isfinite(kernels.gemm_seconds(one, one, one, precision)).all():
         return Serving(model=model, precision=precision, overheads=over)
     known = [name for name in COMPUTED if np.isfinite(kernels.gemm_seconds(one, one, one, name)).all()]
@@ -103,7 +103,7 @@ def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
     return Serving(model=model, precision=wide, overheads=over, weight_bytes=stored)
 
 
-def _filed(task: Task) -> float | None:
+def _file_weight_bytes(task: Task) -> float | None:
     """Return the bytes of a weight in a file that has them narrower than 16 bits; None without such a file."""
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
@@ -166,15 +166,15 @@ def _predictions(
     memory: ServingMemory,
     settings: Settings,
     costs: Costs,
-    kinds: Parts,
+    kinds: InstanceKinds,
     wider: float,
 ) -> Predictions:
     name = figure_name(objective)
-    told = figures.get(name, figures["output_tokens_per_s"])
+    figure = figures.get(name, figures["output_tokens_per_s"])
     if objective == "goodput_requests_per_s":  # where no request is good, so that such candidates are compared, too
-        told = np.where(told > 0, told, NONE_GOOD * figures["requests_per_s"])
+        figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
-        time = 1.0 / told if is_rate(objective) else told
+        time = 1.0 / figure if is_rate(objective) else figure
     low, high = BOUNDS["rate" if is_rate(objective) else name.partition(".")[0]]
     capacity = costs.memory.capacity_bytes()
     least = memory.weights + memory.activations + memory.graphs

@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import Task
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.knobs import count
 from flagcore.engines.serving.common.names import DP, PP, TP
-from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.common.sizes import weight_bytes
 from flagcore.engines.serving.engine import PublishedRuns
 
@@ -45,4 +45,4 @@ def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) 
 def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
     """Return the share of a device's memory that its part of the weights takes; NaN if the memory is unknown."""
     devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
-    return weight_bytes(task) / devices / Place.of(task).memory_bytes
+    return weight_bytes(task) / devices / Hardware.of(task).memory_bytes

@@ -1,4 +1,4 @@
-"""From what a trial left in its folder to a measurement: the load point that is told, and all of them."""
+"""Reads what a trial left in its folder: all load points, and the one that counts."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving.common.place import Place
-from flagcore.engines.serving.trial.job import METRICS, NOT_AS_AGREED
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.trial.job import MALFORMED, METRICS
 from flagcore.errors import FlagError
 from flagcore.files import read_regular
 
 GOODPUT = "goodput_requests_per_s"
 PER_DEVICE = "output_tokens_per_s_per_device"
 LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
-"""What tells load points apart in a measurement's `points`."""
+"""The keys that identify a load point in a measurement's `points`."""
 
 
 class NoMetrics(FlagError):
-    """A trial ended without the figures that it should have left."""
+    """A trial ended without its figures."""
 
 
 def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> Measurement:
-    """Return what the trial program measured of a candidate whose instances compute with so many devices `each`.
+    """Return what the trial program measured. `each` has the devices of each instance.
 
-    A figure is the median of its repeats. Of several load points one is told: for a rate the best among those that keep
-    the SLO, or, if none does, the one that misses it by least; for a latency, which the lightest load would always win,
-    the one that misses the SLO by most, or, if none does, where it is longest. Memory in use is known on cores: what
-    the processes of the fullest instance have resident, a core's share of it, as it is predicted. Raises NoMetrics.
+    A figure is the median of its repeats. Of several load points one counts: for a rate the best among those that keep
+    the SLO, or, if none does, the nearest to it; for a latency, which the lightest load would always win, the one that
+    misses the SLO by most, or, if none does, the slowest. Memory in use is known on CPU cores: the resident memory of
+    the fullest instance, per core, as it is predicted. Raises NoMetrics.
     """
     data, devices = _metrics(Path(folder, METRICS)), max(1, min(sum(each), task.cluster.devices))
-    on_cores = Place.of(task).on_cores
+    on_cores = Hardware.of(task).on_cores
     try:
         points = [_Point(task, point, devices) for point in data["points"]]
         pick = min if is_rate(task.spec.objective) else max
-        told = pick(points, key=lambda point: (point.missed, point.step_s))
+        chosen = pick(points, key=lambda point: (point.missed, point.step_s))
         return Measurement(
-            step_times_s=told.steps_s,
-            step_time_s=told.step_s,
-            spread_s=_spread(told.steps_s),
-            tokens_per_second_per_device=told.figures["total_tokens_per_s"] / devices,
+            step_times_s=chosen.steps_s,
+            step_time_s=chosen.step_s,
+            spread_s=_spread(chosen.steps_s),
+            tokens_per_second_per_device=chosen.figures["total_tokens_per_s"] / devices,
             effective=_effective(candidate, data),
             versions={name: str(version) for name, version in data["versions"].items()},
             device_used_bytes=_resident(data, each) if on_cores else None,
-            figures=told.figures | _counted(data) | _memory(data, each if on_cores else [1] * len(each)),
+            figures=chosen.figures | _counted(data) | _memory(data, each if on_cores else [1] * len(each)),
             points=tuple(point.plain() for point in points),
-            broken=told.broken,
+            broken=chosen.broken,
         )
-    except NOT_AS_AGREED as error:
-        raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
+    except MALFORMED as error:
+        raise NoMetrics(f"{METRICS} is incomplete ({type(error).__name__}: {error})") from None
 
 
 class _Point:
@@ -77,7 +77,7 @@ class _Point:
             raise KeyError(f"{name} was not measured")
         graded = [each[name] or _of_none(name, each, count) for each, count in zip(repeats, counts, strict=True)]
         if name.startswith(("tpot_s", "itl_s")) and not all(graded):
-            why = "its tokens were read at one moment: the client came late, or the answers are too short to tell"
+            why = "all its tokens arrived together: the client was late, or the answers are too short"
             raise NoMetrics(f"{name} is 0; {why}")
         self.steps_s = tuple(seconds(objective, figure) for figure in graded)
         if not all(math.isfinite(step) and step > 0 for step in self.steps_s):
@@ -88,7 +88,7 @@ class _Point:
         self.broken = tuple(_words(name, self.figures, task.spec.limits[name]) for name in over if over[name] > 1.0)
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain data: the load, then its figures."""
+        """Return the load and its figures as plain data."""
         load = {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None}
         return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
 
@@ -99,7 +99,7 @@ def _figures(given: Mapping[str, Any], devices: int) -> dict[str, float]:
 
 
 def _of_none(name: str, figures: Mapping[str, float], answered: object) -> float:
-    """Return what compares a load none of whose requests was good: half a request of all that were answered."""
+    """Return a goodput for a load without good requests, so that it can be compared: half a request in all."""
     if name != GOODPUT or not isinstance(answered, int) or answered < 1:
         return 0.0
     return figures["requests_per_s"] / (2 * answered)
@@ -111,7 +111,7 @@ def _words(name: str, figures: Mapping[str, float], limit: float) -> str:
 
 
 def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the servers said they use; the engine's own choice for a knob that was left to it is named so."""
+    """Return the values in use; for a knob that was not set, named as the engine's own choice."""
     asked = candidate.as_dict()
     return {
         (f"{knob} (the engine's own choice)" if knob in asked and asked[knob] is None else knob): value
@@ -120,24 +120,24 @@ def _effective(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, objec
 
 
 def _counted(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return what explains a score: the servers' counters, and how long the slowest took to start."""
+    """Return what explains a score: the servers' counters, and the longest start."""
     counters = {name: float(value) for name, value in data["counters"].items()}
     return {**counters, "startup_s": max(float(each) for each in data["startup_s"])}
 
 
 def _resident(data: Mapping[str, Any], each: Sequence[int]) -> int | None:
-    """Return the resident bytes of a core of the fullest instance; None where the system did not tell."""
+    """Return the resident bytes per core of the fullest instance; None if unknown."""
     shares = [bytes_ / max(cores, 1) for bytes_, cores in zip(data.get("resident_bytes", ()), each, strict=False)]
     return int(max(shares, default=0)) or None
 
 
 def _memory(data: Mapping[str, Any], parts: Sequence[int]) -> dict[str, float]:
-    """Return what engines say of memory: GiB of the fullest device, an instance's over so many, and all tokens."""
-    told: dict[str, list[float]] = {}
+    """Return the engines' own figures of memory: GiB on the fullest device, and tokens of all instances."""
+    found: dict[str, list[float]] = {}
     for memory, devices in zip(data.get("memory", ()), parts, strict=False):
         for name, value in memory.items():
-            told.setdefault(name, []).append(float(value) / (max(devices, 1) if name.endswith("_gib") else 1))
-    return {name: max(values) if name.endswith("_gib") else sum(values) for name, values in told.items()}
+            found.setdefault(name, []).append(float(value) / (max(devices, 1) if name.endswith("_gib") else 1))
+    return {name: max(values) if name.endswith("_gib") else sum(values) for name, values in found.items()}
 
 
 def _spread(steps_s: Sequence[float]) -> float:
@@ -152,7 +152,7 @@ def _metrics(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(read_regular(file))
     except FileNotFoundError:
-        raise NoMetrics(f"it ended with exit code 0 but wrote no {METRICS}") from None
+        raise NoMetrics(f"exit code 0, but no {METRICS} was written") from None
     except (OSError, ValueError, RecursionError) as error:
         raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
     if not isinstance(data, dict):

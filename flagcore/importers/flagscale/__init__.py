@@ -1,7 +1,7 @@
-"""FlagScale's files: a hydra tree goes in, the data of a spec comes out, with a note for each key that is not the same.
+"""FlagScale's hydra trees become specs, with a note on each key that is dropped or changed.
 
-FlagScale is github.com/flagos-ai/FlagScale; read were `flagscale/runner`, `flagscale/serve` and `examples` of its
-commit 16a2dd5b5c41 (2025-11-27). Importing this package is cheap: hydra is imported by the first call.
+FlagScale is github.com/flagos-ai/FlagScale; the format is that of `flagscale/runner`, `flagscale/serve` and `examples`
+at its commit 16a2dd5b5c41 (2025-11-27). hydra is imported by the first call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flagcore.importers.flagscale.source import Note, Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The data of a spec, all paths in it absolute, and what became of keys that mean something else or are gone.
+    """The data of a spec, with absolute paths, and notes on keys that are dropped or mean something else.
 
-    `tree` is what it was translated from, and `file` its top file.
+    `tree` is the composed tree, `file` its top file.
     """
 
     data: dict[str, Any]
@@ -30,14 +30,12 @@ class Imported:
     file: str = ""
 
     def in_its_words(self, error: SpecError) -> SpecError:
-        """Return an error of the spec with the tree's own key."""
-        from flagcore.importers.flagscale.keys import in_words_of
+        from flagcore.importers.flagscale.keys import with_tree_key
 
-        return in_words_of(self.tree, error, self.file)
+        return with_tree_key(self.tree, error, self.file)
 
     def as_yaml(self) -> str:
-        """Return the spec as YAML, each note as a comment where it belongs."""
-        from flagcore.importers.flagscale.written import with_comments
+        from flagcore.importers.flagscale.commented_yaml import with_comments
 
         return with_comments(self.data, self.notes)
 
@@ -70,8 +68,8 @@ def read_tree(directory: Path, name: str, overrides: Sequence[str] = ()) -> Impo
 
 
 def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), *, file: str) -> Imported:
-    """Translate a composed tree, of which the `unresolved` keys, each with its reason, are absent. Raises SpecError."""
-    from flagcore.importers.flagscale.layouts import straightened
+    """Translate a composed tree without its `unresolved` keys, each with a reason. Raises SpecError."""
+    from flagcore.importers.flagscale.layouts import normalize_layout
     from flagcore.importers.flagscale.serving import serving
     from flagcore.importers.flagscale.training import training
     from flagcore.spec.plain_data import spec_error
@@ -79,27 +77,24 @@ def translate(tree: dict[str, Any], unresolved: Sequence[tuple[str, str]] = (), 
     source = Source(tree, file=file)
     for key, why in unresolved:
         source.note(key, f"cannot be resolved ({why}): dropped")
-    straightened(source)
+    normalize_layout(source)
     kind = source.take("experiment.task.type") or ("serve" if "serve" in tree else "train")
     if kind not in ("train", "serve"):
-        problem, fix = "is no task that can be tuned", "use a tree that trains or serves"
+        problem, fix = "is not a task that can be tuned", "use a tree of type train or serve"
         raise spec_error("experiment.task.type", problem, value=kind, fix=fix, file=file)
     if not tree.get(kind):
-        problem, fix = (
-            f"is missing, but experiment.task.type is {kind}",
-            f"let defaults name a file of the folder {kind}",
-        )
+        problem, fix = f"is missing, but experiment.task.type is {kind}", f"add a file of the folder {kind} to defaults"
         raise spec_error(kind, problem, fix=fix, file=file)
     try:
         data = training(source) if kind == "train" else serving(source)
     except SpecError as error:
         raise _with_reason(error, unresolved) from None
-    source.tell_what_is_left()
+    source.note_unknown_keys()
     return Imported(data=data, notes=tuple(source.notes), tree=tree, file=file)
 
 
 def _with_reason(error: SpecError, unresolved: Sequence[tuple[str, str]]) -> SpecError:
-    """Return an error of a key that is missing with the reason, where hydra could not resolve it."""
+    """Return the error of a missing key, with the reason if hydra could not resolve it."""
     from flagcore.spec.plain_data import spec_error
 
     for key, why in unresolved:

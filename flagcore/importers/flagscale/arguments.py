@@ -1,4 +1,4 @@
-"""Arguments of the engines: FlagScale has common ones in vLLM's words, and each engine's own."""
+"""Arguments of the engines: common ones by vLLM's names, and those of each engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, ENGINES, KNOBS, OURS, spelt
+from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, ENGINES, KNOBS, OWN_ARGUMENTS, flagscale_name
 from flagcore.importers.flagscale.source import Source
 
 _AT = "serve.engine_args"
@@ -24,44 +24,46 @@ PATHS = (
     "download_dir",
     "mmproj",
 )
-"""Arguments that may be paths, which start at the working directory; a trial's server runs in another one."""
-ARGUMENTS = ("engine_args", "engine_args_specific")
-"""Where a model has arguments: those in vLLM's words, and those of each engine."""
+"""Arguments that may be relative paths: trials run in another folder."""
 Given = dict[str, tuple[str, Any]]
-"""Arguments of an engine by their names there: where the tree has them, and the value."""
+"""Arguments by the engine's names, each with its key in the tree and its value."""
 
 
-def of_engines(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Given]:
-    """Take the arguments of a model and return those of each engine; its own go before the common ones."""
-    common, specific = (source.mapping(f"serve[0].{key}", item.pop(key, None)) for key in ARGUMENTS)
+def engine_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> dict[str, Given]:
+    """Take the arguments of a model and return those of each engine. Its own override the common ones."""
+    common, specific = (
+        source.mapping(f"serve[0].{key}", item.pop(key, None)) for key in ("engine_args", "engine_args_specific")
+    )
     own = {ENGINES.get(name, name): given for name, given in specific.items() if isinstance(given, dict)}
     for name in own.keys() - set(engines):
         source.note(
-            f"serve[0].engine_args_specific.{spelt(name) if name in KNOBS else name}", "dropped: it is not tuned", _AT
+            f"serve[0].engine_args_specific.{flagscale_name(name) if name in KNOBS else name}",
+            "dropped: it is not tuned",
+            _AT,
         )
     found: dict[str, Given] = {}
-    told: set[str] = set()
+    noted: set[str] = set()
     for engine in engines:
         made: Given = {}
         for key, value in common.items():
-            _add(source, engine, key, value, "engine_args", COMMON[engine], made, told)
+            _add(source, engine, key, value, "engine_args", COMMON[engine], made, noted)
         for key, value in own.get(engine, {}).items():
-            _add(source, engine, key, value, f"engine_args_specific.{spelt(engine)}", None, made, told)
+            _add(source, engine, key, value, f"engine_args_specific.{flagscale_name(engine)}", None, made, noted)
         found[engine] = made
     return found
 
 
-def into_spaces(source: Source, given: dict[str, Given], spaces: dict[str, dict[str, Any]]) -> None:
-    """Give each of several engines its arguments as knobs with one value; `serve.engine_args` is of all of them."""
+def add_to_spaces(source: Source, given: dict[str, Given], spaces: dict[str, dict[str, Any]]) -> None:
+    """Add the arguments of several engines to their spaces as knobs with one value: `serve.engine_args` is for all."""
     for engine, arguments in given.items():
         for key, (at, value) in arguments.items():
             knob = AS_KNOBS.get(key, key)
             if knob not in KNOBS[engine]:
-                text = f"dropped for {engine} ({value}): with several engines only knobs have a value for each"
+                text = f"dropped for {engine} ({value}): with several engines only knobs can differ"
                 source.note(at, text, _AT)
             elif knob in spaces[engine]:
                 where = f"auto_tuner.space.{engine}.{knob}"
-                source.note(at, f"dropped for {engine} ({value}): its space has values", where)
+                source.note(at, f"dropped for {engine} ({value}): the space has values for it", where)
             else:
                 spaces[engine][knob] = value
 
@@ -74,14 +76,14 @@ def _add(
     where: str,
     mapping: dict[str, str] | None,
     made: Given,
-    told: set[str],
+    noted: set[str],
 ) -> None:
-    """Add one argument by its name at the engine. Without a `mapping` it has that name."""
+    """Add one argument by the engine's name. Without a `mapping` the name is the same."""
     at, name = f"serve[0].{where}.{key}", key.lstrip("-").replace("-", "_")
-    if name in OURS:
-        if at not in told:
-            source.note(at, f"dropped: {OURS[name]}", _AT)
-            told.add(at)
+    if name in OWN_ARGUMENTS:
+        if at not in noted:
+            source.note(at, f"dropped: {OWN_ARGUMENTS[name]}", _AT)
+            noted.add(at)
         return
     if isinstance(value, (dict, list)):
         source.note(at, f"dropped ({value}): flagcore passes on single values", _AT)
@@ -91,20 +93,20 @@ def _add(
     elif engine == "sglang" and name in ("dtype", "trust_remote_code", "quantization", "kv_cache_dtype"):
         called = name
     else:
-        source.note(at, f"dropped ({value}): FlagScale does not say what {engine} calls it", _AT)
+        source.note(at, f"dropped ({value}): FlagScale has no name for it in {engine}", _AT)
         return
     if called == "ctx_size" and name != called:
-        text = "is the context of all slots together, as FlagScale passes it to llama.cpp; vLLM's is of each sequence"
+        text = "the context of all slots together, as FlagScale passes it to llama.cpp; in vLLM it is per sequence"
         source.note(at, f"{called}: {text}", f"{_AT}.{called}")
     elif called != name:
         source.note(at, f"{engine} calls it {called}", f"{_AT}.{called}")
     if called == "kv_cache_type" and engine == "llamacpp" and str(value).startswith("fp8"):
-        source.note(at, f"{value} is q8_0 there, of keys and values", f"{_AT}.{called}")
+        source.note(at, f"{value} becomes q8_0 for keys and values", f"{_AT}.{called}")
         value = "q8_0"
     if isinstance(value, str) and (name in PATHS or value.startswith("./")) and os.path.exists(value):
         value = str(Path(value).resolve())
     if called in made and made[called][1] != value:
-        source.note(made[called][0], f"dropped for {engine} ({made[called][1]}): {at} counts", f"{_AT}.{called}")
+        source.note(made[called][0], f"dropped for {engine} ({made[called][1]}): {at} is used", f"{_AT}.{called}")
     made[called] = at, _length(value) if name in ("max_model_len", "context_length", "ctx_size") else value
 
 

@@ -1,4 +1,4 @@
-"""What trees that train and trees that serve have in common: machines, environment, budgets."""
+"""The sections that trees for training and for serving share: machines, environment, budgets."""
 
 from __future__ import annotations
 
@@ -8,75 +8,37 @@ from typing import Any
 
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale.source import Source
+from flagcore.importers.flagscale.tables import TABLES
 from flagcore.spec.plain_data import spec_error
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
 _STARTS = "flagcore starts trials itself"
-DROPPED = {
-    "experiment.exp_dir": "a run is kept in --run-dir",
-    "experiment.exp_name": "a run is named by --run-dir",
-    "experiment.task.entrypoint": f"{_STARTS}; give your own program to train.command",
-    "experiment.seed": "trials have seeds of their own",
-    "experiment.save_steps": "trials save nothing",
-    "experiment.load": "trials load nothing",
-    "experiment.ckpt_format": "trials save nothing",
-    "experiment.cmds": "run it before you start flag",
-    "experiment.node_args": "all nodes of a trial have the same arguments",
-    "device_type_specific": "all nodes of a trial run the same program",
-    f"{_RUNNER}.cli_args": "they are FlagScale's own",
-    f"{_RUNNER}.deploy": "nothing is served",
-    f"{_TUNER}.control.interval": "flagcore does not poll",
-    f"{_TUNER}.nnodes": "FlagScale overwrites it from the runner",
-    f"{_TUNER}.nproc_per_node": "FlagScale overwrites it from the runner",
-    f"{_TUNER}.cards": "FlagScale overwrites it from the runner; all devices of the cluster may be used",
-    f"{_TUNER}.platform": "what a platform is, its plugin knows",
-    f"{_TUNER}.flagcx_tune": "flagcore does not tune a library of collectives",
-    f"{_TUNER}.args_mapping": "the knobs have one name each",
-    "hydra": "hydra does not start flagcore",
-}
-RUNNERS: tuple[str, ...] = (
-    "type",
-    "backend",
-    "ssh_port",
-    "rdzv_backend",
-    "rdzv_id",
-    "tee",
-    "redirects",
-    "log_dir",
-    "per_node_task",
-    "no_shared_fs",
-    "device_type",
-    "docker",
-    "enable_monitoring",
-    "host",
-    "node_rank",
-    "master_addr",
-    "master_port",
-)
+DROPPED: dict[str, str] = TABLES["dropped"]
+RUNNER_KEYS: tuple[str, ...] = tuple(TABLES["dropped_of_runner"])
 
 
-def checked_experiment(source: Source) -> None:
-    """Tell what it means that a tree has no section that says what is tuned, and what becomes of its action."""
+def check_experiment(source: Source) -> None:
+    """Note a missing section `auto_tuner`, and what happens to the action."""
     if not source.left["experiment"].get("auto_tuner"):
-        text = "is not there, so that every knob is auto, within FlagScale's own limits of time"
+        text = "is missing: every knob is auto, with FlagScale's own time limits"
         source.note(_TUNER, text, "auto_tuner")
         source.left["experiment"].pop("auto_tuner", None)
     action = source.take("action")
     if action is not None:
-        text = "is what flag does" if action == "auto_tune" else f"{action} in the file counts as auto_tune"
+        text = "is what flagcore does" if action == "auto_tune" else f"{action} is read as auto_tune"
         source.note("action", text)
 
 
-def drop_the_rest(source: Source) -> None:
-    """Tell why the keys that only FlagScale's own launcher needs are gone."""
+def drop_launcher_keys(source: Source) -> None:
+    """Drop the keys that only FlagScale's own launcher needs, with the reason."""
     for key, why in DROPPED.items():
         source.drop(key, why)
-    for key in RUNNERS:
+    for key in RUNNER_KEYS:
         source.drop(f"{_RUNNER}.{key}", _STARTS)
 
 
 def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
-    """Return the section `cluster` but for memory, the number of nodes, and devices of each. Raises SpecError.
+    """Return the section `cluster` without memory, the number of nodes, and devices per node. Raises SpecError.
 
     Of the slots of the host file, `nproc_per_node` and the visible devices FlagScale uses the least.
     """
@@ -84,7 +46,7 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
     some, given = (source.at(each) not in ({}, None) for each in (f"{_RUNNER}.nnodes", key))
     nodes, devices = _first_number(source, f"{_RUNNER}.nnodes", 1), _first_number(source, key, default)
     if not given:
-        source.note(key, f"is not there: {default}, as for FlagScale", "cluster")
+        source.note(key, f"is missing: {default}, FlagScale's default", "cluster")
     name, visible = _visible(source)
     if 0 < visible <= devices:
         text = f"{visible} of {devices} are visible by experiment.envs.{name}, and FlagScale uses no more"
@@ -92,15 +54,15 @@ def cluster(source: Source) -> tuple[dict[str, Any], int, int]:
         devices, given = visible, True
     hostfile = source.take(f"{_RUNNER}.hostfile")
     found: dict[str, Any] = {"chip": "auto"}
-    kept = _hosts(source, Path(str(hostfile)), nodes if some else None) if hostfile else None
-    if kept:
-        path, nodes, slots = kept
-    if kept and slots and given and devices < slots:
+    hosts = _hosts(source, Path(str(hostfile)), nodes if some else None) if hostfile else None
+    if hosts:
+        path, nodes, slots = hosts
+    if hosts and slots and given and devices < slots:
         text = f"dropped: it has {slots} slots a host, of which nproc_per_node or what is visible leaves {devices}"
         source.note(f"{_RUNNER}.hostfile", text, "cluster")
-    elif kept:
+    elif hosts:
         both = f"{_RUNNER}.hostfile" + (", nproc_per_node" if slots else "")
-        source.note(both, "the file's hosts and slots count; for a type that it has give cluster.chip", "cluster")
+        source.note(both, "hosts and slots are those of the file; set cluster.chip for its device type", "cluster")
         return {**found, "hostfile": path, **({} if slots else {"devices_per_node": devices})}, nodes, slots or devices
     return {**found, "nodes": nodes, "devices_per_node": devices}, nodes, devices
 
@@ -117,7 +79,7 @@ def _visible(source: Source) -> tuple[str, int]:
 
 def environment(source: Source) -> dict[str, str | int]:
     """Return the section `envs`."""
-    given, kept = source.section("experiment.envs"), dict[str, Any]()
+    given, envs = source.section("experiment.envs"), dict[str, Any]()
     for key, value in given.items():
         where = f"experiment.envs.{key}"
         if isinstance(value, (dict, list)):
@@ -125,8 +87,8 @@ def environment(source: Source) -> dict[str, str | int]:
         elif key.endswith("_VISIBLE_DEVICES"):
             source.note(where, f"dropped: trials choose their devices; start flag with {key}={value} instead", "envs")
         elif value is not None:
-            kept[key] = value if isinstance(value, str) or type(value) is int else str(value)
-    return kept
+            envs[key] = value if isinstance(value, str) or type(value) is int else str(value)
+    return envs
 
 
 def control(source: Source, *, seconds: float) -> dict[str, Any]:
@@ -142,9 +104,9 @@ def control(source: Source, *, seconds: float) -> dict[str, Any]:
         raise spec_error(f"{at}.run_best", "must be true or false", value=run_best, file=source.file)
     found["run_best"] = bool(run_best)
     if run_best is None:
-        text = "FlagScale starts the best by itself unless this is false; here `flag run` does, or true"
+        text = "unless this is false FlagScale runs the best at the end; in flagcore set it to true, or use `flag run`"
         source.note(f"{at}.run_best", text, "auto_tuner.control.run_best")
-    text = "FlagScale tries all that it has not pruned; flagcore at most auto_tuner.control.max_trials, 20 by default"
+    text = "FlagScale tries all that is not pruned; flagcore at most auto_tuner.control.max_trials, 20 by default"
     source.note(f"{at}", text, "auto_tuner.control")
     return found
 

@@ -1,4 +1,4 @@
-"""FlagScale's order of candidates and its 31 history rules, for those who want its search."""
+"""The strategy grid: FlagScale's order of candidates and its 31 pruning rules."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from flagcore.importers.flagscale.pruning_history import FLAGS, NESTING, SIZES, 
 
 RAN = (TrialState.MEASURED, TrialState.STOPPED)
 ABSENT: Values = {**dict.fromkeys(NESTING), **dict.fromkeys(SIZES, 1), **dict.fromkeys(FLAGS, False)}
-"""Knobs that a space does not have."""
+"""Values of knobs that a space does not have."""
 
 
 class Grid:
-    """Walks the grid, passing over what a rule settles. Its state is made anew of the trials each time."""
+    """Walks the grid and skips candidates that a rule prunes. Its state is rebuilt from the trials each time."""
 
     name = "grid"
 
     def next(self, context: SearchContext) -> Choice:
-        """Return the next open row of the grid that no rule settles, or none; `because` names the rules that settled
-        some on the way from the last trial."""
-        ran = {context.space.find(trial.candidate): trial for trial in context.trials if trial.state in _KNOWN}
-        histories, passed = defaultdict[tuple[KnobValue, ...], History](History), dict[str, int]()
+        """Return the next open row that no rule prunes, or none. `because` counts the rows that each rule skipped since
+        the last trial.
+        """
+        ran = {context.space.find(trial.candidate): trial for trial in context.trials if trial.state in _FINISHED}
+        histories, skipped = defaultdict[tuple[KnobValue, ...], History](History), dict[str, int]()
         for trial in ran.values():
-            if trial.role is Role.BASELINE:  # it runs first, wherever the grid has it
-                histories[_apart(context, trial.candidate)].add(_entry(context, trial))
+            if trial.role is Role.BASELINE:  # it runs first, wherever it is in the grid
+                histories[_other_knobs(context, trial.candidate)].add(_entry(context, trial))
         for row in _walk(
             context, np.union1d(context.open_rows, np.array([row for row in ran if row is not None], dtype=np.int64))
         ):
-            if (known := ran.get(row)) is not None:
-                if known.role is not Role.BASELINE:
-                    histories[_apart(context, known.candidate)].add(_entry(context, known))
-                    passed = {}
+            if (previous := ran.get(row)) is not None:
+                if previous.role is not Role.BASELINE:
+                    histories[_other_knobs(context, previous.candidate)].add(_entry(context, previous))
+                    skipped = {}
                 continue
             candidate = context.space.candidate(row)
-            entry, history = Entry({**ABSENT, **candidate.as_dict()}), histories[_apart(context, candidate)]
+            entry, history = Entry({**ABSENT, **candidate.as_dict()}), histories[_other_knobs(context, candidate)]
             rule = entry.pruned_by = history.rule(entry)
             if rule is None:
-                return Choice(row=row, because=f"the next of the grid{_told(passed)}")
+                return Choice(row=row, because=f"next in the grid{_skip_text(skipped)}")
             history.add(entry)
-            passed[rule] = passed.get(rule, 0) + 1
-        return Choice(row=None, because=f"the grid is at its end{_told(passed)}")
+            skipped[rule] = skipped.get(rule, 0) + 1
+        return Choice(row=None, because=f"end of the grid{_skip_text(skipped)}")
 
 
-def _apart(context: SearchContext, candidate: Candidate) -> tuple[KnobValue, ...]:
-    """Return the values of knobs that no rule of the history knows: those with other values prove nothing."""
+def _other_knobs(context: SearchContext, candidate: Candidate) -> tuple[KnobValue, ...]:
+    """Return the values of knobs that no rule compares: candidates that differ in them are not compared."""
     values = candidate.as_dict()
     return tuple(values.get(axis.knob, axis.neutral) for axis in context.space.axes if axis.apart)
 
 
-_KNOWN = frozenset(TrialState) - {TrialState.RUNNING, TrialState.INTERRUPTED}
+_FINISHED = frozenset(TrialState) - {TrialState.RUNNING, TrialState.INTERRUPTED}
 
 
 def _walk(context: SearchContext, rows: IntArray) -> Iterator[int]:
-    """Yield rows in the order in which the grid comes to them."""
+    """Yield rows in the order of the grid."""
     columns, axes = context.space.columns(rows), {axis.knob: axis for axis in context.space.axes}
     places = []
     for knob in [*(each for each in NESTING if each in axes), *(each for each in axes if each not in NESTING)]:
@@ -76,9 +77,9 @@ def _entry(context: SearchContext, trial: Trial) -> Entry:
     return Entry(values, seconds, trial.state is TrialState.OUT_OF_MEMORY)
 
 
-def _told(passed: dict[str, int]) -> str:
-    rules = ", ".join(f"{name} {count}" for name, count in passed.items())
-    return f"; passed over by history rule: {rules}" if rules else ""
+def _skip_text(skipped: dict[str, int]) -> str:
+    rules = ", ".join(f"{name} {count}" for name, count in skipped.items())
+    return f"; skipped by history rule: {rules}" if rules else ""
 
 
 STRATEGY: Strategy = Grid()

@@ -1,7 +1,7 @@
-"""FlagScale's history.csv: a row a task, its knobs, and what it measured.
+"""FlagScale's history.csv: one row per task with its knobs and measurements.
 
-Read was `flagscale/runner/auto_tuner/record/recorder.py` of FlagScale's commit 16a2dd5b5c41: an empty cell is None,
-words are True and False, lists are JSON, times are milliseconds but `elapsed_time`, memory is MB or the word OOM.
+Format of `flagscale/runner/auto_tuner/record/recorder.py`, commit 16a2dd5b5c41: an empty cell is None, words are True
+and False, lists are JSON, times are milliseconds except `elapsed_time`, memory is MB or the word OOM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flagcore.contracts import History, HistoryRow
 from flagcore.domain.candidate import KnobValue
 from flagcore.errors import UsageError
 from flagcore.files import read_regular
-from flagcore.importers.flagscale.engines import ENGINES
+from flagcore.importers.flagscale.engines import ENGINES, KNOB_NAMES
 
 TRAINED = "performance"
 SERVED = {
@@ -28,7 +28,7 @@ SERVED = {
     "itl": "itl_s.mean",
     "topt": "tpot_s.mean",
 }
-"""Columns of a server's figures, and what they are here: latencies in milliseconds, tokens with those of prompts."""
+"""Columns of server metrics, by flagcore's names: latencies in milliseconds, tokens including prompts."""
 BOOKKEEPING = (
     "idx",
     "acc_step",
@@ -44,50 +44,49 @@ BOOKKEEPING = (
     TRAINED,
     *SERVED,
 )
-"""Columns that are no knobs."""
+"""Columns that are not knobs."""
 FIGURES = ("elapsed_time", "max_mem", TRAINED, *SERVED)
-NOTHING = ("", "none", "nan", "null", "n/a", "na", "<na>")
-"""Words of an empty cell."""
+EMPTY = ("", "none", "nan", "null", "n/a", "na", "<na>")
+"""Values of an empty cell."""
 SPLITS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-SPELT = {"instance": "instances", "instace": "instances"}
 IGNORED = ("split_mode",)
-"""Knobs that FlagScale writes down, but never passes on."""
+"""Knobs that FlagScale records but never passes to an engine."""
 OUT_OF_MEMORY = "OOM"
-SAYS_OUT_OF_MEMORY = ("out of memory", "outofmemory")
+OUT_OF_MEMORY_ERRORS = ("out of memory", "outofmemory")
 LARGEST = 2**53
-"""Whole numbers beyond it are none that a float has kept."""
+"""Whole numbers from here on are not exact in a float."""
 MIB = 2**20
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_history(path: Path) -> History:
-    """Read a history.csv. Raises UsageError for a file that is none, with what its heading lacks."""
+    """Read a history.csv. Raises UsageError if the file is not one."""
     try:
         data = read_regular(path)
         lines = [] if data.startswith(_UTF_16) else _records(data.decode("utf-8", errors="replace").lstrip("\ufeff"))
     except (OSError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if data.startswith(_UTF_16):
-        raise UsageError(f"{path} is no text in UTF-8; save it so")
+        raise UsageError(f"{path} is not UTF-8 text")
     if not lines:
-        raise UsageError(f"{path} is empty; give the history.csv of a run of FlagScale's")
+        raise UsageError(f"{path} is empty; give the history.csv of a FlagScale run")
     (_, heading), *rest = lines
     serves = bool(SERVED.keys() & set(heading))
     if TRAINED not in heading and not serves:
         names = [name if name.isprintable() and len(name) <= 60 else f"{name[:60]!r}..." for name in heading[:8]]
         columns = f"{', '.join(names)}{', ...' if len(heading) > 8 else ''}"
         raise UsageError(
-            f"{path} is no history of FlagScale's: it has neither {TRAINED!r} nor a server's figures "
-            f"({', '.join(SERVED)}), with commas between; its columns are {columns}"
+            f"{path} is not a history of FlagScale: it has neither the column {TRAINED!r} nor one of "
+            f"{', '.join(SERVED)}; its columns are {columns}"
         )
     if twice := [name for name in dict.fromkeys(heading) if name and heading.count(name) > 1]:
-        raise UsageError(f"{path} has columns twice: {', '.join(twice)}; keep one of each")
+        raise UsageError(f"{path} has duplicate columns: {', '.join(twice)}; keep one of each")
     rows = [_row(number, heading, cells) for number, cells in rest]
     return History(rows=tuple(sorted(rows, key=lambda row: (row.index, row.line))), serves=serves)
 
 
 def _records(text: str) -> Sequence[tuple[int, list[str]]]:
-    """Return each record that has a cell with text, with the line on which it ends."""
+    """Return each non-empty record with the line on which it ends."""
     most = csv.field_size_limit(max(len(text), 1))  # an error may be a long log
     try:
         reader = csv.reader(io.StringIO(text, newline=""), escapechar="\\")
@@ -110,7 +109,7 @@ def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow
         line=line,
         index=line if index is None else int(index),
         knobs={
-            SPELT.get(name, name): _value(cell)
+            KNOB_NAMES.get(name, name): _value(cell)
             for name, cell in cells.items()
             if name and name not in (*BOOKKEEPING, *SPLITS, *IGNORED)
         },
@@ -122,7 +121,7 @@ def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow
             if value is not None and value > 0
         },
         reserved_bytes=int(reserved * MIB) if reserved is not None and reserved > 0 else None,
-        out_of_memory=no_memory or any(words in error.lower() for words in SAYS_OUT_OF_MEMORY),
+        out_of_memory=no_memory or any(words in error.lower() for words in OUT_OF_MEMORY_ERRORS),
         error=" ".join(error.split())[:200] or None,
         elapsed_s=max(_number(cells.get("elapsed_time")) or 0.0, 0.0),
         split=any(_value(cells.get(name, "")) is not None for name in SPLITS),
@@ -132,25 +131,25 @@ def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow
 
 
 def _refused(heading: Sequence[str], values: Sequence[str], cells: Mapping[str, str]) -> str:
-    """Return why a row cannot be taken; nothing if it may."""
+    """Return why a row cannot be used; empty if it can."""
     if len(values) != len(heading):
-        return f"it has {len(values)} cells, the heading {len(heading)}; a list must be quoted"
+        return f"it has {len(values)} cells, the heading {len(heading)}; quote lists"
     if _value(cells.get("pruned", "")) is True:
-        return "FlagScale pruned it, so its figures are another row's"
+        return "FlagScale pruned it: its figures are those of another row"
     for name in FIGURES:
         cell = cells.get(name, "")
-        if cell.lower() in NOTHING or cell.upper() == OUT_OF_MEMORY:
+        if cell.lower() in EMPTY or cell.upper() == OUT_OF_MEMORY:
             continue
         number = _number(cell)
         if number is None:
-            return f"{name} = {cell[:40]!r} is no number; leave out units, and commas between thousands"
+            return f"{name} = {cell[:40]!r} is not a number; remove units and thousands separators"
         if number <= 0 and name in (TRAINED, *SERVED):
-            return f"{name} = {cell} is no figure; it must be above 0"
+            return f"{name} = {cell} must be above 0"
     return ""
 
 
 def _value(cell: str) -> KnobValue:
-    if cell.lower() in NOTHING:
+    if cell.lower() in EMPTY:
         return None
     if cell.lower() in ("true", "false"):
         return cell.lower() == "true"

@@ -1,4 +1,4 @@
-"""Where a key of a spec comes from in the tree, so that a wrong value is told in the tree's own words."""
+"""The key of the tree from which a key of the spec comes, for errors of the spec."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, SPELT
+from flagcore.importers.flagscale.engines import AS_KNOBS, COMMON, KNOB_NAMES
 from flagcore.spec.plain_data import spec_error
 from flagcore.spec.validate import joined
 
@@ -43,12 +43,12 @@ _SECTIONS = (
     ("serve.engine_args.", "serve"),
     ("serve.profile.", f"{_ITEM}.profile"),
 )
-"""Where the keys of a spec's sections come from; below these they may stand at any depth."""
+"""Sections of the spec, and of the tree where their keys come from, at any depth."""
 _PLACE = re.compile(r"(\[\d+\])+$")
 
 
-def in_words_of(tree: Mapping[str, Any], error: SpecError, file: str) -> SpecError:
-    """Return an error of a spec with the tree's own key and its top `file`, if it is of a key that comes from there."""
+def with_tree_key(tree: Mapping[str, Any], error: SpecError, file: str) -> SpecError:
+    """Return an error of a spec with the tree's key and top `file`, if the key comes from the tree."""
     return joined([_renamed(tree, each, file) for each in error.problems])
 
 
@@ -75,15 +75,15 @@ def _key_of(tree: Mapping[str, Any], key: str) -> str:
 
 
 def _names(name: str) -> set[str]:
-    """Return what a knob or flag may be called in a tree, with hyphens or underscores."""
+    """Return the names of a knob or flag in a tree, with hyphens or underscores."""
     words = {name, *_RENAMED.get(name, ())}
-    for table in (AS_KNOBS, SPELT, *COMMON.values()):
+    for table in (AS_KNOBS, KNOB_NAMES, *COMMON.values()):
         words |= {theirs for theirs, ours in table.items() if ours in words}
     return words | {each.replace("_", "-") for each in words}
 
 
 def _leaves(data: Any, at: str = "") -> Iterator[str]:
-    """Yield the paths of all that is no mapping, nor a list with one: `serve[0].engine_args.model`."""
+    """Yield the paths of all values, such as `serve[0].engine_args.model`."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from _leaves(value, f"{at}.{key}" if at else str(key))

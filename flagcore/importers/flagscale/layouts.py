@@ -1,6 +1,6 @@
-"""Trees of another layout, set right before their keys are read: sections that stand elsewhere, lists for mappings.
+"""Trees of other layouts are normalized before their keys are read: moved sections, lists in place of mappings.
 
-Read were the examples of FlagScale's repository since 2024, and its slides, whose space stands beside `auto_tuner`.
+Layouts are those of the examples in FlagScale's repository since 2024, and of its slides.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MOVED = {
     f"{_EXPERIMENT}.action": "action",
     "auto_tuner": _TUNER,
 }
-"""Where a key stands in other trees, and where it belongs."""
+"""Keys of other layouts, and where they belong."""
 _PROFILE = ("profile", "resources")
 
 
-def straightened(source: Source) -> None:
-    """Move what stands elsewhere to where it belongs, and tell it. Raises SpecError without an experiment."""
+def normalize_layout(source: Source) -> None:
+    """Move keys to where they belong, with a note on each. Raises SpecError without an experiment."""
     experiment = source.left.get(_EXPERIMENT)
     if experiment is not None and not isinstance(experiment, dict):
         fix = "write its keys below it"
         raise spec_error(_EXPERIMENT, "must be a mapping", value=experiment, fix=fix, file=source.file)
     if experiment is None:
         near = get_close_matches(_EXPERIMENT, source.left.keys() - {_EXPERIMENT}, n=1)
-        fix = f"did you mean it by {near[0]}?" if near else "give the tree's top file, which has it, as --config-name"
+        fix = f"did you mean {near[0]}?" if near else "give the tree's top file, which has it, as --config-name"
         raise spec_error(_EXPERIMENT, "is missing", fix=fix, file=source.file)
     for key in ("task", "runner", "auto_tuner"):
         if not isinstance(given := experiment.get(key), (dict, type(None))):
@@ -45,18 +45,18 @@ def straightened(source: Source) -> None:
                 fix = "write its keys below it"
                 raise spec_error(f"{_EXPERIMENT}.{key}", "must be a mapping", value=given, fix=fix, file=source.file)
             experiment["task"] = {"type": given}
-            source.note(f"{_EXPERIMENT}.task", f"taken as {_EXPERIMENT}.task.type, as newer trees have it")
+            source.note(f"{_EXPERIMENT}.task", f"read as {_EXPERIMENT}.task.type")
     for old, new in MOVED.items():
         if (found := source.take(old)) is None:
             continue
-        source.note(old, f"taken as {new}, where it belongs")
+        source.note(old, f"read as {new}")
         for key in source.put(new, found):
             at = f".{key}" if key else ""
-            source.note(f"{old}{at}", f"dropped ({found[key] if key else found}): {new}{at} is there, too, and counts")
+            source.note(f"{old}{at}", f"dropped ({found[key] if key else found}): {new}{at} is used")
 
 
 def model_list(source: Source) -> list[Any]:
-    """Take the models of a tree that serves; of older trees, which name them under `model_args`, make a list."""
+    """Take the list of models of a tree for serving, or make it from `model_args` of older trees."""
     given = source.take("serve")
     if not isinstance(given, dict):
         return given if isinstance(given, list) else [given]
@@ -71,18 +71,18 @@ def model_list(source: Source) -> list[Any]:
         args = {key.replace("-", "_"): value for key, value in flags.items()} if isinstance(flags, dict) else {}
         switches = args.pop("action_args", None) or []
         if not isinstance(switches, list):
-            source.note(f"serve.model_args.{name}.action-args", f"dropped ({switches}): it is no list", "serve")
+            source.note(f"serve.model_args.{name}.action-args", f"dropped ({switches}): it is not a list", "serve")
             switches = []
         args |= {str(each).replace("-", "_"): True for each in switches}
         if (tag := args.pop("model_tag", None)) is not None:
             args = {"model": tag, **args}
-        source.note(f"serve.model_args.{name}", f"taken as serve[{place}].engine_args, as newer trees have it", "serve")
+        source.note(f"serve.model_args.{name}", f"read as serve[{place}].engine_args", "serve")
         made.append({"serve_id": name, "engine": "vllm", "engine_args": args})
     return made
 
 
 def _take_nodes(source: Source, serve: dict[str, Any]) -> None:
-    """Give the runner the nodes and slots of the hosts that the oldest trees list beside their models."""
+    """Give the runner the nodes and slots of the hosts that the oldest trees list under `serve`."""
     listed = serve["hostfile"].get("nodes") if isinstance(serve.get("hostfile"), dict) else None
     hosts = (
         [host for each in listed if isinstance(each, dict) for host in each.values()]
@@ -95,24 +95,24 @@ def _take_nodes(source: Source, serve: dict[str, Any]) -> None:
     del serve["hostfile"]
     for key, value in (("nnodes", len(slots)), ("nproc_per_node", min(slots))):
         source.put(f"{_RUNNER}.{key}", value)
-    text = f"dropped: {len(slots)} hosts of {min(slots)} slots count, where the runner does not say"
+    text = f"dropped: {len(slots)} hosts of {min(slots)} slots, if the runner does not give them"
     source.note("serve.hostfile", text, "cluster")
 
 
-def moved_out_of_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> None:
-    """Set right a model's `engine_args_specific`: what is no argument, and arguments without an engine above them."""
+def normalize_specific_arguments(source: Source, item: dict[str, Any], engines: list[str]) -> None:
+    """Normalize a model's `engine_args_specific`: sections that are not arguments, and arguments outside an engine."""
     specific = item.get("engine_args_specific")
     if not isinstance(specific, dict):
         return
     for key in _PROFILE:
         if isinstance(specific.get(key), dict):
             item.setdefault(key, specific.pop(key))
-            source.note(f"serve[0].engine_args_specific.{key}", f"taken as serve[0].{key}, where it belongs")
+            source.note(f"serve[0].engine_args_specific.{key}", f"read as serve[0].{key}")
     loose = [key for key, value in specific.items() if not isinstance(value, (dict, type(None)))]
     if not loose:
         return
-    taken = {key: specific.pop(key) for key in loose}
+    arguments = {key: specific.pop(key) for key in loose}
     engine = engines[0]
-    specific[engine] = {**taken, **(specific.get(engine) or {})}
-    text = f"taken as of {engine}: FlagScale wants the engine's name above them"
+    specific[engine] = {**arguments, **(specific.get(engine) or {})}
+    text = f"read as arguments of {engine}: FlagScale expects them in a section of the engine"
     source.note(f"serve[0].engine_args_specific ({', '.join(loose)})", text, "serve.engine_args")

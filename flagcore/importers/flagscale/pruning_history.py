@@ -1,9 +1,9 @@
-"""FlagScale's training tuner as it behaves: the order of its grid and its 31 history rules, copied results included.
+"""FlagScale's training tuner as it behaves: the order of its grid and its 31 history rules.
 
-Written from what `flagscale/runner/auto_tuner` of FlagOpen/FlagScale does (`search/searcher.py`, `search/algorithm.py`,
-`prune/history.py`, `utils.py`; 2025). One rule is a set of axes: a candidate that needs no less memory on each of them,
-all else equal, than one that ran out of memory is not run. Three rules also give a candidate that they skip the result
-of another one. Two rules have drifted from their pattern; they are kept so.
+Follows `flagscale/runner/auto_tuner` of FlagOpen/FlagScale (`search/searcher.py`, `search/algorithm.py`,
+`prune/history.py`, `utils.py`; 2025). A rule is a set of axes: a candidate is skipped if another one ran out of memory
+that needs no more memory on each axis and is equal otherwise. Three rules also copy the result of the other candidate.
+Two rules deviate from the pattern, as in FlagScale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MBS, SP, DIST_OPT = "micro_batch_size", "sequence_parallel", "use_distributed_op
 VIRTUAL, RECOMPUTE = "num_layers_per_virtual_pipeline_stage", "use_recompute"
 METHOD, GRANULARITY, LAYERS = "recompute_method", "recompute_granularity", "recompute_num_layers"
 NESTING = (DP, TP, PP, CP, EP, DIST_OPT, SP, MBS, VIRTUAL, RECOMPUTE, METHOD, GRANULARITY, LAYERS)
-"""The loops of the grid, outermost first; these thirteen are also what two candidates are compared by."""
+"""The loops of the grid, outermost first. Candidates are compared by these thirteen knobs."""
 
 SIZES, FLAGS = (DP, TP, PP, CP, EP, MBS), (DIST_OPT, SP, RECOMPUTE)
 
@@ -32,23 +32,23 @@ LISTED: Mapping[str, tuple[Any, ...]] = {
     METHOD: ("uniform", "block"),
     GRANULARITY: ("full", "selective"),
 }
-"""The order in which the values of a knob on auto are listed; numbers ascend."""
+"""The order of values of a knob on auto; numbers ascend."""
 
 
 def in_order(knob: str, values: set[Any]) -> list[Any]:
-    """Return the values of a knob in the order in which the grid comes to them, without None."""
+    """Return the values of a knob in the order of the grid, without None."""
     given = values - {None}
     return sorted(given, key=LISTED[knob].index) if knob in LISTED else sorted(given)
 
 
 def ranks(knob: str, order: Sequence[Any]) -> dict[Any, int]:
-    """Return the place of each value in its list. Selective recompute, without a method, comes with the first one."""
+    """Return the place of each value in its list. Selective recompute, which has no method, counts as the first one."""
     return {None: 0 if knob == METHOD else -1, **{value: rank for rank, value in enumerate(order)}}
 
 
 @dataclass(slots=True)
 class Entry:
-    """A line of the tuner's history: what it thinks of a candidate, run or not."""
+    """One candidate in the tuner's history, run or skipped, with its measured or copied result."""
 
     values: Values
     performance: float | None = None
@@ -90,7 +90,7 @@ def no_distributed_optimizer(new: Values, old: Values) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Knobs that one rule looks at together, and when a candidate needs no less memory on them."""
+    """Knobs of one axis, and whether a candidate needs at least as much memory on them."""
 
     name: str
     knobs: tuple[str, ...]
@@ -111,7 +111,7 @@ AXES = {
 
 @dataclass(frozen=True, slots=True)
 class HistoryRule:
-    """One of the 31: a set of axes. `compared` are the knobs in which the two candidates may differ."""
+    """A set of axes. Two candidates may differ in the knobs `compared`; `also` is a condition on the older one."""
 
     axes: tuple[str, ...]
     compared: frozenset[str] = field(default=frozenset())
@@ -119,11 +119,11 @@ class HistoryRule:
 
     @property
     def name(self) -> str:
-        """The axes' names together."""
+        """The names of the axes, joined."""
         return "_".join(self.axes)
 
-    def judge(self, new: Entry, old: Entry) -> bool:
-        """Return whether `old` settles `new`, and if so write into `new` what FlagScale then believes of it."""
+    def prunes(self, new: Entry, old: Entry) -> bool:
+        """Return whether `old` prunes `new`, and write into `new` the result that FlagScale then copies."""
         if self.axes in _WITH_RESULTS:
             verdict = _WITH_RESULTS[self.axes](new.values, old)
         else:
@@ -175,14 +175,14 @@ tp_pp recompute; tp_pp mbs sp; tp_pp mbs recompute; tp_pp recompute sp; tp_pp mb
 distopt recompute; distopt sp; distopt tp_pp; distopt mbs recompute; distopt mbs sp; distopt mbs tp_pp;
 distopt recompute sp; distopt recompute tp_pp; distopt sp tp_pp; distopt mbs recompute sp; distopt mbs recompute tp_pp;
 distopt mbs sp tp_pp; distopt recompute sp tp_pp; distopt mbs recompute sp tp_pp"""
-"""The rules in the order in which they are asked: every set of the five axes but the empty one."""
+"""The rules in the order in which they are request: every set of the five axes but the empty one."""
 
 
 def _rule(axes: tuple[str, ...]) -> HistoryRule:
     compared = frozenset(knob for name in axes for knob in AXES[name].knobs)
-    if axes == ("tp_pp", "mbs"):  # it also asks that the one that ran out has sequence parallelism
+    if axes == ("tp_pp", "mbs"):  # also requires that the older candidate has sequence parallelism
         return HistoryRule(axes, compared, lambda old: bool(old[SP]))
-    if axes == ("distopt", "mbs", "recompute", "sp"):  # it wants the same and other sequence parallelism: never fires
+    if axes == ("distopt", "mbs", "recompute", "sp"):  # requires equal and different sequence parallelism: never true
         return HistoryRule(axes, compared - {SP})
     return HistoryRule(axes, compared)
 
@@ -191,27 +191,27 @@ RULES = tuple(_rule(tuple(names.split())) for names in _NAMES.split(";"))
 
 
 class History:
-    """What is known of candidates, run or not, and which rule settles a new one by it."""
+    """The candidates so far, run or skipped, and the rules over them."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self._beside: dict[tuple[int, tuple[Any, ...]], list[Entry]] = {}
+        self._by_key: dict[tuple[int, tuple[Any, ...]], list[Entry]] = {}
 
     def add(self, entry: Entry) -> None:
-        """Keep an entry, after all others."""
+        """Append an entry."""
         self.entries.append(entry)
         for key in _keys(entry.values):
-            self._beside.setdefault(key, []).append(entry)
+            self._by_key.setdefault(key, []).append(entry)
 
     def rule(self, new: Entry) -> str | None:
-        """Return the first rule that settles `new` by an entry, and write into `new` what is then believed of it."""
+        """Return the first rule that prunes `new`, and write the copied result into `new`; None if no rule does."""
         for rule, key in zip(RULES, _keys(new.values), strict=True):
-            if any(rule.judge(new, old) for old in self._beside.get(key, ())):
+            if any(rule.prunes(new, old) for old in self._by_key.get(key, ())):
                 return rule.name
         return None
 
 
 def _keys(values: Values) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield for each rule what two candidates must have in common to be compared by it."""
+    """Yield for each rule the values that two candidates must share to be compared."""
     for place, rule in enumerate(RULES):
         yield place, tuple(value for knob, value in values.items() if knob not in rule.compared)

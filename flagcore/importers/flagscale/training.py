@@ -1,14 +1,16 @@
-"""A tree that trains: FlagScale's sections `train.system` and `train.model` hold Megatron's flags."""
+"""A tree for training: the sections `train.system` and `train.model` hold Megatron's flags."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from flagcore.importers.flagscale.experiment import checked_experiment, cluster, control, drop_the_rest, environment
-from flagcore.importers.flagscale.flat import Flat, found_in
-from flagcore.importers.flagscale.options import INFLUENCE, options
+from flagcore.engines.megatron.knobs import SPACE_KNOBS
+from flagcore.importers.flagscale.experiment import check_experiment, cluster, control, drop_launcher_keys, environment
+from flagcore.importers.flagscale.flags import Flags, take_flags
+from flagcore.importers.flagscale.options import RELEVANT, options
 from flagcore.importers.flagscale.shape import shape
 from flagcore.importers.flagscale.source import Source, leaves
+from flagcore.importers.flagscale.tables import TABLES
 from flagcore.spec.plain_data import spec_error
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
@@ -20,25 +22,19 @@ _SIZES: tuple[str, ...] = (
     "num_layers_per_virtual_pipeline_stage",
 )
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_OWN = ("use_distributed_optimizer", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length")
-_COUNT = (*_SIZES, *_OWN, *_RECOMPUTE, *INFLUENCE)
-"""Flags that count in a section that is dropped, too."""
-DROPPED = {
-    "train.data": "trials train on generated tokens; flagcore pads the vocabulary as Megatron does",
-    "train.system.logging": "trials log each step",
-    "train.system.checkpoint": "trials save nothing",
-    "train.model.optimizer": "trials are too short to learn: no influence on memory or time",
-}
+_JOB = ("use_distributed_optimizer", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length")
+_FLAGS = (*_SIZES, *_JOB, *_RECOMPUTE, *RELEVANT)
+"""Flags that are read even in a section that is dropped."""
+DROPPED: dict[str, str] = TABLES["dropped_of_training"]
 _MIB = 1 << 20
 
 
 def training(source: Source) -> dict[str, Any]:
     """Return the data of a spec that trains. Raises SpecError where something that it needs is missing."""
-    from flagcore.spec.knobs import SPACE_KNOBS
 
-    checked_experiment(source)
+    check_experiment(source)
     vocabulary = source.take("train.data.tokenizer.vocab_size", source.take("train.data.vocab_size"))
-    before = found_in(source, DROPPED, _COUNT)
+    before = take_flags(source, DROPPED, _FLAGS)
     if (kind := source.take("train.model.optimizer.optimizer")) not in (None, "adam"):
         source.note("train.model.optimizer.optimizer", f"dropped ({kind}): memory and time are Adam's", "train")
     for section, why in DROPPED.items():
@@ -47,78 +43,82 @@ def training(source: Source) -> dict[str, Any]:
         if source.take(f"{hetero}.enable_hetero"):
             text = "dropped: all stages have the same sizes; see `cluster.groups` for nodes of several chips"
             source.note(hetero, text, "cluster")
-        source.drop(hetero, "it is off, or beyond what cluster.groups can tell", "cluster")
-    flat = Flat(source, ("train.system", "train.model"), before)
-    _of_megatron(source, flat)
+        source.drop(hetero, "off, or not supported by cluster.groups", "cluster")
+    flags = Flags(source, ("train.system", "train.model"), before)
+    _drop_backend(source, flags)
     machines, nodes, devices = cluster(source)
-    model = shape(flat, flat.take("vocab_size", vocabulary))
-    baseline = _baseline(flat, bool(model.get("num_moe_experts")))
-    sizes = {key: flat.take(key) for key in ("seq_length", "global_batch_size")}
+    model = shape(flags, flags.take("vocab_size", vocabulary))
+    baseline = _baseline(flags, bool(model.get("num_moe_experts")))
+    sizes = {key: flags.take(key) for key in ("seq_length", "global_batch_size")}
     for key, value in sizes.items():
         if value is None:
             raise spec_error(f"train.model.{key}", "is missing", fix="give it", file=source.file)
-    train = {"engine": "megatron", **sizes, **options(flat, nodes=nodes)}
+    train = {"engine": "megatron", **sizes, **options(flags, nodes=nodes)}
     tuner: dict[str, Any] = {}
-    if space := _space(source, SPACE_KNOBS.keys()):
+    if space := _space(source, [knob.name for knob in SPACE_KNOBS]):
         tuner["space"] = space
-    if why := _cannot_run(baseline, train, model, nodes * devices):
-        text = f"is no baseline here, for it cannot run: {why}; an expert's rule of thumb takes its place"
+    if why := _why_not_runnable(baseline, train, model, nodes * devices):
+        text = f"cannot run: {why}; the rule of thumb is the baseline instead"
         source.note("train.system", text, "auto_tuner")
     else:
         tuner["baseline"] = baseline
     tuner |= {"control": _control(source), "objective": _objective(source)}
     source.drop(
-        f"{_TUNER}.algo", "strategy is learned, and ends when little is to be gained; grid tries all", "auto_tuner"
+        f"{_TUNER}.algo",
+        "the default strategy is learned, which stops when little can be gained; grid tries all",
+        "auto_tuner",
     )
     _memory(source, machines)
     envs = environment(source)
-    drop_the_rest(source)
+    drop_launcher_keys(source)
     made = {"model": model, "cluster": machines, "train": train, "auto_tuner": tuner}
     return {**made, "envs": envs} if envs else made
 
 
-def _of_megatron(source: Source, flat: Flat) -> None:
+def _drop_backend(source: Source, flags: Flags) -> None:
     """Drop the backend. Raises SpecError for one whose tree has none of Megatron's flags."""
     key, backend = "experiment.task.backend", source.take("experiment.task.backend")
-    if backend not in (None, "megatron") and not flat.has("num_layers"):
+    if backend not in (None, "megatron") and not flags.has("num_layers"):
         problem, fix = "trains a model of its own, without Megatron's flags", "use a tree of the backend megatron"
         raise spec_error(key, problem, value=backend, fix=fix, file=source.file)
     if backend is not None:
         source.note(key, f"dropped ({backend}): a model in Megatron's flags is trained", "train.engine")
 
 
-def _baseline(flat: Flat, has_experts: bool) -> dict[str, Any]:
+def _baseline(flags: Flags, has_experts: bool) -> dict[str, Any]:
     """Return the tree's own configuration; what it leaves out is off or 1, as in a baseline."""
-    found = {key: value for key in _SIZES if (value := flat.take(key)) not in (None, 0)}
+    found = {key: value for key in _SIZES if (value := flags.take(key)) not in (None, 0)}
     if not has_experts and (experts := found.pop("expert_model_parallel_size", None)) is not None:
-        flat.note("expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline")
-    found["micro_batch_size"] = flat.take("micro_batch_size", 1)
-    found["use_distributed_optimizer"] = bool(flat.take("use_distributed_optimizer"))
+        flags.note(
+            "expert_model_parallel_size", f"dropped ({experts}): the model has no experts", "auto_tuner.baseline"
+        )
+    found["micro_batch_size"] = flags.take("micro_batch_size", 1)
+    found["use_distributed_optimizer"] = bool(flags.take("use_distributed_optimizer"))
     tensor = found.get("tensor_model_parallel_size", 1)
-    if sequence := flat.take("sequence_parallel"):
+    if sequence := flags.take("sequence_parallel"):
         if tensor == 1:
-            text = "is off in the baseline, for it needs tensor parallelism"
-            flat.note("sequence_parallel", text, "auto_tuner.baseline")
+            text = "off in the baseline: it needs tensor parallelism"
+            flags.note("sequence_parallel", text, "auto_tuner.baseline")
         else:
             found["sequence_parallel"] = True
     elif sequence is not None:
         found["sequence_parallel"] = False
-    if (granularity := flat.take(_RECOMPUTE[0])) is not None:
+    if (granularity := flags.take(_RECOMPUTE[0])) is not None:
         found |= {"use_recompute": True, _RECOMPUTE[0]: granularity}
-        found |= {key: value for key in _RECOMPUTE[1:] if (value := flat.take(key)) is not None}
+        found |= {key: value for key in _RECOMPUTE[1:] if (value := flags.take(key)) is not None}
     else:
         found["use_recompute"] = False
-    flat.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
+    flags.note("micro_batch_size", "with the parallel sizes of train.system the baseline", "auto_tuner.baseline")
     return found
 
 
-def _cannot_run(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
-    """Return why a tree's own sizes do not go with its devices, batch and layers; nothing if they may."""
+def _why_not_runnable(baseline: dict[str, Any], train: dict[str, Any], model: dict[str, Any], devices: int) -> str:
+    """Return why a tree's own sizes do not fit its devices, batch and layers; empty if they do."""
     tensor, stages, context = (baseline.get(key, 1) for key in _SIZES[:3])
     shape = (model["num_layers"], model["num_attention_heads"])
     numbers = (tensor, stages, context, baseline["micro_batch_size"], train["global_batch_size"], *shape)
     if not all(type(each) is int and each > 0 for each in numbers):
-        return ""  # the spec's own rules say so better
+        return ""  # the spec's own rules report it
     if devices % (tensor * stages * context):
         return f"TP {tensor} x PP {stages} x CP {context} does not divide {devices} devices"
     if model["num_attention_heads"] % tensor:
@@ -147,17 +147,17 @@ def _space(source: Source, known: Any) -> dict[str, Any]:
         elif "_per_stage" in key:
             source.note(where, "dropped: all stages recompute alike", "auto_tuner.space")
         elif key not in known:
-            source.note(where, "dropped: not known to flagcore, nor to FlagScale", "auto_tuner.space")
+            source.note(where, "dropped: unknown to flagcore and to FlagScale", "auto_tuner.space")
     virtual = found.get(_SIZES[4])
     if isinstance(virtual, list) and not {0, None} & {each for each in virtual if type(each) is int or each is None}:
-        text = "FlagScale tries only pipelines of more than two stages then; here those that cannot have it go without"
+        text = "FlagScale tries only pipelines of more than two stages; flagcore also shorter ones, without it"
         source.note(f"{_TUNER}.space.{_SIZES[4]}", text, f"auto_tuner.space.{_SIZES[4]}")
     absent = [key for key in known if key not in found]
     if absent:
-        text = f"not there are {', '.join(absent)}: auto, as for FlagScale"
+        text = f"missing keys are auto, as in FlagScale: {', '.join(absent)}"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
     if any(value == "auto" for value in found.values()) or absent:
-        text = "auto is every legal value; FlagScale's has illegal ones, too"
+        text = "auto is every legal value; FlagScale's also has illegal ones"
         source.note(f"{_TUNER}.space", text, "auto_tuner.space")
     return found
 
@@ -168,11 +168,11 @@ def _control(source: Source) -> dict[str, Any]:
 
 
 def _objective(source: Source) -> str:
-    """Return the objective: all candidates have the same batch and devices, so that time and rates rank alike."""
+    """Return the objective: with one batch size and number of devices, times and rates give the same order."""
     name, order = source.take(f"{_PERFORMANCE}.name"), source.take(f"{_PERFORMANCE}.order")
     at = "auto_tuner.objective"
     if name is not None:
-        text = f"{name!r} is read nowhere: steps are timed by the trial program, and the median counts"
+        text = f"{name!r} is not used: the trial program times steps, and the median counts"
         source.note(f"{_PERFORMANCE}.name", text, at)
     if order is not None:
         source.note(f"{_PERFORMANCE}.order", f"dropped ({order}): less time is better", at)
@@ -180,7 +180,7 @@ def _objective(source: Source) -> str:
 
 
 def _memory(source: Source, machines: dict[str, Any]) -> None:
-    """Give the cluster the memory that FlagScale's own model compares with."""
+    """Set the memory of a device from FlagScale's memory model."""
     at = f"{_TUNER}.memory_model"
     given = source.section(at)
     size, share = given.pop("gpu_memory", None), given.pop("gpu_utilization", None)
@@ -194,16 +194,14 @@ def _memory(source: Source, machines: dict[str, Any]) -> None:
         raise spec_error(f"{at}.gpu_utilization", problem, value=share, fix=fix, file=source.file)
     if size is not None:
         machines["memory_per_device"] = int(size * high) * _MIB
-        text = (
-            f"{size} MB x {high}: what a trial may use; FlagScale's lower bound {low}, which prunes small ones, is gone"
-        )
+        text = f"{size} MB x {high}: the limit of a trial; FlagScale's lower bound {low} for pruning is not used"
         source.note(f"{at}.gpu_memory, gpu_utilization", text, "cluster.memory_per_device")
     elif share is not None:
-        source.note(f"{at}.gpu_utilization", "dropped, for gpu_memory is not there: all may be used", "cluster")
+        source.note(f"{at}.gpu_utilization", "dropped: gpu_memory is missing, so all memory may be used", "cluster")
     if name is not None:
-        source.note(f"{at}.model_name", f"dropped ({name}): flagcore has its own model of memory", "cluster")
+        source.note(f"{at}.model_name", f"dropped ({name}): flagcore has its own memory model", "cluster")
     for key, _ in leaves(given):
-        source.note(f"{at}{key}", "dropped: not known to flagcore", "cluster")
+        source.note(f"{at}{key}", "dropped: unknown to flagcore", "cluster")
 
 
 def _shares(given: object) -> bool:

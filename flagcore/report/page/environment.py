@@ -69,5 +69,5 @@ def chips(run: RunData) -> Section:
 
 def _fact(fact: Mapping[str, Any]) -> list[Any]:
     unit, name = UNITS[fact["unit"]]
-    value = float(fact["value"])
-    return [_(fact["fact"]), Cell(f"{shown(value / unit)} {name}", value), _(fact["kind"]), fact["from"]]
+    value, fact_name, kind = float(fact["value"]), fact["fact"], fact["kind"]
+    return [_(fact_name), Cell(f"{shown(value / unit)} {name}", value), _(kind), fact["from"]]

@@ -166,11 +166,11 @@ def number(value: Any) -> float | None:
 
 def name_of(run: RunData, trial: Mapping[str, Any]) -> str:
     """Return the number of a trial with its role, or with its fidelity if that is not the fidelity of the run."""
-    role = "" if trial["role"] == "search" else _(trial["role"])
+    role = "" if trial["role"] == "search" else trial["role"]
     if trial["fidelity"] != run.fidelity:
-        role = _(trial["fidelity"])
+        role = trial["fidelity"]
     best = _("best") if run.best and trial["number"] == run.best["number"] else ""
-    return " ".join(filter(None, [str(trial["number"]), role, best]))
+    return " ".join(filter(None, [str(trial["number"]), _(role), best]))
 
 
 def configuration(trial: Mapping[str, Any]) -> str:

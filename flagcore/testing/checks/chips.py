@@ -55,6 +55,7 @@ def measured_figures_have_dates(plugin: Subject) -> Iterator[Problem]:
 
 
 def chip_names_are_unique(plugin: Subject) -> Iterator[Problem]:
+    plugin.own_chips()
     for problem in plugin.told("flagcore_chips"):
         if "answers to" in problem.message:
             yield Problem(message=problem.message, fix="keep a name or alias with the one chip that is reported so")

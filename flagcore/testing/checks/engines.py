@@ -13,8 +13,8 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.engines.serving.vllm import knobs
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
+from flagcore.spec.knobs import settings_of, settings_section
 from flagcore.spec.limits import PRECISIONS
-from flagcore.spec.settings import Settings, settings_of
 from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
 from flagcore.testing.problem import Problem, Skip
@@ -143,5 +143,6 @@ def _is_setting(key: str, value: object) -> bool:
     if where != "settings":
         return True
     with suppress(SpecError, ValidationError):
-        return name in settings_of(Settings.model_validate({name: value}))
+        rows = workload("megatron").knobs
+        return name in settings_of(settings_section(rows).model_validate({name: value}), rows)
     return False

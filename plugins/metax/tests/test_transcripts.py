@@ -82,7 +82,7 @@ def test_a_listed_device_without_a_uuid_is_told() -> None:
 def test_output_that_counts_devices_but_lists_none_is_told() -> None:
     title = "=================== MetaX System Management Interface Log ===================\n"
     count = "Attached GPUs                                     : 2\nGPU#0  MXC500  0000:08:00.0\n"
-    assert smi.read(title + count).left_out == ("it says that there are 2 devices, but shows 0",)
+    assert smi.read(title + count).left_out == ("it counts 2 devices, but lists 0",)
 
 
 def test_a_device_is_read_however_its_name_is_written() -> None:

@@ -30,7 +30,7 @@ def test_a_line_that_is_not_understood_is_told_whole() -> None:
 def test_a_table_that_was_cut_is_told_by_the_number_of_devices_that_it_announces() -> None:
     listing = smi.read("\n".join(TABLE.splitlines()[:19]))
     assert 0 < len(listing.rows) < 8
-    assert listing.left_out == (f"it says that there are 8 devices, but shows {len(listing.rows)}",)
+    assert listing.left_out == (f"it counts 8 devices, but lists {len(listing.rows)}",)
 
 
 @pytest.mark.parametrize("cap", ["97W / NA", "97W / N/A"])

@@ -67,9 +67,8 @@ def test_a_name_of_the_driver_means_one_chip(driver: str, name: str) -> None:
 
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:
     chip = plugin.flagcore_chips()[0]
-    models = [
-        plugin.flagcore_memory_model(NodeGroup(chip=chip, nodes=1, devices_per_node=devices)) for devices in (1, 2, 8)
-    ]
+    groups = (NodeGroup(chip=chip, nodes=1, devices_per_node=devices) for devices in (1, 2, 8))
+    models = [plugin.flagcore_memory_model(group, "megatron") for group in groups]
     alone, pair, eight = (model.context_bytes for model in models if model is not None)
     assert (pair - alone, eight - alone) == (pytest.approx(342 * 2**20), pytest.approx(392 * 2**20))
 

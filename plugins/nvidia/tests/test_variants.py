@@ -60,10 +60,10 @@ def found(text: str) -> list[tuple[int, str, int | None]]:
     ("second", "reason"),
     [
         (INSTANCES, "instances"),
-        (LOST, "not understood"),
+        (LOST, "unknown format"),
         (FAULTY, "tells errors"),
         (FOREIGN, "not NVIDIA's"),
-        (ALIEN, "not understood"),
+        (ALIEN, "unknown format"),
     ],
 )
 def test_a_device_that_cannot_be_used_is_left_out_and_the_reason_told(second: str, reason: str) -> None:

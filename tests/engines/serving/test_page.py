@@ -8,6 +8,7 @@ import pytest
 
 from flagcore.engines.serving.export import COMPOSE, FRONT_PORT, NGINX, START
 from flagcore.engines.serving.trial.job import METRICS, SERVE
+from flagcore.plugins import ENGINES
 from flagcore.spec import read_spec
 
 ROOT = Path(__file__).parents[3]
@@ -22,6 +23,6 @@ def test_names_of_files_and_ports_are_the_programs_own() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_varies_at_least_four_knobs(name: str) -> None:
-    spec = read_spec(ROOT / "examples" / name)
+    spec = read_spec(ROOT / "examples" / name, ENGINES)
     assert sum(len(values) > 1 for values in spec.space.values()) >= 4
     assert spec.control.max_trials >= 8

@@ -15,8 +15,8 @@ from flagcore.domain.objective import figure_name, seconds
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpec
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving import expected, simulated
-from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving import simulate, simulated_load
+from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.common.overheads import UNFITTED, overheads_of
 from flagcore.engines.serving.common.sizes import parameters
 from flagcore.engines.serving.engine import Settings
@@ -273,7 +273,7 @@ def test_published_servers_without_a_release_have_one_of_their_time() -> None:
 def test_in_a_large_space_the_best_are_simulated_and_the_others_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = np.arange(1, 41)
     whole = predicted(max_running=limits)
-    monkeypatch.setattr(simulated, "MOST_SIMULATED", 10)
+    monkeypatch.setattr(simulate, "MAX_SIMULATED", 10)
     ranked = predicted(max_running=limits)
     best = np.argsort(whole.step_time_s)[:5]
     assert ranked.step_time_s[best] == pytest.approx(whole.step_time_s[best])
@@ -339,7 +339,7 @@ def together(on: Task, *kinds: tuple[int, int]) -> Predictions:
     """One candidate: so many instances of so many tensor ranks, each kind beside the others."""
     counts, tensor = np.array(kinds).T
     several = settings(tensor=tensor, instances=np.full(tensor.size, counts.sum()))
-    return predict(on, several, costs(), kinds=Parts(np.zeros(tensor.size, np.int64), counts, {}))
+    return predict(on, several, costs(), kinds=InstanceKinds(np.zeros(tensor.size, np.int64), counts, {}))
 
 
 STEADY = task(replace(LOAD, concurrency=48, num_prompts=None))
@@ -388,9 +388,9 @@ def test_the_memory_of_unequal_instances_is_that_of_the_fullest_device() -> None
 
 def test_unequal_instances_are_ranked_in_closed_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
     several = settings(tensor=[4, 2, 1], instances=[3, 3, 3])
-    kinds = Parts(np.array([0, 0, 1]), np.array([1, 2, 3]), {})
+    kinds = InstanceKinds(np.array([0, 0, 1]), np.array([1, 2, 3]), {})
     whole = predict(STEADY, several, costs(), kinds=kinds)
-    monkeypatch.setattr(simulated, "MOST_SIMULATED", 1)
+    monkeypatch.setattr(simulate, "MAX_SIMULATED", 1)
     ranked = predict(STEADY, several, costs(), kinds=kinds)
     assert ranked.step_time_s == pytest.approx(whole.step_time_s, rel=0.2)
 
@@ -418,7 +418,7 @@ def test_a_load_without_bounds_costs_no_more_than_one_that_is_simulated_in_full(
     }
     loads = {name: replace(load, input_len=256, output_len=32) for name, load in loads.items()}
     whole = {name: predicted(task(load), max_running=[64]).figures for name, load in loads.items()}
-    monkeypatch.setattr(expected, "MOST_REQUESTS", 600)
+    monkeypatch.setattr(simulated_load, "MAX_REQUESTS", 600)
     for name, load in loads.items():
         short = predicted(task(load), max_running=[64]).figures
         for figure_of in (

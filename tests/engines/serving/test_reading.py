@@ -58,7 +58,7 @@ def test_the_best_load_point_that_keeps_the_slo_is_told(tmp_path: Path) -> None:
 
 
 def test_tokens_that_were_all_read_at_once_are_no_time_per_token(tmp_path: Path) -> None:
-    with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0; its tokens were read at one moment"):
+    with pytest.raises(NoMetrics, match=r"tpot_s.mean is 0"):
         read(tmp_path, task("tpot_s.mean"), point(4, rate(100) | {"tpot_s.mean": 0.0}))
 
 

@@ -26,7 +26,7 @@ PROMPTS = (64, 256, 512, 1024, 2048, 4096, 8192)
 RATES = (0.5, 2.0, 8.0, 32.0, 128.0, 512.0)
 
 
-class SearchContext:
+class Candidates:
     """One chip, engine, release, model, precision, limit of sequences and lengths."""
 
     def __init__(self, seed: int) -> None:
@@ -59,11 +59,11 @@ class SearchContext:
         return Load(input_len=prompt or self.prompt, output_len=self.output, concurrency=clients, num_prompts=None)
 
 
-SCENES = [pytest.param(SearchContext(seed), id=str(seed)) for seed in range(12)]
+SCENES = [pytest.param(Candidates(seed), id=str(seed)) for seed in range(12)]
 
 
 @pytest.mark.parametrize("context", SCENES)
-def test_more_clients_never_lower_throughput_nor_break_littles_law(context: SearchContext) -> None:
+def test_more_clients_never_lower_throughput_nor_break_littles_law(context: Candidates) -> None:
     """Up to the limit of sequences. Beyond it each that ends is followed by one that waits, so prompts come one by one,
     and where no graph has such an iteration they cost more than in the groups in which they came before.
     """
@@ -79,14 +79,14 @@ def test_more_clients_never_lower_throughput_nor_break_littles_law(context: Sear
 
 
 @pytest.mark.parametrize("context", SCENES)
-def test_longer_prompts_never_bring_the_first_token_sooner(context: SearchContext) -> None:
+def test_longer_prompts_never_bring_the_first_token_sooner(context: Candidates) -> None:
     found = context.figures(*(context.loop(context.clients, prompt) for prompt in PROMPTS))
     first = [float(each["ttft_s.mean"][0]) for each in found]
     assert all(later > 0.98 * sooner for sooner, later in pairwise(first)), first
 
 
 @pytest.mark.parametrize("context", SCENES)
-def test_a_rate_beyond_what_can_be_served_saturates(context: SearchContext) -> None:
+def test_a_rate_beyond_what_can_be_served_saturates(context: Candidates) -> None:
     loads = [
         Load(input_len=context.prompt, output_len=context.output, request_rate=rate, num_prompts=300) for rate in RATES
     ]
@@ -96,13 +96,13 @@ def test_a_rate_beyond_what_can_be_served_saturates(context: SearchContext) -> N
 
 
 @pytest.mark.parametrize("context", SCENES)
-def test_more_tensor_ranks_leave_more_room_for_the_cache(context: SearchContext) -> None:
+def test_more_tensor_ranks_leave_more_room_for_the_cache(context: Candidates) -> None:
     (found,) = context.figures(context.loop(context.clients), tensor=[1, 2, 4, 8])
     assert (np.diff(found["kv_cache_gib"]) > 0).all()
 
 
 @pytest.mark.parametrize("clients", [1, 8, 64])
 @pytest.mark.parametrize("context", SCENES)
-def test_products_in_8_bits_are_no_slower_than_in_16(context: SearchContext, clients: int) -> None:
+def test_products_in_8_bits_are_no_slower_than_in_16(context: Candidates, clients: int) -> None:
     wide, narrow = (context.figures(context.loop(clients), precision=each)[0] for each in ("bf16", "fp8"))
     assert narrow["tpot_s.mean"][0] <= 1.01 * wide["tpot_s.mean"][0]

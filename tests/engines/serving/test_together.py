@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving import simulated
-from flagcore.engines.serving.expected import Expected
+from flagcore.engines.serving import simulate
 from flagcore.engines.serving.model.price import Price
+from flagcore.engines.serving.simulated_load import SimulatedLoad
 from tests.engines.serving.test_predict import LOAD, task, together
 
 
@@ -69,7 +69,7 @@ class Instance:
         return over
 
 
-def at_once(load: Expected, prices: Sequence[Price]) -> tuple[float, float]:
+def at_once(load: SimulatedLoad, prices: Sequence[Price]) -> tuple[float, float]:
     """Output tokens a second, and mean seconds of a request, with each request sent where the fewest are in flight."""
     lengths = list(zip(load.input_len.tolist(), load.output_len.tolist(), strict=True))
     servers = [Instance(price) for price in prices]
@@ -104,14 +104,14 @@ def at_once(load: Expected, prices: Sequence[Price]) -> tuple[float, float]:
 def test_shares_of_a_load_give_what_all_instances_give_together(
     load: Load, near: float, kinds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[Expected, list[tuple[Price, int]]]] = []
+    asked: list[tuple[SimulatedLoad, list[tuple[Price, int]]]] = []
 
-    class Noted(Expected):
+    class Noted(SimulatedLoad):
         def figures(self, kinds: Any, slo: Any) -> dict[str, float]:
             asked.append((self, list(kinds)))
             return super().figures(kinds, slo)
 
-    monkeypatch.setattr(simulated, "Expected", Noted)
+    monkeypatch.setattr(simulate, "SimulatedLoad", Noted)
     found = together(task(load), *kinds)
     expected, parts = asked[0]
     rate, seconds = at_once(expected, [price for price, count in parts for _ in range(count)])

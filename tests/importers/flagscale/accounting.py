@@ -14,7 +14,7 @@ from flagcore.importers.flagscale.source import Note
 
 TREES = Path(__file__).parent / "trees"
 KeyPath = tuple[str | int, ...]
-_GONE = ("dropped", "cannot be resolved", "is no mapping", "is no baseline here")
+_GONE = ("dropped", "cannot be resolved", "cannot run")
 
 
 def unaccounted(tree: dict[str, Any]) -> list[str]:
@@ -86,7 +86,7 @@ class Named:
                 self.keys.add(key)
                 if note.text.startswith(_GONE):
                     self.gone.add(key)
-                if found := re.match(r"taken as (?:of )?([\w.\[\]]+)", note.text):
+                if found := re.match(r"read as (?:arguments of )?([\w.\[\]]+)", note.text):
                     self.moved.append((key, found[1].rstrip(".,:")))
 
     def __contains__(self, path: KeyPath) -> bool:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.importers.flagscale import engines, experiment, history, layouts, options, shape, training
-from flagcore.spec.knobs import SPACE_KNOBS
-from flagcore.spec.settings import SETTINGS
 from tests.importers.flagscale.accounting import leaves
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +23,7 @@ KNOBS = {knob for knobs in engines.KNOBS.values() for knob in knobs}
 @pytest.mark.parametrize("file", sorted(TREES.rglob("*.yaml")), ids=lambda file: str(file.relative_to(TREES)))
 def test_every_key_of_the_trees_is_on_the_page(file: Path) -> None:
     """By its own name, or by that of the section that it stands in; those of other pages are linked there."""
-    known = WORDS | {*SETTINGS, *SPACE_KNOBS, *KNOBS, *engines.AS_KNOBS} | {"never_heard_of"}
+    known = WORDS | {*BY_NAME, *KNOBS, *engines.AS_KNOBS} | {"never_heard_of"}
     wide = {"experiment", "train", "system", "model", "serve", "runner", "auto_tuner", "task", "control"}
     missing = []
     for path, _ in leaves(yaml.safe_load(file.read_text(encoding="utf-8"))):
@@ -40,10 +39,12 @@ def test_the_lists_of_the_page_are_those_of_the_importer() -> None:
     for names in (options.NO_INFLUENCE, shape.OTHER_LAYERS):
         assert [name for name in sorted(names) if f"`{name}`" not in KEYS] == []
     moved = {part for old in layouts.MOVED for part in old.split(".")}
-    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *training.DROPPED, *experiment.RUNNERS)}
+    dropped = {key.rpartition(".")[2] for key in (*experiment.DROPPED, *training.DROPPED, *experiment.RUNNER_KEYS)}
     assert sorted(name for name in (moved | dropped) if name not in WORDS) == []
 
 
 def test_columns_of_a_history_are_on_the_page() -> None:
     page = PAGE[: PAGE.index("## What becomes of the keys")]
-    assert [name for name in (*history.BOOKKEEPING, *history.IGNORED, *history.SPELT) if f"`{name}`" not in page] == []
+    assert [
+        name for name in (*history.BOOKKEEPING, *history.IGNORED, *engines.KNOB_NAMES) if f"`{name}`" not in page
+    ] == []

@@ -8,6 +8,7 @@ import pytest
 
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale import read_tree
+from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec
 
 SPACE = "experiment.auto_tuner.space"
@@ -49,7 +50,7 @@ def parsed(name: str, *overrides: str) -> None:
     """Make a spec of a tree. Raises SpecError in the tree's words."""
     found = read_tree(Path(name), "tune", overrides)
     try:
-        parse_spec(found.data, file=found.file, base=Path())
+        parse_spec(found.data, file=found.file, base=Path(), engines=ENGINES)
     except SpecError as error:
         raise found.in_its_words(error) from None
 

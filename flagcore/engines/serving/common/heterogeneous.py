@@ -1,4 +1,4 @@
-"""Unequal splits: instances of several sizes on one set of cards, in a word such as 4+2+2."""
+"""Instances of several sizes on one set of devices, as a word such as 4+2+2."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.common.place import CORES, Place
+from flagcore.engines.serving.common.hardware import CORES, Hardware
+from flagcore.engines.serving.common.names import DP, INSTANCES, PP, SIZES, TP
 from flagcore.errors import SpecError
 
-MOST_PARTS = 16
+MAX_PARTS = 16
 """Of more cards than this, sizes are counted in the smallest power of two of cards of which there are no more."""
 _WORD = re.compile(r"\d{1,6}(\+\d{1,6})+")
 
@@ -32,7 +32,7 @@ def parse_sizes(given: object, key: str) -> str:
     """Return what a spec or a record has under `key` as a word, the largest instance first. Raises SpecError."""
     fix = f"give the devices of each instance, such as 4+2+2; equal ones are {INSTANCES} and {TP}"
     if not isinstance(given, str) or not _WORD.fullmatch(given.replace(" ", "")):
-        raise SpecError(key=key, value=given, problem=f"is no value of {SIZES}", fix=fix)
+        raise SpecError(key=key, value=given, problem="is not a valid value", fix=fix)
     parts = sizes(given.replace(" ", ""))
     if not parts[-1] or len(set(parts)) == 1:
         problem = "has an instance without devices" if not parts[-1] else "has instances of one size"
@@ -42,28 +42,28 @@ def parse_sizes(given: object, key: str) -> str:
 
 def words(task: Task) -> tuple[str, ...]:
     """Return every word of a task, in the order of their codes: what its cards allow, then what its spec names."""
-    spec, place = task.spec, Place.of(task)
+    spec, hardware = task.spec, Hardware.of(task)
     flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in spec.serve.engine_args.items()}
     named = {"auto_tuner.space": spec.space, "auto_tuner.baseline": spec.baseline or {}, "serve.engine_args": flags}
     found = [(given[SIZES], f"{where}.{SIZES}") for where, given in named.items() if SIZES in given]
     several = [(each, key) for value, key in found for each in (value if isinstance(value, tuple) else (value,))]
     asked = [parse_sizes(each, key) for each, key in several if each not in (None, "auto")]
-    return tuple(dict.fromkeys((*_of(place.cards), *asked)))
+    return tuple(dict.fromkeys((*_of(hardware.cards), *asked)))
 
 
 def worth_trying(task: Task) -> tuple[KnobValue, ...]:
     """Return none, and for a rate all that split the cards without a rest into powers of two."""
     if not is_rate(task.spec.objective):
         return (None,)
-    cards = Place.of(task).cards
+    cards = Hardware.of(task).cards
     return (None, *(word for word in _of(cards) if sum(sizes(word)) == cards and _doubling(sizes(word))))
 
 
 @lru_cache(maxsize=16)
 def _of(cards: int) -> tuple[str, ...]:
-    """Return the unequal splits of at most `cards`: of up to MOST_PARTS all, of more those of large powers of two."""
+    """Return the unequal splits of at most `cards`: of up to MAX_PARTS all, of more those of large powers of two."""
     unit = 1
-    while cards // unit > MOST_PARTS:
+    while cards // unit > MAX_PARTS:
         unit *= 2
     found: list[tuple[int, ...]] = []
 
@@ -82,30 +82,29 @@ def _doubling(parts: tuple[int, ...]) -> bool:
     return all(part & (part - 1) == 0 for part in parts)
 
 
-def rules(task: Task, *, heads: bool) -> tuple[Rule, ...]:
-    """Return what makes a split illegal. `heads` says that tensor ranks have whole attention heads."""
-    place, model = Place.of(task), task.spec.model
+def rules(task: Task, others: tuple[str, ...], *, heads: bool) -> tuple[Rule, ...]:
+    """Return what makes a split illegal. `others` are knobs that must be 1; `heads`: TP ranks have whole heads."""
+    hardware, model = Hardware.of(task), task.spec.model
     known = [(), *(sizes(word) for word in words(task))]
     groups, latent = model.num_query_groups, model.multi_latent_attention
 
     def uneven(size: int) -> bool:
         whole = model.num_attention_heads % size == 0 and (latent or groups % size == 0 or size % groups == 0)
-        return heads and not place.on_cores and not whole
+        return heads and not hardware.on_cores and not whole
 
-    others = tuple(knob for knob in (PP, DP, EP) if knob == PP or heads)
     return (
         Rule(
             name="cards_of_sizes",
             knobs=(SIZES,),
-            message=f"the instances of {SIZES} must not have more than the {place.cards} devices together",
-            broken=_told(known, lambda parts: sum(parts) > place.cards),
+            message=f"the instances of {SIZES} must not have more than the {hardware.cards} devices together",
+            broken=_by_code(known, lambda parts: sum(parts) > hardware.cards),
         ),
         Rule(
             name="heads_of_sizes",
             knobs=(SIZES,),
             message=f"each of {SIZES} must divide num_attention_heads = {model.num_attention_heads}, and be a multiple "
             f"or a divisor of num_query_groups = {groups}",
-            broken=_told(known, lambda parts: any(uneven(size) for size in parts)),
+            broken=_by_code(known, lambda parts: any(uneven(size) for size in parts)),
         ),
         Rule(
             name="sizes_are_tensor_ranks",
@@ -116,7 +115,7 @@ def rules(task: Task, *, heads: bool) -> tuple[Rule, ...]:
     )
 
 
-def _told(known: list[tuple[int, ...]], of: Callable[[tuple[int, ...]], bool]) -> Callable[[Columns], BoolArray]:
+def _by_code(known: list[tuple[int, ...]], of: Callable[[tuple[int, ...]], bool]) -> Callable[[Columns], BoolArray]:
     table = np.array([of(parts) for parts in known], dtype=np.bool_)
     return lambda columns: table[columns[SIZES]]
 
@@ -124,15 +123,15 @@ def _told(known: list[tuple[int, ...]], of: Callable[[tuple[int, ...]], bool]) -
 def merges(*threads: str) -> tuple[Merge, ...]:
     """Return that sizes stand for the number of instances, their devices and, on cores, the knobs of `threads`."""
 
-    def alone(knob: str, code: int) -> Callable[[Columns], Columns]:
+    def fixed(knob: str, code: int) -> Callable[[Columns], Columns]:
         return lambda c: {knob: np.where(c[SIZES] > 0, code, c[knob])}
 
     own = ((INSTANCES, 1), (TP, 1), *((knob, 0) for knob in threads))
-    return tuple(Merge(name=f"{knob}_of_sizes", knobs=(knob, SIZES), canonical=alone(knob, code)) for knob, code in own)
+    return tuple(Merge(name=f"{knob}_of_sizes", knobs=(knob, SIZES), canonical=fixed(knob, code)) for knob, code in own)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """One instance of a candidate: its own knob values, and its devices, `width` of them from `first` on."""
 
     values: Mapping[str, KnobValue]
@@ -140,19 +139,21 @@ class Seat:
     width: int
 
 
-def seats(task: Task, values: Mapping[str, KnobValue]) -> tuple[Seat, ...]:
+def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
     """Return the instances of a candidate, each with the next devices; cores are shared evenly but for SIZES."""
-    place, word = Place.of(task), values.get(SIZES)
+    hardware, word = Hardware.of(task), values.get(SIZES)
     if isinstance(word, str):
         widths = sizes(word)
-        each = [{**values, SIZES: None, INSTANCES: len(widths), TP: 1 if place.on_cores else width} for width in widths]
+        each = [
+            {**values, SIZES: None, INSTANCES: len(widths), TP: 1 if hardware.on_cores else width} for width in widths
+        ]
     else:
         count = _size(values, INSTANCES)
         ranks = _size(values, TP) * _size(values, PP) * _size(values, DP)
-        widths = (max(1, place.cards // count) if place.on_cores else ranks,) * count
+        widths = (max(1, hardware.cards // count) if hardware.on_cores else ranks,) * count
         each = [dict(values)] * count
     firsts = np.cumsum([0, *widths])
-    return tuple(Seat(own, int(first), width) for own, first, width in zip(each, firsts, widths, strict=False))
+    return tuple(Placement(own, int(first), width) for own, first, width in zip(each, firsts, widths, strict=False))
 
 
 def _size(values: Mapping[str, KnobValue], knob: str) -> int:
@@ -161,7 +162,7 @@ def _size(values: Mapping[str, KnobValue], knob: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class InstanceKinds:
     """Instances that are alike, in `columns` one row a kind: `count` of them, of candidate `owner`, ascending.
 
     Of a candidate's kinds the largest is first.
@@ -196,18 +197,18 @@ class Parts:
         return order[np.searchsorted(self.owner, np.arange(self.size), side="right") - 1]
 
 
-def alone(instances: IntArray) -> Parts:
+def uniform(instances: IntArray) -> InstanceKinds:
     """Return candidates whose instances are all alike."""
-    return Parts(np.arange(instances.size, dtype=np.int64), np.maximum(instances, 1), {})
+    return InstanceKinds(np.arange(instances.size, dtype=np.int64), np.maximum(instances, 1), {})
 
 
-def parts(task: Task, columns: Columns) -> Parts:
+def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
     """Return the kinds of instances of each row: one, or with SIZES one a size. There INSTANCES counts all of them."""
     codes = columns.get(SIZES)
     rows = np.arange(next(iter(columns.values())).size, dtype=np.int64)
     if codes is None or not codes.any():
-        return Parts(rows, np.maximum(columns.get(INSTANCES, np.ones_like(rows)), 1), columns)
-    known, on_cores = [(), *(sizes(word) for word in words(task))], Place.of(task).on_cores
+        return InstanceKinds(rows, np.maximum(columns.get(INSTANCES, np.ones_like(rows)), 1), columns)
+    known, on_cores = [(), *(sizes(word) for word in words(task))], Hardware.of(task).on_cores
     kinds = [
         (row, size, known[code].count(size))
         for row, code in enumerate(codes.tolist())
@@ -220,4 +221,4 @@ def parts(task: Task, columns: Columns) -> Parts:
     made[INSTANCES] = np.where(split, several, made[INSTANCES])
     made[CORES if on_cores else TP] = np.where(split, size, 0 if on_cores else made[TP])
     made[SIZES] = np.zeros_like(owner)
-    return Parts(owner, count, made)
+    return InstanceKinds(owner, count, made)

@@ -16,8 +16,8 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware, most_in_flight
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.common.place import Place, most_in_flight
 from flagcore.errors import SpecError
 
 IMPLIED: Mapping[str, tuple[object, ...]] = {
@@ -153,7 +153,7 @@ def powers_of_two(first: int, last: int) -> tuple[int, ...]:
 
 def divisors(task: Task) -> tuple[int, ...]:
     """Return the divisors of the number of devices in ascending order."""
-    cards = Place.of(task).cards
+    cards = Hardware.of(task).cards
     return tuple(each for each in range(1, cards + 1) if cards % each == 0)
 
 
@@ -163,9 +163,11 @@ def in_flight(task: Task, last: int, most: int = 1 << 30) -> tuple[int, ...]:
     return powers_of_two(1, min(most, 1 << (requests - 1).bit_length()))[-last:]
 
 
-def by_place(cores: tuple[KnobValue, ...], devices: tuple[KnobValue, ...]) -> Callable[[Task], tuple[KnobValue, ...]]:
+def by_hardware(
+    cores: tuple[KnobValue, ...], devices: tuple[KnobValue, ...]
+) -> Callable[[Task], tuple[KnobValue, ...]]:
     """Return what `auto` tries on CPU cores and on devices."""
-    return lambda task: cores if Place.of(task).on_cores else devices
+    return lambda task: cores if Hardware.of(task).on_cores else devices
 
 
 def _experts(task: Task) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-MEANS = ("cache_usage", "cache_hit_rate", "sequences_per_iteration")
+AVERAGED = ("cache_usage", "cache_hit_rate", "sequences_per_iteration")
 """Counters that ranks and instances have in the mean; of the others they have the sum."""
 
 
@@ -26,7 +26,7 @@ def samples(text: str) -> dict[str, list[float]]:
 
 def joined(name: str, values: Sequence[float]) -> float:
     """Return what ranks, or instances, have together of the counter `name`: one or more `values`."""
-    return sum(values) / (len(values) if name in MEANS else 1)
+    return sum(values) / (len(values) if name in AVERAGED else 1)
 
 
 def labels(text: str, name: str) -> dict[str, str]:

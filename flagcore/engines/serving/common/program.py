@@ -1,4 +1,4 @@
-"""The program that starts a server: found, and its version told from package metadata, without running it."""
+"""The program that starts a server, and its version from package metadata, without running it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FIRST_LINE = 512
 
 
 def found(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of a spec, or `default`, its program as an absolute path. Raises NoDevice if there is none."""
+    """Return the command of a spec, or `default`, with an absolute path. Raises NoDevice if it does not exist."""
     command = spec.serve.command or default
     program = command[0]
     where = Path(spec.serve.directory or ".", program) if os.sep in program else Path(program)
     path = str(where) if os.sep in program else _beside_python(program) or shutil.which(program)
     if path is None or not os.access(path, os.X_OK):
         raise NoDevice(
-            f"there is no program {program} to start {spec.serve.engine} with; install it, or give a command"
+            f"{program}, which starts {spec.serve.engine}, is not installed; install it, or give a serve.command"
         )
     return (os.path.abspath(path), *command[1:])
 
@@ -37,7 +37,7 @@ def _beside_python(program: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def package_folders(program: str) -> tuple[str, ...]:
-    """Return where the Python that runs `program`, itself or a script of it, keeps its packages; none for a binary."""
+    """Return the package folders of the Python that runs `program`, itself or a script; none for a binary."""
     python = interpreter(program)
     if python is None:
         return ()
@@ -45,10 +45,10 @@ def package_folders(program: str) -> tuple[str, ...]:
         return tuple(sys.path)
     folder = Path(python).parent.parent
     near = [str(path) for path in sorted(folder.glob("lib*/python3*/site-packages"))]
-    return (*near, *_told_by(python)) if not (folder / "pyvenv.cfg").exists() else tuple(near)
+    return (*near, *_sys_path(python)) if not (folder / "pyvenv.cfg").exists() else tuple(near)
 
 
-def _told_by(python: str) -> list[str]:
+def _sys_path(python: str) -> list[str]:
     asked = (python, "-c", "import sys; print('\\n'.join(sys.path))")
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
@@ -58,7 +58,7 @@ def _told_by(python: str) -> list[str]:
 
 
 def interpreter(program: str) -> str | None:
-    """Return the Python that runs `program`: itself, or what its first line names; None for another program."""
+    """Return the Python that runs `program`: itself, or that of its first line; None for another program."""
     if re.fullmatch(r"python[\d.]*", os.path.basename(program)):
         return program
     try:
@@ -75,7 +75,7 @@ def interpreter(program: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def package_version(program: str, *names: str) -> str:
-    """Return the version of the first of some packages that the Python of `program` has; empty if it has none."""
+    """Return the version of the first installed package for the Python of `program`; empty if there is none."""
     folders = package_folders(program)
     for name in names:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():
@@ -84,7 +84,7 @@ def package_version(program: str, *names: str) -> str:
 
 
 def installed_version(spec: Spec, default: tuple[str, ...], *names: str) -> str:
-    """Return the version of the first of some packages beside the program of `spec`; empty if that cannot be told."""
+    """Return the version of the first installed package for the program of `spec`; empty if unknown."""
     try:
         command = found(spec, default)
     except NoDevice:
@@ -93,11 +93,11 @@ def installed_version(spec: Spec, default: tuple[str, ...], *names: str) -> str:
 
 
 def check_version(spec: Spec, installed: str) -> None:
-    """Raise SpecError if `spec` is planned for another release than the `installed` one, which is what would run."""
+    """Raise SpecError if the spec names another release than the `installed` one."""
     planned = spec.serve.engine_version
     if planned and installed and planned != installed and release(planned) != release(installed):
-        problem = f"is not the release that would run, {installed}: its defaults and speed may differ"
-        fix = "leave it out, or install that release; `flag estimate` plans for any"
+        problem = f"is not the installed release, {installed}: defaults and speed may differ"
+        fix = "remove it, or install that release; `flag estimate` plans for any"
         raise SpecError(key="serve.engine_version", value=planned, problem=problem, fix=fix)
 
 

@@ -1,43 +1,39 @@
-"""What every serving engine refuses: more devices than there are, and models that cannot be split so."""
+"""Rules and merges of every serving engine."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.common.place import Place, longest
 
 
-def devices(columns: Columns) -> IntArray:
-    """Return the devices of one instance."""
-    return columns[TP] * columns[PP] * columns[DP] if DP in columns else columns[TP] * columns[PP]
-
-
-def split_rules(task: Task, *, data: bool) -> tuple[Rule, ...]:
+def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule, ...]:
     """Return the rules of instances and of splitting a model.
 
-    `data` says that the engine has attention DP and EP, and that it splits attention by heads.
+    `data`: the engine has attention DP and EP, and splits attention by heads. `pipeline`: it has pipeline stages.
     """
-    place, model = Place.of(task), task.spec.model
-    knobs = (INSTANCES, TP, PP, DP) if data else (INSTANCES, TP, PP)
-    product = " x ".join(knobs)
-    rules = (
-        Rule(
-            name="cards",
-            knobs=knobs,
-            message=f"{product} must not exceed the {place.cards} devices",
-            broken=lambda c: c[INSTANCES] * devices(c) > place.cards,
-        ),
-        Rule(
-            name="pipeline_layers",
-            knobs=(PP,),
-            message=f"{PP} must not exceed num_layers = {model.num_layers}",
-            broken=lambda c: c[PP] > model.num_layers,
-        ),
-        *heterogeneous.rules(task, heads=data),
+    hardware, model = Hardware.of(task), task.spec.model
+    knobs = (INSTANCES, TP, *((PP,) if pipeline else ()), *((DP,) if data else ()))
+    cards = Rule(
+        name="cards",
+        knobs=knobs,
+        message=f"{' x '.join(knobs)} must not exceed the {hardware.cards} devices",
+        broken=lambda c: np.prod([c[knob] for knob in knobs], axis=0) > hardware.cards,
     )
-    return (*rules, *_heads(task), *_experts(task)) if data else rules
+    layers = Rule(
+        name="pipeline_layers",
+        knobs=(PP,),
+        message=f"{PP} must not exceed num_layers = {model.num_layers}",
+        broken=lambda c: c[PP] > model.num_layers,
+    )
+    others = (*((PP,) if pipeline else ()), *((DP, EP) if data else ()))
+    unequal = heterogeneous.rules(task, others, heads=data)
+    more = (*_heads(task), *_experts(task)) if data else ()
+    return (cards, *((layers,) if pipeline else ()), *unequal, *more)
 
 
 def _heads(task: Task) -> tuple[Rule, ...]:
@@ -72,7 +68,7 @@ def _experts(task: Task) -> tuple[Rule, ...]:
 
 
 def context_rule(task: Task, knob: str) -> Rule:
-    """Return that a sequence has room for the longest request; an engine would cut its answer, and say nothing."""
+    """Return the rule that a sequence has room for the longest request: engines silently cut a longer answer."""
     need = longest(task.spec.serve.loads)
     return Rule(
         name="context_length",
@@ -83,7 +79,7 @@ def context_rule(task: Task, knob: str) -> Rule:
 
 
 def same_as_unset(knob: str, code: int, why: str) -> Merge:
-    """Return that a knob set to what the engine does by itself is not set."""
+    """Return the merge of a value that is the engine's own default with the knob not being set."""
 
     def canonical(columns: Columns) -> dict[str, IntArray]:
         return {knob: columns[knob] * (columns[knob] != code)}

@@ -7,7 +7,7 @@ import os
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.physics.kernels.roofline import BYTES
 from flagcore.physics.transformer import attended, widths
 
@@ -52,11 +52,11 @@ def fewest_devices(task: Task) -> int:
 
     At most the largest one that there are devices for, and that divides the attention heads.
     """
-    place, heads = Place.of(task), task.spec.model.num_attention_heads
-    if place.on_cores or math.isnan(place.memory_bytes):
+    hardware, heads = Hardware.of(task), task.spec.model.num_attention_heads
+    if hardware.on_cores or math.isnan(hardware.memory_bytes):
         return 1
     devices = 1
-    while weight_bytes(task) > ROOM * place.memory_bytes * devices and devices * 2 <= place.cards:
+    while weight_bytes(task) > ROOM * hardware.memory_bytes * devices and devices * 2 <= hardware.cards:
         if heads % (devices * 2):
             break
         devices *= 2

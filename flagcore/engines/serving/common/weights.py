@@ -1,4 +1,4 @@
-"""Weights as a Hugging Face directory: there, and in the precision that the spec says."""
+"""Checks of weights in a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from flagcore.errors import SpecError
 _WIDE = ("bf16", "fp16", "fp32")
 _CONFIG = "config.json"
 _NARROWS = ("quantization", "quantization-config", "torchao-config", "hf-overrides", "model-loader-extra-config")
-"""Flags by which an engine serves weights narrower than they are stored."""
+"""Flags that make an engine serve weights narrower than they are stored."""
 
 
 def check_directory(spec: Spec) -> None:
     """Raise SpecError unless the weights are a directory with a config.json, quantized if the spec says so.
 
-    An engine serves weights as they are stored unless it is told otherwise: a spec that says fp8 beside plain weights
-    would compare what is predicted of fp8 with what was measured of bf16.
+    Engines serve weights as they are stored: with fp8 in the spec and plain weights, predictions of fp8 would be
+    compared with measurements of bf16.
     """
     weights, precision = spec.serve.weights, spec.serve.precision
     if weights is None or not os.path.isfile(os.path.join(weights, _CONFIG)):
-        problem = "is missing" if weights is None else f"is no directory with a {_CONFIG}"
+        problem = "is missing" if weights is None else f"is not a directory with a {_CONFIG}"
         fix = "give a Hugging Face directory; nothing is downloaded"
         raise SpecError(key="serve.weights", value=weights, problem=problem, fix=fix)
-    told = {bare(key) for key in spec.serve.engine_args}
-    if precision not in _WIDE and not told & set(_NARROWS) and not _quantized(weights):
-        problem = f"is not how {weights} is stored, and nothing in serve.engine_args tells the engine to quantize it"
-        fix = "give engine_args: {quantization: ...}, or the precision of the weights"
+    names = {bare(key) for key in spec.serve.engine_args}
+    if precision not in _WIDE and not names & set(_NARROWS) and not _quantized(weights):
+        problem = f"is not the precision of {weights}, and serve.engine_args do not quantize it"
+        fix = "set engine_args: {quantization: ...}, or the precision of the weights"
         raise SpecError(key="serve.precision", value=precision, problem=problem, fix=fix)
 
 

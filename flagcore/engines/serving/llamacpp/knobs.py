@@ -15,8 +15,8 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import engine_args, knobs
+from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.common.names import INSTANCES, PP, TP
-from flagcore.engines.serving.common.place import Place, longest
 from flagcore.engines.serving.common.sizes import cache_bytes_per_token
 from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.llamacpp.flags import FLAGS, KV_TYPES, SPLIT_MODES
@@ -37,7 +37,7 @@ RESERVED: Mapping[str, str] = {
     "log-file": "the log is in the folder of the trial",
 }
 """Flags that the user cannot set, and why."""
-AUTO_SLOTS, MOST_SLOTS, SLOT_GRAIN = 4, 256, 256
+AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
 """Slots if nobody sets them, the most that llama.cpp takes, and what the context of a slot is rounded up to."""
 BATCH, UBATCH = 2048, 512
 """llama.cpp's defaults."""
@@ -48,11 +48,11 @@ PLAIN_KV = ("f32", "f16", "bf16")
 
 
 def _threads(task: Task) -> tuple[KnobValue, ...]:
-    return knobs.divisors(task) if Place.of(task).on_cores else (None,)
+    return knobs.divisors(task) if Hardware.of(task).on_cores else (None,)
 
 
 def _not_on_cores(task: Task) -> tuple[int, ...]:
-    return (1,) if Place.of(task).on_cores else knobs.divisors(task)
+    return (1,) if Hardware.of(task).on_cores else knobs.divisors(task)
 
 
 KNOBS = (
@@ -72,7 +72,7 @@ KNOBS = (
         kind="word",
         words=SPLIT_MODES,
         flags=(Flag(name="split-mode"),),
-        auto=knobs.by_place((None,), (None, "layer", "row")),
+        auto=knobs.by_hardware((None,), (None, "layer", "row")),
         auto_help="not set, layer, row; on cores not set",
     ),
     Knob(
@@ -84,7 +84,7 @@ KNOBS = (
         minimum=-1,
         spellings={"auto": -1, "all": 9999},
         flags=(Flag(name="n-gpu-layers"), Flag(name="gpu-layers"), Flag(name="ngl")),
-        auto=lambda task: (-1,) if Place.of(task).on_cores else (task.spec.model.num_layers + 1,),
+        auto=lambda task: (-1,) if Hardware.of(task).on_cores else (task.spec.model.num_layers + 1,),
         auto_help="all; on cores auto",
     ),
     Knob(
@@ -92,7 +92,7 @@ KNOBS = (
         help="Slots: most sequences at once. If not set, 4 slots share one cache.",
         flags=(Flag(name="parallel"), Flag(name="np"), Flag(name="max-num-seqs")),
         aliases=("max_num_seqs", "max_running_requests"),
-        auto=lambda task: knobs.in_flight(task, last=6, most=MOST_SLOTS),
+        auto=lambda task: knobs.in_flight(task, last=6, most=MAX_SLOTS),
         auto_help="six powers of two up to the requests in flight",
         memory_order=1,
     ),
@@ -203,18 +203,18 @@ def trained_context(spec: Spec) -> int | None:
 def settings(task: Task, columns: Columns) -> Settings:
     """Return what llama.cpp makes of candidates. Slots are sequences; an iteration is a logical batch."""
     get = knobs.all_columns(columns, KNOBS, parse_args(task.spec).fixed)
-    place, total = Place.of(task), total_context(task)
+    hardware, total = Hardware.of(task), total_context(task)
     slots = np.where(get[PARALLEL] > 0, get[PARALLEL], AUTO_SLOTS)
     batch = np.where(get[N_BATCH] > 0, get[N_BATCH], BATCH)
     context = np.where(get[CONTEXT] > 0, get[CONTEXT], slot_context(task, None))
     pool = np.full_like(slots, total) if total else slots * context
-    if trained := trained_context(task.spec):  # what all slots share if nobody sets their number
+    if trained := trained_context(task.spec):  # shared by all slots if their number is not set
         own = (get[PARALLEL] == 0) & (get[CONTEXT] == 0) & (total == 0)
         context, pool = np.where(own, trained, context), np.where(own, trained, pool)
     element = np.array([KV_BYTES["f16"], *(KV_BYTES[name] for name in KV_TYPES)])[get[KV]]
     devices = get[TP] * get[PP]
-    if place.on_cores:
-        share = place.share(get[INSTANCES], columns)
+    if hardware.on_cores:
+        share = hardware.share(get[INSTANCES], columns)
         devices = np.where(get[THREADS] > 0, np.minimum(get[THREADS], share), share)
     ones = np.ones_like(devices)
     return Settings(

@@ -73,7 +73,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     embedded = spec.serve.command is None
     command = (sys.executable, "-m", RUNNER) if embedded else program.found(spec, spec.serve.command or ())
     argv = [*command, "--model", spec.serve.weights or "", "--host", "127.0.0.1", "--port", PORT, "--metrics"]
-    argv += knobs.arguments([knob for knob in KNOBS if knob.name not in _CARRIED], values)
+    argv += knobs.arguments([knob for knob in KNOBS if knob.name not in _COMPOSED], values)
     slots, context = _int(values.get(PARALLEL)), _int(values.get(CONTEXT))
     if (slots or context) and not total_context(task):
         argv += ["--ctx-size", str((slots or AUTO_SLOTS) * slot_context(task, context))]
@@ -93,7 +93,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     return Server(argv=tuple(argv), environment={"OMP_WAIT_POLICY": "passive"})
 
 
-_CARRIED = (CONTEXT, KV, UNIFIED)
+_COMPOSED = (CONTEXT, KV, UNIFIED)
 """Knobs that are not a single flag."""
 
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's server tells while it runs, and what its log lines mean."""
+"""What llama.cpp's server reports while it runs, and what its log lines mean."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ _SLOTS_LINE = re.compile(r"kv_unified = '(true|false)'")
 
 
 def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
-    """Return what /props and the log say; of a draft model's lines, which come later, nothing."""
+    """Return what /props and the log say, without the later lines of a draft model."""
     props = json.loads(fetch("/props"))
-    told: dict[str, KnobValue] = {PARALLEL: int(props["total_slots"])}
+    found: dict[str, KnobValue] = {PARALLEL: int(props["total_slots"])}
     lines = dict(reversed(_CONTEXT_LINE.findall(log)))
     if "n_batch" in lines:
-        told |= {N_BATCH: int(lines["n_batch"]), N_UBATCH: int(lines["n_ubatch"])}
+        found |= {N_BATCH: int(lines["n_batch"]), N_UBATCH: int(lines["n_ubatch"])}
     if "flash_attn" in lines:
-        told[FLASH] = {"enabled": "on", "disabled": "off"}.get(lines["flash_attn"], lines["flash_attn"])
+        found[FLASH] = {"enabled": "on", "disabled": "off"}.get(lines["flash_attn"], lines["flash_attn"])
     if cache := _CACHE_LINE.search(log):
-        told[KV] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
+        found[KV] = cache[1] if cache[1] == cache[2] else f"{cache[1]}/{cache[2]}"
     if threads := _THREADS_LINE.search(log):
-        told |= {THREADS: int(threads[1]), BATCH_THREADS: int(threads[2] or threads[1])}
+        found |= {THREADS: int(threads[1]), BATCH_THREADS: int(threads[2] or threads[1])}
     unified = _SLOTS_LINE.search(log)
     if unified:
-        told[UNIFIED] = "on" if unified[1] == "true" else "off"
+        found[UNIFIED] = "on" if unified[1] == "true" else "off"
     if unified is None or unified[1] == "false":
-        told[CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
+        found[CONTEXT] = int(props["default_generation_settings"]["n_ctx"])
     offloaded = _OFFLOADED_LINE.search(log)
-    if offloaded and offloaded[1] != offloaded[2]:  # all may have been asked for by any larger number
-        told[LAYERS] = int(offloaded[1])
-    return told
+    if offloaded and offloaded[1] != offloaded[2]:  # any larger number means all
+        found[LAYERS] = int(offloaded[1])
+    return found
 
 
 _BUFFER_LINE = re.compile(r"\b(\w+)\s+(model|KV|compute) buffer size\s*=\s*([\d.]+) MiB")
@@ -69,15 +69,15 @@ _CELLS_LINE = re.compile(r"llama_kv_cache: size = .*\(\s*(\d+) cells,.*?(\d+)/\d
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return its buffers, those of one kind on one device added; a unified cache has its cells once for all slots."""
+    """Return the sizes of the buffers of each kind; a unified cache has its cells once for all slots."""
     buffers: dict[tuple[str, str], float] = {}
     for device, kind, size in dict.fromkeys(_BUFFER_LINE.findall(log)):
         buffers[kind, device] = buffers.get((kind, device), 0.0) + float(size) / 1024
-    told = {
+    found = {
         _KINDS[kind]: max(size for (other, _), size in buffers.items() if other == kind) for kind, _ in sorted(buffers)
     }
     cells = [int(count) * int(streams) for count, streams in _CELLS_LINE.findall(log)]
-    return told | ({"kv_cache_tokens": float(max(cells))} if cells else {})
+    return found | ({"kv_cache_tokens": float(max(cells))} if cells else {})
 
 
 FAILURES = (
@@ -110,4 +110,4 @@ FAILURES = (
         state=TrialState.FAILED,
     ),
 )
-"""The first that matches counts: the last lines of a log only say that the model did not load."""
+"""The first match counts: the last lines of a log only say that the model did not load."""

@@ -10,8 +10,8 @@ import numpy as np
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.common.names import INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.common.place import Place, longest
 from flagcore.engines.serving.common.rules import context_rule, split_rules
 from flagcore.engines.serving.llamacpp.flags import KV_TYPES, SPLIT_MODES
 from flagcore.engines.serving.llamacpp.knobs import (
@@ -23,7 +23,7 @@ from flagcore.engines.serving.llamacpp.knobs import (
     FLASH,
     KV,
     LAYERS,
-    MOST_SLOTS,
+    MAX_SLOTS,
     N_BATCH,
     N_UBATCH,
     PARALLEL,
@@ -40,7 +40,7 @@ from flagcore.engines.serving.llamacpp.knobs import (
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return what is illegal, with the log lines of the wheel as sources."""
-    place, total = Place.of(task), total_context(task)
+    hardware, total = Hardware.of(task), total_context(task)
     kv, plain = BY_NAME[KV], [0, *(KV_TYPES.index(name) + 1 for name in PLAIN_KV)]
     modes = {name: SPLIT_MODES.index(name) + 1 for name in SPLIT_MODES}
     off = BY_NAME[FLASH].words.index("off") + 1
@@ -50,7 +50,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             name="cores_are_not_split",
             knobs=(TP, PP),
             message=f"{TP} and {PP} are 1 where devices are cores: threads share the work there",
-            broken=lambda c: ((c[TP] > 1) | (c[PP] > 1)) & place.on_cores,
+            broken=lambda c: ((c[TP] > 1) | (c[PP] > 1)) & hardware.on_cores,
         ),
         Rule(
             name="one_split",
@@ -79,8 +79,8 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="most_slots",
             knobs=(PARALLEL,),
-            message=f"{PARALLEL} must not exceed {MOST_SLOTS}",
-            broken=lambda c: c[PARALLEL] > MOST_SLOTS,
+            message=f"{PARALLEL} must not exceed {MAX_SLOTS}",
+            broken=lambda c: c[PARALLEL] > MAX_SLOTS,
         ),
         Rule(
             name="batch_holds_slots",
@@ -103,8 +103,10 @@ def rules(task: Task) -> tuple[Rule, ...]:
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, THREADS, BATCH_THREADS),
-            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {place.cards} cores",
-            broken=lambda c: (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > place.cards) & place.on_cores,
+            message=f"{THREADS} (and {BATCH_THREADS}) x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: (
+                (np.maximum(c[THREADS], c[BATCH_THREADS]) * c[INSTANCES] > hardware.cards) & hardware.on_cores
+            ),
         ),
         context_rule(task, CONTEXT),
         Rule(
@@ -129,7 +131,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return knobs without effect, and values that llama.cpp has by itself."""
-    place = Place.of(task)
+    hardware = Hardware.of(task)
     whole = [SPLIT_MODES.index(name) + 1 for name in ("none", "layer", "row")]
     f16, auto = KV_TYPES.index("f16") + 1, BY_NAME[FLASH].words.index("auto") + 1
 
@@ -144,7 +146,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)},
     )
     return (
-        *heterogeneous.merges(*((THREADS, BATCH_THREADS) if place.on_cores else ())),
+        *heterogeneous.merges(*((THREADS, BATCH_THREADS) if hardware.on_cores else ())),
         Merge(
             name="batch_threads_as_threads",
             knobs=(THREADS, BATCH_THREADS),
@@ -171,5 +173,5 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(KV,),
             canonical=lambda c: {KV: np.where(c[KV] == f16, 0, c[KV])},
         ),
-        *((on_cores,) if place.on_cores else ()),
+        *((on_cores,) if hardware.on_cores else ()),
     )

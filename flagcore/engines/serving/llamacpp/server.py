@@ -21,7 +21,7 @@ AUTO_SLOTS = 4
 """Slots of `-np -1`, with one KV cache for all (llama.cpp `tools/server/server.cpp`)."""
 
 LOG_SECONDS = 0.5
-"""A thread of llama.cpp's own writes its log: what it said of a failure is lost if the process ends before."""
+"""llama.cpp writes its log in a thread: the cause of a failure is lost if the process ends before."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Figures of a load, out of the answers that count."""
+"""The figures of a load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flagcore.engines.serving.load.result import Answer, LoadResult
 
 _OF_REQUEST = ("ttft_s", "tpot_s", "e2e_s")
 QUANTILES = 201
-"""So many values of a latency are kept at the most: each half percent, so that p50, p90 and p99 are among them."""
+"""Most stored values of a latency: each half percent, so that p50, p90 and p99 are among them."""
 
 
 def duration_s(answers: Sequence[Answer]) -> float:
@@ -48,8 +48,8 @@ def figures_of(answers: Sequence[Answer], concurrency: int | None) -> dict[str, 
 def quantiles_of(answers: Sequence[Answer]) -> dict[str, list[float]]:
     """Return each latency in seconds from its least to its greatest value, at shares of its values evenly apart.
 
-    All of them where there are no more than `QUANTILES`, else as many quantiles. Either way a percentile of the list is
-    that of all values, as `figures_of` tells it. A latency that no request has is left out.
+    All of them up to `QUANTILES`, else as many quantiles. Either way a percentile of the list is that of all values. A
+    latency that no request has is left out.
     """
     found = {}
     for name in LATENCIES:

@@ -1,4 +1,4 @@
-"""What a load cost the machine that sends it, and what others took of it meanwhile."""
+"""The CPU time of the load client, and of other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import psutil
 
 NEAR_LIMIT = 0.8
-"""Share of one core above which the client, which runs on one, may have been the limit."""
+"""Share of one core above which the client, which runs on one, may be the bottleneck."""
 
 
 class Meter:
-    """Counts from its making on: this process, its tree of processes, the whole machine."""
+    """Counts from its creation on: this process, its descendants, the whole machine."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -22,8 +22,7 @@ class Meter:
     def figures(self) -> Mapping[str, float]:
         """Return `client_cpu_s`, `client_cpu_share` of one core, and `others_cores`.
 
-        `others_cores` are the cores that processes outside of this one's tree kept busy, on average: servers that this
-        process started do not count, a server that somebody else started does.
+        `others_cores` are the busy cores of processes that this one did not start, on average.
         """
         wall = max(time.perf_counter() - self._began, 1e-9)
         own = time.process_time() - self._own

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flagcore.domain.space import IntArray
+from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
 from flagcore.engines.serving.load.traces import BLOCK
 from flagcore.engines.serving.load.traffic import Traffic
 from flagcore.errors import SpecError
@@ -50,18 +51,15 @@ def warmup_prompts(
     ]
 
 
-def body(model: str, prompt: IntArray, output_len: int) -> bytes:
-    """Return a request of the completions API: exactly `output_len` tokens, streamed, their count at the end."""
-    asked = {
-        "model": model,
-        "max_tokens": int(output_len),
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "prompt": prompt.tolist(),
-    }
-    return json.dumps(asked, separators=(",", ":")).encode()
+def body(model: str, prompt: IntArray, output_len: int, path: str = COMPLETIONS) -> bytes:
+    """Return a request for exactly `output_len` streamed tokens and their count, as the API at `path` has it."""
+    ids = prompt.tolist()
+    request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}
+    if path == GENERATE:
+        request |= {"input_ids": ids}
+    else:
+        request |= {"model": model, "stream_options": {"include_usage": True}, "prompt": ids}
+    return json.dumps(request, separators=(",", ":")).encode()
 
 
 def _draw(count: int, vocab_size: int, seed: Sequence[int]) -> IntArray:

@@ -53,7 +53,7 @@ def _figures(path: Path, number: int | None) -> dict[str, float]:
     except ValueError:
         data = _pick([_line(line) for line in text.split("\n") if line.strip()], number)
     if not isinstance(data, dict):
-        raise ReportError("is no report: the JSON is no object")
+        raise ReportError("is not a report: the JSON is not an object")
     if isinstance(data.get("benchmarks"), list):
         return _guidellm(_pick(data["benchmarks"], number))
     if isinstance(data.get("output_token_throughput"), dict):
@@ -62,7 +62,7 @@ def _figures(path: Path, number: int | None) -> dict[str, float]:
         return _bench(data, e2e="e2e_latency", total="total_throughput")
     if "output_throughput" in data and "duration" in data:
         return _bench(data, e2e="e2el", total="total_token_throughput")
-    raise ReportError("is no report of vllm bench serve, sglang.bench_serving, guidellm or aiperf")
+    raise ReportError("is not a report of vllm bench serve, sglang.bench_serving, guidellm or aiperf")
 
 
 def _line(line: str) -> Any:
@@ -76,7 +76,7 @@ def _pick(several: Sequence[Any], number: int | None) -> Any:
     if not several:
         raise ReportError("it is empty")
     if number is None and len(several) > 1:
-        raise ReportError(f"it holds {len(several)} benchmarks: say which, from 0")
+        raise ReportError(f"it holds {len(several)} benchmarks: give a number from 0")
     if not 0 <= (number or 0) < len(several):
         raise ReportError(f"it holds {len(several)} benchmarks, none is number {number}")
     return several[number or 0]
@@ -138,7 +138,7 @@ def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
         if not found:
             continue
         if found["unit"] not in _SECONDS:
-            raise ReportError(f"{name} is in {found['unit']!r}, which is no unit of time that is known here")
+            raise ReportError(f"{name} is in {found['unit']!r}, which is an unknown unit of time")
         unit = _SECONDS[found["unit"]]
         for statistic, key in (("mean", "avg"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99")):
             value = found.get(key)
@@ -148,13 +148,13 @@ def _aiperf(data: Mapping[str, Any]) -> dict[str, float]:
 
 def _none_failed(failed: Any, completed: Any) -> None:
     if failed:
-        raise ReportError(f"{failed:.0f} requests failed, so its figures do not tell what the server gives")
+        raise ReportError(f"{failed:.0f} requests failed, so its figures do not describe the server")
     if not completed:
         raise ReportError("no request was completed")
 
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return what is there. A figure that is no finite number, or not positive for a rate, is none."""
+    """Return the figures that there are. Raises ReportError for one that is not finite, or a rate of 0."""
     found = {name: float(value) for name, value in figures.items() if value is not None}
     for name, value in found.items():
         if not math.isfinite(value) or value < 0 or (name in RATES and value == 0):

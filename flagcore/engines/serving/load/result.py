@@ -1,4 +1,4 @@
-"""What a load gives: answers as asked, or problems, never a mixture that looks like figures."""
+"""The result of a load: complete answers, or problems and no figures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+COMPLETIONS, GENERATE = "/v1/completions", "/generate"
+"""APIs that take token ids: OpenAI's, and that of engines whose completions take text only."""
+
 
 class ProblemKind(Enum):
-    """Why an answer does not count. A problem of a load reads `kind: what happened`."""
+    """Why an answer does not count. A problem reads `kind: what happened`."""
 
     NOT_REACHED = "not reached"
     CONNECTION_LOST = "connection lost"
@@ -20,8 +23,8 @@ class ProblemKind(Enum):
     TIMED_OUT = "timed out"
 
 
-class NotAnswered(Exception):
-    """One request was not answered as asked. Never leaves this package."""
+class RequestFailed(Exception):
+    """One request was not answered. Not raised outside this package."""
 
     def __init__(self, kind: ProblemKind, message: str) -> None:
         self.kind = kind
@@ -34,14 +37,15 @@ MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One instance. `url` is the server's root: `http://127.0.0.1:8000`."""
+    """One instance. `url` is the server's root: `http://127.0.0.1:8000`, `path` its API for prompts of token ids."""
 
     url: str
+    path: str = COMPLETIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One request that was answered as asked. Times are seconds, `start_s` since the load's first send.
+    """One request that was answered in full. Times are seconds, `start_s` since the load's first send.
 
     `ttft_s` is send to first piece of text, `e2e_s` send to last piece, `tpot_s` the time between the two per token
     after the first, None for one token or an answer in one piece; `gaps_s` lie between pieces. Tokens are what was sent
@@ -65,7 +69,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """One load. With a problem there are no figures; `completed` of the answers were right, `failed` were not.
+    """One load. With a problem there are no figures; `completed` and `failed` count requests.
 
     `figures` are named as in `flagcore.domain.serving`. `duration_s` is first send to last finish. `notes` are for the
     reader: what was estimated, and whether the client may have been the limit.

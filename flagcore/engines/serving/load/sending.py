@@ -1,4 +1,4 @@
-"""Sends a load to servers and takes down what they answer. A request that fails voids the load, and ends it."""
+"""Sends a load to servers and measures their answers. A failed request ends the load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
 from flagcore.engines.serving.load.machine import NEAR_LIMIT, Meter
 from flagcore.engines.serving.load.prompts import body, prompts, warmup_prompts
-from flagcore.engines.serving.load.result import Answer, LoadResult, NotAnswered, ProblemKind, Target
+from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.stream import Stream
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import aiohttp
 
 LATE_S = 0.1
-"""A request that is sent so long after it was due is told: the load was not quite what was asked for."""
+"""Seconds after which a late request is noted: the load was not quite as specified."""
 
 GRACE_S = 0.5
-"""After the first failure, what other requests say within this time is told too."""
+"""Seconds after the first failure in which other failures are reported, too."""
 
 Progress = Callable[[int, int], None]
 
@@ -44,13 +44,13 @@ def measure(
     timeout_s: float,
     on_progress: Progress | None = None,
 ) -> LoadResult:
-    """Send `load` once to `targets`, each request to the one with the fewest in flight, and return what was measured.
+    """Send `load` once to `targets`, each request to the least busy one, and return what was measured.
 
-    First come `load.warmup` requests that do not count. `seed` is the repeat's: prompts differ by it, lengths and
-    arrivals do not. All is over after `timeout_s`, and at once when a request fails. `on_progress` is told the requests
-    answered and in all. Raises SpecError for a load that cannot be sent. Not to be called inside an event loop.
+    `load.warmup` requests go first and do not count. `seed` is that of the repeat: it changes prompts, but not lengths
+    or arrivals. The load ends after `timeout_s`, or when a request fails. `on_progress` gets the answered and all
+    requests. Raises SpecError for a load that cannot be sent. Must not be called inside an event loop.
     """
-    load = in_flight(load)
+    load, path = in_flight(load), targets[0].path
     asked = traffic(load)
     fresh = (load.seed, seed)
     texts = prompts(asked, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
@@ -63,12 +63,12 @@ def measure(
 
         async with session() as http:
             if warm:
-                first = _Run(http, targets, _requests(model, warm, np.resize(asked.output_len, len(warm)), None))
+                first = _Run(http, targets, _requests(model, path, warm, np.resize(asked.output_len, len(warm)), None))
                 await first.send(load.concurrency or len(warm), deadline)
                 if first.problems:
                     return first.result(load.concurrency, asked.notes, None)
             arrive = None if asked.arrive_s is None else asked.arrive_s.tolist()
-            main = _Run(http, targets, _requests(model, texts, asked.output_len, arrive), on_progress)
+            main = _Run(http, targets, _requests(model, path, texts, asked.output_len, arrive), on_progress)
             gc.collect()
             meter = Meter()
             await main.send(load.concurrency, deadline)
@@ -86,7 +86,7 @@ class _Request:
 
 
 class _Run:
-    """The requests of one load on their way."""
+    """The requests of one load."""
 
     def __init__(
         self,
@@ -95,10 +95,8 @@ class _Run:
         requests: Sequence[_Request],
         on_progress: Progress | None = None,
     ) -> None:
-        from flagcore.engines.serving.load.client import PATH
-
         self._http, self._requests, self._on_progress = http, requests, on_progress
-        self._urls = [target.url.rstrip("/") + PATH for target in targets]
+        self._urls = [target.url.rstrip("/") + target.path for target in targets]
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
         self._failed = asyncio.Event()
@@ -126,7 +124,7 @@ class _Run:
                 raise error
 
     def _work(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
-        """Return what runs side by side: slots that take request after request, or requests that wait to be due."""
+        """Return the concurrent tasks: slots that send requests in turn, or requests that wait until they are due."""
         if self._requests[0].arrive_s is None and concurrency is not None:
             queue = iter(self._requests)
             return (self._slot(queue) for _ in range(min(concurrency, len(self._requests))))
@@ -162,7 +160,7 @@ class _Run:
                 output_tokens=request.output_tokens,
                 target=target,
             )
-        except NotAnswered as failure:
+        except RequestFailed as failure:
             self.problems[str(failure)] += 1
             self._failed.set()
             return
@@ -190,9 +188,9 @@ class _Run:
         cost = meter.figures()
         if cost["client_cpu_share"] > NEAR_LIMIT:
             share = f"{cost['client_cpu_share']:.2f}"
-            notes = (*notes, f"the client used {share} of its core: it may have been the limit, not the server")
+            notes = (*notes, f"the client used {share} of its core: it may have been the bottleneck")
         if self._late_s > LATE_S:
-            notes = (*notes, f"a request was sent {self._late_s:.2f} s after it was due: the client was kept waiting")
+            notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
         closed = self._requests[0].arrive_s is None
         return LoadResult(
             figures={**figures_of(answers, concurrency if closed else None), **cost},
@@ -209,17 +207,17 @@ async def _all(tasks: set[asyncio.Task[None]]) -> None:
 
 
 def _requests(
-    model: str, texts: Sequence[IntArray], output_len: IntArray, arrive_s: Sequence[float] | None
+    model: str, path: str, texts: Sequence[IntArray], output_len: IntArray, arrive_s: Sequence[float] | None
 ) -> list[_Request]:
     lengths = output_len.tolist()
     return [
-        _Request(body(model, ids, made), int(ids.size), made, None if arrive_s is None else arrive_s[number])
+        _Request(body(model, ids, made, path), int(ids.size), made, None if arrive_s is None else arrive_s[number])
         for number, (ids, made) in enumerate(zip(texts, lengths, strict=True))
     ]
 
 
 def _allow_connections(count: int) -> None:
-    """Raise this process's own limit of open files where it is below what the load needs, as far as it may."""
+    """Raise this process's limit of open files to what the load needs, as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + 256
     if soft != resource.RLIM_INFINITY and soft < needed:

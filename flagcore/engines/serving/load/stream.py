@@ -10,18 +10,18 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from flagcore.engines.serving.load.result import Answer, NotAnswered, ProblemKind
+from flagcore.engines.serving.load.result import Answer, ProblemKind, RequestFailed
 
 _IGNORED = (b":", b"event:", b"id:", b"retry:")
 _TEXT = b'"text":'
 _NEVER = b"\n"
-"""Begins no line."""
+"""No line begins with it."""
 _LONGEST = 1 << 24
 _ENDED = (None, "length", "stop")
 
 
 class Stream:
-    """Takes bytes as they arrive; raises NotAnswered at the first thing that is not an answer."""
+    """Takes bytes as they arrive; raises RequestFailed at the first invalid event."""
 
     def __init__(self) -> None:
         self.done = False
@@ -38,7 +38,7 @@ class Stream:
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > _LONGEST:
-            raise NotAnswered(ProblemKind.BROKEN, f"a line has no end: {self._rest[:80]!r}")
+            raise RequestFailed(ProblemKind.BROKEN, f"a line has no end: {self._rest[:80]!r}")
         head, tail = self._head, self._tail
         begin, end = len(head), len(tail)
         for line in lines:
@@ -63,16 +63,16 @@ class Stream:
             if (rest := self._rest.strip()).startswith(b"{"):
                 self._unstreamed(rest)
             how = "unfinished" if usage is None else "without [DONE]"
-            raise NotAnswered(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {how}")
+            raise RequestFailed(ProblemKind.CONNECTION_LOST, f"the stream ended after {self.events} events, {how}")
         if usage is None:
-            raise NotAnswered(ProblemKind.NO_USAGE, "the stream ended without the token counts that were asked for")
+            raise RequestFailed(ProblemKind.NO_USAGE, "the stream ended without token counts")
         if self._finish not in _ENDED:
-            raise NotAnswered(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
+            raise RequestFailed(ProblemKind.ERROR, f"finish_reason is {self._finish!r}")
         self._check_counts(usage, input_tokens, output_tokens)
         # Where no event has text (special tokens only, or bytes of a character that is not complete) all of them count.
         pieces = self._pieces or self._silent
         if not pieces:
-            raise NotAnswered(ProblemKind.BROKEN, f"{output_tokens} tokens are counted, but no event carried any")
+            raise RequestFailed(ProblemKind.BROKEN, f"{output_tokens} tokens are counted, but no event carried any")
         first = pieces[0]
         return Answer(
             start_s=start_s,
@@ -88,22 +88,22 @@ class Stream:
     def _check_counts(self, usage: dict[str, Any], input_tokens: int, output_tokens: int) -> None:
         made, read = usage.get("completion_tokens"), usage.get("prompt_tokens")
         if type(made) is not int or made < 0:
-            raise NotAnswered(ProblemKind.NO_USAGE, f"completion_tokens is {made!r}")
+            raise RequestFailed(ProblemKind.NO_USAGE, f"completion_tokens is {made!r}")
         if made == 0 and self._pieces:
-            raise NotAnswered(
+            raise RequestFailed(
                 ProblemKind.NO_USAGE, f"0 tokens are counted, but {len(self._pieces)} events carried text"
             )
         if made != output_tokens:
             why = (
-                "ignore_eos is not kept"
+                "ignore_eos was ignored"
                 if self._finish == "stop"
                 else "prompt and answer do not fit into the context of one request"
                 if made < output_tokens
-                else "max_tokens is not kept"
+                else "max_tokens was ignored"
             )
-            raise NotAnswered(ProblemKind.WRONG_LENGTH, f"{made} tokens instead of {output_tokens}; {why}")
+            raise RequestFailed(ProblemKind.WRONG_LENGTH, f"{made} tokens instead of {output_tokens}; {why}")
         if isinstance(read, int) and read < input_tokens:
-            raise NotAnswered(ProblemKind.WRONG_LENGTH, f"{read} tokens of the prompt were read, {input_tokens} sent")
+            raise RequestFailed(ProblemKind.WRONG_LENGTH, f"{read} tokens of the prompt were read, {input_tokens} sent")
 
     def _line(self, line: bytes, now: float) -> None:
         if self.done:
@@ -115,48 +115,54 @@ class Stream:
             else:
                 self._event(payload, now, line)
         elif line.startswith(b"error:"):
-            raise NotAnswered(ProblemKind.ERROR, message_of(line[6:].strip()))
+            raise RequestFailed(ProblemKind.ERROR, message_of(line[6:].strip()))
         elif line.startswith(b"{"):
             self._unstreamed(line)
         elif not line.startswith(_IGNORED):
-            raise NotAnswered(ProblemKind.BROKEN, f"a line is no event: {line[:80]!r}")
+            raise RequestFailed(ProblemKind.BROKEN, f"a line is not an event: {line[:80]!r}")
 
     def _event(self, payload: bytes, now: float, line: bytes) -> None:
         data = _parsed(payload)
         if not isinstance(data, dict):
-            raise NotAnswered(ProblemKind.BROKEN, f"an event is not an object: {payload[:80]!r}")
+            raise RequestFailed(ProblemKind.BROKEN, f"an event is not an object: {payload[:80]!r}")
         if _is_error(data):
-            raise NotAnswered(ProblemKind.ERROR, message_of(payload))
+            raise RequestFailed(ProblemKind.ERROR, message_of(payload))
         usage, choices = data.get("usage"), data.get("choices")
+        if isinstance(meta := data.get("meta_info"), dict):  # an event of /generate
+            end = meta.get("finish_reason")
+            usage = meta
+            choices = [
+                {"text": data.get("text"), "token_ids": data.get("output_ids"), "finish_reason": end and end["type"]}
+            ]
         if isinstance(usage, dict):
             self._usage = usage
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
             if len(choices) > 1 or choices[0].get("index"):
-                raise NotAnswered(ProblemKind.BROKEN, "the answer has several choices, and one was asked for")
+                raise RequestFailed(ProblemKind.BROKEN, "the answer has several choices instead of one")
             self._choice(choices[0], now)
             if choices[0].get("finish_reason") is None and usage is None:
                 self._learn(line)
         elif choices != [] and not isinstance(usage, dict):
-            raise NotAnswered(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
+            raise RequestFailed(ProblemKind.BROKEN, f"an event has neither choices nor usage: {payload[:80]!r}")
 
     def _unstreamed(self, body: bytes) -> None:
-        """Raise what a body is that is JSON and no stream: often an error, and never an answer that can be timed."""
+        """Raise the error in a JSON body that is not a stream, or that it cannot be timed."""
         data = _parsed(body)
         if isinstance(data, dict) and _is_error(data):
-            raise NotAnswered(ProblemKind.ERROR, message_of(body))
-        raise NotAnswered(ProblemKind.BROKEN, f"the answer is not streamed: {body[:80]!r}")
+            raise RequestFailed(ProblemKind.ERROR, message_of(body))
+        raise RequestFailed(ProblemKind.BROKEN, f"the answer is not streamed: {body[:80]!r}")
 
     def _choice(self, choice: dict[str, Any], now: float) -> None:
         text, finish = choice.get("text"), choice.get("finish_reason")
         if not isinstance(text, str | None):
-            raise NotAnswered(ProblemKind.BROKEN, f"the text of a choice is {type(text).__name__}")
+            raise RequestFailed(ProblemKind.BROKEN, f"the text of a choice is {type(text).__name__}")
         (self._pieces if text or choice.get("token_ids") else self._silent).append(now)
         self._last = now
         if finish is not None:
             self._finish = str(finish)
 
     def _learn(self, line: bytes) -> None:
-        """Keep what surrounds the text, so that the next event need not be parsed if only its text differs."""
+        """Store what surrounds the text, so that an event that differs only in its text is not parsed."""
         begin = line.find(_TEXT)
         if begin < 0 or line.find(_TEXT, begin + 1) >= 0:
             return
@@ -172,7 +178,7 @@ def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise NotAnswered(ProblemKind.BROKEN, f"an event is not JSON: {text[:80]!r}") from None
+        raise RequestFailed(ProblemKind.BROKEN, f"an event is not JSON: {text[:80]!r}") from None
 
 
 def _is_error(data: dict[str, Any]) -> bool:
@@ -180,7 +186,7 @@ def _is_error(data: dict[str, Any]) -> bool:
 
 
 def message_of(body: bytes) -> str:
-    """Return what a server says in an error, in any of the forms that engines use; the body itself if in none."""
+    """Return the message of an error, in any of the forms that engines use, or the body."""
     text = body.decode("utf-8", "replace").strip()
     try:
         data = json.loads(text)

@@ -23,7 +23,7 @@ from flagcore.files import read_regular
 
 BLOCK = 512
 """Tokens of one of Mooncake's blocks."""
-MOST_TOKENS = 10_000_000
+MAX_TOKENS = 10_000_000
 """Of a prompt, and of an answer, as in a spec."""
 CHARACTERS_PER_TOKEN = 4
 """Of English text with the usual vocabularies; stands in for a tokenizer."""
@@ -72,7 +72,7 @@ def read_trace(path: str) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(key="serve.profile.trace", value=path, problem=f"cannot be read: {error}") from None
     except (_Bad, csv.Error) as error:
-        raise SpecError(key="serve.profile.trace", value=path, problem=f"is no trace: {error}") from None
+        raise SpecError(key="serve.profile.trace", value=path, problem=f"is not a valid trace: {error}") from None
     if not trace.input_len.size:
         raise SpecError(key="serve.profile.trace", value=path, problem="has no request with both lengths")
     return trace
@@ -139,11 +139,11 @@ def _sharegpt(rows: Sequence[Mapping[str, Any]]) -> Trace:
         turns = row.get("conversations", row.get("messages"))
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise _Bad(f"row {number} has no list of turns")
-        said = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
-        if len(said) < 2 or not said[0] or not said[1]:
+        texts = [str(turn.get("value") or turn.get("content") or "") for turn in turns]
+        if len(texts) < 2 or not texts[0] or not texts[1]:
             continue
-        inputs.append(max(1, round(len(said[0]) / CHARACTERS_PER_TOKEN)))
-        outputs.append(max(1, round(len(said[1]) / CHARACTERS_PER_TOKEN)))
+        inputs.append(max(1, round(len(texts[0]) / CHARACTERS_PER_TOKEN)))
+        outputs.append(max(1, round(len(texts[1]) / CHARACTERS_PER_TOKEN)))
         estimated += 1
     note = f"lengths of {estimated} conversations are estimated: {CHARACTERS_PER_TOKEN} characters a token"
     return _trace(inputs, outputs, None, (), (note,) if estimated else ())
@@ -160,11 +160,11 @@ def _burstgpt(text: str) -> Trace:
     for number, row in enumerate(rows, 2):
         if short := [name for name in needed if row[name] is None]:
             raise _Bad(f"row {number} lacks {short[0]}")
-    kept = [(n, row) for n, row in enumerate(rows, 2) if _number(row["Response tokens"], needed[2], n) > 0]
+    answered = [(n, row) for n, row in enumerate(rows, 2) if _number(row["Response tokens"], needed[2], n) > 0]
     return _trace(
-        [_count(row, needed[1:2], number) for number, row in kept],
-        [_count(row, needed[2:], number) for number, row in kept],
-        [_number(row["Timestamp"], needed[0], number) for number, row in kept],
+        [_count(row, needed[1:2], number) for number, row in answered],
+        [_count(row, needed[2:], number) for number, row in answered],
+        [_number(row["Timestamp"], needed[0], number) for number, row in answered],
     )
 
 
@@ -196,8 +196,8 @@ def _count(row: Mapping[str, Any], names: Sequence[str], number: int) -> int:
     value = _number(row[name], name, number)
     if value < 1 or value != int(value):
         raise _Bad(f"row {number}: {name} is {row[name]!r}, not a count of tokens")
-    if value > MOST_TOKENS:
-        raise _Bad(f"row {number}: {name} is {row[name]!r}, and no request has more than {MOST_TOKENS:,} tokens")
+    if value > MAX_TOKENS:
+        raise _Bad(f"row {number}: {name} is {row[name]!r}, and no request has more than {MAX_TOKENS:,} tokens")
     return int(value)
 
 

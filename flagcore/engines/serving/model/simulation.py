@@ -15,7 +15,7 @@ from math import ceil, inf
 
 from flagcore.engines.serving.model.price import Price
 
-TOGETHER = 128
+JOINT_ROWS = 128
 """Requests that came at one moment and are parsed side by side: all of them are through when the last one is. So the
 first tokens of bursts of 64 and 128 say; of larger ones as many at a time."""
 
@@ -104,7 +104,7 @@ class _Simulation:
     def _enter(self, place: int) -> None:
         """A request passes the front end, which shares its time among those that came at one moment."""
         arrival = self.requests[place].arrival
-        if not self.doors or arrival != self.came or self.together >= TOGETHER:
+        if not self.doors or arrival != self.came or self.together >= JOINT_ROWS:
             self.doors.append(max(self.doors[-1] if self.doors else 0.0, arrival))
             self.came, self.together = arrival, 0
         self.doors[-1] += self.lane.entry

@@ -16,8 +16,8 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.common.place import Place, longest, most_in_flight
 from flagcore.engines.serving.common.sizes import cache_bytes_per_token
 from flagcore.engines.serving.engine import Settings
 
@@ -43,7 +43,7 @@ PREFIX, EAGER, POLICY, MIXED = "enable_prefix_caching", "enforce_eager", "schedu
 KV_TYPES = ("auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3", "mxfp8", "nvfp4", "fp4_mx_block16")
 KV_BYTES = (2.0, 2.0, 2.0, 1.0, 1.0, 33 / 32, 9 / 16, 9 / 16)
 POLICIES = ("fcfs", "lpm", "random", "dfs-weight", "lof", "priority", "hrrn", "shortest-prefill-first")
-PREFILL_TOKENS, LEAST_RUNNING = 16384, 2048
+PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
 """SGLang's own max_prefill_tokens, and the least that it takes for max_running_requests by itself."""
 _LEAST_POOL = 4096
 _MEMORY_STEPS = (
@@ -86,7 +86,7 @@ KNOBS = (
         aliases=("max_num_batched_tokens",),
         minimum=-1,
         spellings={"off": -1},
-        auto=knobs.by_place((512, 2048), (2048, 4096, 8192, 16384)),
+        auto=knobs.by_hardware((512, 2048), (2048, 4096, 8192, 16384)),
         auto_help="2048 to 16384; on cores 512, 2048",
         memory_order=1,
     ),
@@ -114,13 +114,13 @@ KNOBS = (
         label="memory share",
         kind="share",
         flags=(Flag(name="mem-fraction-static"),),
-        auto=knobs.by_place((None,), (None, "0.85", "0.9")),
+        auto=knobs.by_hardware((None,), (None, "0.85", "0.9")),
         auto_help="not set, 0.85, 0.9; on cores not set",
     ),
     replace(
         knobs.with_flags(knobs.KV_KNOB, "kv-cache-dtype"),
         words=KV_TYPES,
-        auto=lambda task: ("auto", "fp8_e4m3") if Place.of(task).fp8 else ("auto",),
+        auto=lambda task: ("auto", "fp8_e4m3") if Hardware.of(task).fp8 else ("auto",),
         auto_help="auto, and fp8_e4m3 if the chip supports it",
     ),
     knobs.with_flags(knobs.PREFIX_KNOB, off="disable-radix-cache"),
@@ -178,7 +178,7 @@ def parse_args(spec: Spec) -> knobs.EngineArgs:
 
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
     """Return SGLang's own chunked_prefill_size and largest decode graph for its tp-size, by the device's memory."""
-    gib = Place.of(task).memory_bytes / 2**30
+    gib = Hardware.of(task).memory_bytes / 2**30
     if math.isnan(gib):
         return np.full_like(tensor, 4096), np.full_like(tensor, 160)
     chunk, small, large = next((step[1:] for step in _MEMORY_STEPS if gib < step[0]), _LARGEST)
@@ -195,7 +195,7 @@ def chunk_sizes(task: Task, columns: Columns) -> IntArray:
 def memory_share(task: Task, columns: Columns) -> FloatArray:
     """Return SGLang's own share of memory for weights and cache: all but what it sets aside, NaN where unknown."""
     tensor = columns[TP] * columns[DP]
-    mib = Place.of(task).memory_bytes / 2**20
+    mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
     chunk = chunk_sizes(task, columns)
     prefill = np.where(columns[PREFILL] > 0, columns[PREFILL], PREFILL_TOKENS)
@@ -217,13 +217,13 @@ def settings(task: Task, columns: Columns) -> Settings:
     """Return what SGLang makes of candidates: with attention DP it divides chunks and requests among the groups."""
     fixed, others = parse_args(task.spec)
     get = knobs.all_columns(columns, KNOBS, fixed)
-    place = Place.of(task)
+    hardware = Hardware.of(task)
     chunk = chunk_sizes(task, get)
     prefill = np.where(get[PREFILL] > 0, get[PREFILL], PREFILL_TOKENS)
     tokens = np.where(chunk > 0, np.maximum(chunk // get[DP], 1), prefill)
     ranks = get[TP] * get[PP] * get[DP]
-    share = place.share(get[INSTANCES], columns)
-    devices = share if place.on_cores else ranks
+    share = hardware.share(get[INSTANCES], columns)
+    devices = share if hardware.on_cores else ranks
     element = np.array([2.0, *KV_BYTES])[get[KV]]
     page = np.where(get[PAGE] > 0, get[PAGE], 1)
     return Settings(
@@ -233,16 +233,16 @@ def settings(task: Task, columns: Columns) -> Settings:
         pipeline=get[PP],
         data=get[DP],
         expert=get[EP],
-        max_running=np.where(get[RUNNING] > 0, np.maximum(get[RUNNING] // get[DP], 1), LEAST_RUNNING),
+        max_running=np.where(get[RUNNING] > 0, np.maximum(get[RUNNING] // get[DP], 1), MIN_RUNNING),
         max_batched_tokens=tokens,
         pass_tokens=tokens,
         block_size=page,
         context_len=np.where(get[CONTEXT] > 0, get[CONTEXT], longest(task.spec.serve.loads)),
         chunked=(chunk > 0).astype(np.int64),
-        graphs=((get[EAGER] == 0) & (not place.on_cores)).astype(np.int64),
+        graphs=((get[EAGER] == 0) & (not hardware.on_cores)).astype(np.int64),
         prefix_caching=get[PREFIX],
         memory_fraction=np.full(ranks.shape, np.nan)
-        if place.on_cores
+        if hardware.on_cores
         else knobs.shares(get[MEMORY], memory_share(task, get)),
         cache_bytes=_cache_bytes(task, others, get, devices, element),
         cache_element_bytes=element,
@@ -256,7 +256,7 @@ def _cache_bytes(
     given = others.get("max-total-tokens")
     if isinstance(given, int):
         tokens = np.full(devices.shape, float(given))
-    elif Place.of(task).on_cores:
+    elif Hardware.of(task).on_cores:
         known = {int(number): pool_tokens(task, max(int(number), 1)) for number in np.unique(get[INSTANCES])}
         tokens = np.array([known[int(number)] for number in get[INSTANCES].ravel()], float).reshape(devices.shape)
     else:

@@ -9,9 +9,9 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.knobs import count
 from flagcore.engines.serving.common.names import DP, INSTANCES, TP
-from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.engine import PORT, Engine, PublishedRuns, Server
 from flagcore.engines.serving.model.work import Overheads
@@ -65,7 +65,7 @@ def _ready(spec: Spec) -> None:
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
-    spec, place = task.spec, Place.of(task)
+    spec, hardware = task.spec, Hardware.of(task)
     others = parse_args(spec).others
     data = count(values, DP)
     ranks = count(values, TP) * data
@@ -75,9 +75,9 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if data > 1:
         own = "attn-dp-size" in installed_flags(spec)
         argv += ["--attn-dp-size", str(data)] if own else ["--dp-size", str(data), "--enable-dp-attention"]
-    if place.on_cores and "device" not in others:
+    if hardware.on_cores and "device" not in others:
         argv += ["--device", "cpu"]
-    if place.on_cores and "max-total-tokens" not in others:
+    if hardware.on_cores and "max-total-tokens" not in others:
         argv += ["--max-total-tokens", str(pool_tokens(task, count(values, INSTANCES)))]
     argv += engine_args.written(others, negated=False)
     environment = {"HF_HUB_OFFLINE": "1"}

@@ -1,4 +1,4 @@
-"""What SGLang's server tells while it runs, and what its log lines mean.
+"""What SGLang's server reports while it runs, and what its log lines mean.
 
 Sources: sglang 0.5.23 `srt/entrypoints/http_server.py`, `srt/managers/scheduler.py`.
 """
@@ -30,7 +30,7 @@ from flagcore.engines.serving.sglang.knobs import (
 )
 
 _INFO = ("/server_info", "/get_server_info")
-"""Today's path, and that of releases before it."""
+"""The current path, and that of earlier releases."""
 _POOL_LINE = re.compile(r"max_total_num_tokens=.*")
 _NUMBERS = {
     "page_size": PAGE,
@@ -57,28 +57,28 @@ COUNTERS: Mapping[str, str] = {
 def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
     """Return what the resolved arguments and the log say. Raises OSError or ValueError if the server does not answer.
 
-    The arguments keep null where SGLang chose; the log's line of the memory pool tells what it chose. With attention
-    DP, chunks and running requests are told of one rank, and asked for of all.
+    Arguments that SGLang chose stay null; the log line of the memory pool has their values. With attention DP, chunks
+    and running requests are reported for one rank and set for all.
     """
     info = _server_info(fetch)
-    told: dict[str, KnobValue] = {
+    values: dict[str, KnobValue] = {
         knob: info[name] for name, knob in (_NUMBERS | _WORDS).items() if isinstance(info.get(name), (int, str))
     }
     data = _data(info)
     if isinstance(info.get("tp_size"), int):
-        told |= {TP: info["tp_size"] // data, DP: data}
+        values |= {TP: info["tp_size"] // data, DP: data}
     if isinstance(info.get("chunked_prefill_size"), int):
-        told[CHUNK] = info["chunked_prefill_size"] * (data if info["chunked_prefill_size"] > 0 else 1)
+        values[CHUNK] = info["chunked_prefill_size"] * (data if info["chunked_prefill_size"] > 0 else 1)
     for name, knob, yes in (("disable_radix_cache", PREFIX, False), ("disable_cuda_graph", EAGER, True)):
         if isinstance(info.get(name), bool):
-            told[knob] = info[name] is yes
+            values[knob] = info[name] is yes
     if isinstance(info.get("mem_fraction_static"), float):
-        told[MEMORY] = f"{info['mem_fraction_static']:g}"
+        values[MEMORY] = f"{info['mem_fraction_static']:g}"
     if pool := _POOL_LINE.search(log):
         for name, knob in (("max_running_requests", RUNNING), ("context_len", CONTEXT)):
             if number := re.search(rf"\b{name}=(\d+)", pool[0]):
-                told[knob] = int(number[1]) * (data if knob == RUNNING else 1)
-    return told
+                values[knob] = int(number[1]) * (data if knob == RUNNING else 1)
+    return values
 
 
 _SIZES = {
@@ -90,7 +90,7 @@ _CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V s
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return what each rank tells of its weights, pools and graphs; its GB are GiB."""
+    """Return what each rank logs of its weights, pools and graphs; its GB are GiB."""
     pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
     return metrics.largest(log, _SIZES) | ({"kv_cache_gib": max(pools)} if pools else {})
 

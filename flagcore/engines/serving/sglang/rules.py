@@ -10,8 +10,8 @@ import numpy as np
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.common.names import DP, EP, TP
-from flagcore.engines.serving.common.place import Place, longest
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.sglang.knobs import (
     CHUNK,
@@ -94,5 +94,5 @@ def merges(task: Task) -> tuple[Merge, ...]:
         same_as_unset(POLICY, POLICIES.index("fcfs") + 1, "by_default"),
         same_as_unset(PREFILL, PREFILL_TOKENS, "by_default"),
         *((own_page,) if backend is None and not task.spec.model.multi_latent_attention else ()),
-        *((no_graphs,) if Place.of(task).on_cores else ()),
+        *((no_graphs,) if Hardware.of(task).on_cores else ()),
     )

@@ -1,4 +1,4 @@
-"""Another client in place of our own: guidellm, aiperf, `vllm bench serve` or `sglang.bench_serving`, by its report."""
+"""Another load client, read by its report: guidellm, aiperf, `vllm bench serve` or `sglang.bench_serving`."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from flagcore.errors import UsageError
 BALANCER = "flagcore.engines.serving.balancer"
 BALANCER_SECONDS = 20.0
 TAIL = 300
-"""Characters of what a client printed last that its failure quotes."""
+"""Characters of a client's last output that its failure quotes."""
 
 
 def ask_client(
     command: Sequence[str], report: str, servers: Sequence[Server], model: str, folder: Path, deadline: float, name: str
 ) -> tuple[dict[str, float], float]:
-    """Run a client to its end in a folder of its own, and return the figures of its report and its seconds.
+    """Run a client in its own folder, and return the figures of its report and its seconds.
 
     `{url}`, `{model}` and `{report}` in `command` are replaced. Several servers are behind one balancer. Raises
-    TrialFailure with what the client said.
+    TrialFailure with the client's last output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     where, log = folder / report, folder / "client.log"
     where.unlink(missing_ok=True)
     began = time.monotonic()
-    with _one_url(servers) as url, log.open("wb") as said:
+    with _one_url(servers) as url, log.open("wb") as output:
         words = [_filled(word, url=url, model=model, report=str(where)) for word in command]
         try:
             ended = subprocess.run(
                 words,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 timeout=max(1.0, deadline - began),
             )
@@ -61,7 +61,7 @@ def ask_client(
 
 @contextlib.contextmanager
 def _one_url(servers: Sequence[Server]) -> Iterator[str]:
-    """Give the address of the server, or of a balancer before several."""
+    """Yield the address of the server, or of a balancer before several."""
     if len(servers) == 1:
         yield servers[0].url
         return
@@ -72,7 +72,7 @@ def _one_url(servers: Sequence[Server]) -> Iterator[str]:
         ready = time.monotonic() + BALANCER_SECONDS
         while not is_held_by(port, [balancer.pid]):
             if balancer.poll() is not None or time.monotonic() > ready:
-                raise TrialFailure(TrialState.FAILED, "the balancer before the servers does not start")
+                raise TrialFailure(TrialState.FAILED, "the balancer does not start")
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
     finally:

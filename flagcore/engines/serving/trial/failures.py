@@ -1,4 +1,4 @@
-"""Why a trial gives no figures: its class, one line that says it, and what the engine's log said first."""
+"""Why a trial has no figures: its class, one line, and the first error in the engine's log."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ WORDS = {
     TrialState.TIMED_OUT: "timed out",
     TrialState.FAILED: "failed",
 }
-"""How the last line on stderr begins, by what the trial then is."""
+"""The beginning of the last line on stderr, by the state of the trial."""
 PATTERNS = tuple(FailurePattern(pattern=rf"^{words}:", state=state) for state, words in WORDS.items())
 
 HEAD_BYTES, TAIL_BYTES = 4 << 20, 1 << 20
-"""What is read of a log: how the server started, and how it ended."""
-LONGEST_LINE = 2000
+"""Bytes read of a log: its start and its end."""
+MAX_LINE = 2000
 NAMED = re.compile(r"(?<![A-Za-z_.])[A-Za-z_.]*(Error|Exception)\b(: |$)")
 ANY = re.compile(r"\b(error|fatal|abort(ed)?|terminate called|failed|core dumped)\b", re.IGNORECASE)
 HARMLESS = re.compile(
     r"\b(WARNING|WARN|INFO|DEBUG)\b|Warning: |^\s*(File \"|raise |at /)"
     r"|(?i:\b(falling back|ignored|ignoring|deprecated|skipping|retrying|no errors)\b)"
 )
-"""Lines that speak of an error and are none, or only say where it was."""
+"""Lines that look like an error and are none, or only locate it."""
 
 
 class TrialFailure(Exception):
-    """The trial is over without figures. `state` is its class; the text is one line."""
+    """The trial ended without figures. `state` is its class; the text is one line."""
 
     def __init__(self, state: TrialState, message: str) -> None:
         self.state = state
@@ -50,7 +50,7 @@ def one_line(text: str) -> str:
 
 
 def log_text(file: Path, begin: int = 0) -> str:
-    """Return a log from byte `begin` on, of a long one its beginning and its end; empty if there is none."""
+    """Return a log from byte `begin` on, of a long one its start and its end; empty if there is none."""
     try:
         with open_regular(file) as log:
             log.seek(begin)
@@ -65,28 +65,28 @@ def log_text(file: Path, begin: int = 0) -> str:
 
 
 def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState | None, str]:
-    """Return what a log says went wrong first: the class that a pattern gives it, and the line; empty if nothing.
+    """Return the first error of a log: the class that a pattern gives it, and the line; empty if there is none.
 
-    What the patterns know goes first, running out of memory before all; then the first line that names an exception,
-    then the first that speaks of an error. The last line of an engine often says only that there was one.
+    Matches of patterns go first, out of memory before all; then the first line that names an exception, then the first
+    that mentions an error. An engine's last line often says only that there was one.
     """
-    lines = [line.strip()[:LONGEST_LINE] for line in log.splitlines() if line.strip()]
+    lines = [line.strip()[:MAX_LINE] for line in log.splitlines() if line.strip()]
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
         for line in lines:
             if re.search(known.pattern, line):
                 return known.state, line + (f" ({known.advice})" if known.advice else "")
-    told = [line for line in lines if not HARMLESS.search(line)]
+    suspects = [line for line in lines if not HARMLESS.search(line)]
     for sign in (NAMED, ANY):
-        for line in told:
+        for line in suspects:
             if sign.search(line):
                 return None, line
-    return None, told[-1] if told else ""
+    return None, suspects[-1] if suspects else ""
 
 
 def died(who: str, how: str, log: Path, patterns: Sequence[FailurePattern], since: int = 0) -> TrialFailure:
-    """Return the failure of a server that ended, `how`, classified by its log.
+    """Return the failure of a server that ended, classified by its log.
 
-    Of a server that was healthy once, what it wrote from byte `since` on goes before what it said while it started.
+    For a server that was healthy, the log from byte `since` on goes before that of its start.
     """
     state, line = None, ""
     for begin in dict.fromkeys((since, 0)):
@@ -94,9 +94,9 @@ def died(who: str, how: str, log: Path, patterns: Sequence[FailurePattern], sinc
         state, line = first_error(text, patterns)
         if state is not None or NAMED.search(line) or ANY.search(line):
             break
-    speaks = state is not None or NAMED.search(line) or ANY.search(line)
-    said = f"; its log{'' if speaks else ' names no error, and ends'}: {line}" if line else f"; {log.name} is empty"
+    has_error = state is not None or NAMED.search(line) or ANY.search(line)
+    quote = f"; its log{'' if has_error else ' names no error, and ends'}: {line}" if line else f"; {log.name} is empty"
     if state is None and how.endswith("signal 9"):
-        return TrialFailure(TrialState.OUT_OF_MEMORY, f"{who} {how}: probably killed by the system{said}")
+        return TrialFailure(TrialState.OUT_OF_MEMORY, f"{who} {how}: probably killed by the system{quote}")
     state = state if state in WORDS else TrialState.FAILED
-    return TrialFailure(state or TrialState.FAILED, f"{who} {how}{said}")
+    return TrialFailure(state or TrialState.FAILED, f"{who} {how}{quote}")

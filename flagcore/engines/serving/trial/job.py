@@ -1,4 +1,4 @@
-"""What the trial program is told: `serve.json`, written by flagcore and read by the program."""
+"""The job of the trial program: `serve.json`, written by flagcore and read by the program."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 
 SERVE, METRICS = "serve.json", "metrics.json"
-NOT_AS_AGREED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What reading somebody else's JSON may raise."""
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What reading foreign JSON may raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
     """One server. `argv` has the contract's PORT where the port belongs; `cores` pins it, empty: it may use all.
 
-    `asked` is what must be read back of it by knob; a knob whose value is None was left to the engine.
+    `asked` are the knob values that must be read back; None: the engine chooses.
     """
 
     argv: tuple[str, ...]
@@ -36,9 +36,8 @@ class Instance:
 class Job:
     """One candidate to be served and loaded.
 
-    `engine` is where its adapter is, as module:attribute. All `loads` are run `repeats` times in one launch. `slo`
-    bounds the figures of a request that counts as good, by figure. `client` is another client's command, which writes
-    `report`. All is over `timeout_s` seconds after the start.
+    `engine` is the place of its record, as module:attribute. All `loads` run `repeats` times in one launch. `slo`
+    bounds the figures of good requests. `client` is the command of another client, which writes `report`.
     """
 
     engine: str
@@ -84,8 +83,8 @@ def read_job(folder: Path) -> Job:
         )
     except OSError as error:
         raise ValueError(f"{folder / SERVE} cannot be read: {error.strerror or error}") from None
-    except NOT_AS_AGREED as error:
-        raise ValueError(f"{folder / SERVE} is not as agreed ({type(error).__name__}: {error})") from None
+    except MALFORMED as error:
+        raise ValueError(f"{folder / SERVE} is invalid ({type(error).__name__}: {error})") from None
 
 
 def load_of(data: Mapping[str, Any]) -> Load:

@@ -1,4 +1,4 @@
-"""One candidate from start to stop: servers up, values read back, warmed up, loaded, and what that gave."""
+"""One candidate from start to stop: start servers, read values back, warm up, load, and write the figures."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from flagcore.engines.serving.trial.job import METRICS, Job, plain_load
 from flagcore.engines.serving.trial.servers import PORT_TRIES, PortTaken, Server
 
 MARGIN_SECONDS = 5.0
-"""Of a trial's time as much is for stopping its servers, so that it ends by itself and can say why."""
+"""The part of a trial's time for stopping its servers, so that it ends in time and reports why."""
 MEANS = {
     ProblemKind.STATUS.value: TrialState.INVALID,
     ProblemKind.WRONG_LENGTH.value: TrialState.INVALID,
     ProblemKind.TIMED_OUT.value: TrialState.TIMED_OUT,
 }
-"""What it means for a trial that requests were not answered as asked; for other kinds, that it failed."""
-DYING_SECONDS = 2.0
-"""From lost requests to the end of the server that lost them."""
-WARM_UP_TOKENS, MOST_WARM_UP = 4, 64
+"""The state of a trial by the kind of its first problem; for other kinds it failed."""
+EXIT_SECONDS = 2.0
+"""The most seconds from lost requests to the end of their server."""
+WARM_UP_TOKENS, MAX_WARM_UP = 4, 64
 """Length of the answers, and the most requests, of the warm-up; a load point's own warm-up comes on top."""
 
 
 def run(job: Job, folder: Path) -> None:
-    """Serve, load and measure `job`, and write what came of it into `folder`. Raises TrialFailure."""
+    """Serve, load and measure `job`, and write the figures into `folder`. Raises TrialFailure."""
     deadline = time.monotonic() + max(1.0, job.timeout_s - MARGIN_SECONDS)
     engine: Engine = resolve_name(job.engine)
     with _running(job, engine, folder, deadline) as servers:
         effective = _read_back(engine, servers)
-        points = _loaded(job, servers, folder, deadline)
+        points = _loaded(job, engine, servers, folder, deadline)
         counters = [_counters(engine, server) for server in servers]
         memory = [dict(engine.memory(log_text(server.log))) for server in servers]
         resident = [server.resident_bytes() for server in servers]
@@ -63,7 +63,7 @@ def run(job: Job, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterator[list[Server]]:
-    """Give the servers while all of them are healthy, and stop them in any event."""
+    """Yield the servers when all are healthy, and always stop them."""
     patterns = (*engine.failures, *job.patterns)
     servers = [Server(number, each, folder, patterns) for number, each in enumerate(job.instances)]
     try:
@@ -74,7 +74,7 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
         _must_live(servers, "while others started")
         yield servers
     except TrialFailure as failure:
-        say(str(failure))  # should stopping take so long that this program is ended
+        say(str(failure))  # in case this program is ended while it stops them
         raise
     finally:
         for server in servers:
@@ -84,47 +84,47 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
 
 
 def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
-    """Wait until a server is healthy; where its port was taken it is started again on another one."""
+    """Wait until a server is healthy; if its port was taken, restart it on another one."""
     for attempt in range(1, PORT_TRIES + 1):
         try:
             return server.wait_until_healthy(health, deadline)
         except PortTaken as error:
             if attempt == PORT_TRIES:
-                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} times") from None
-            say(f"{error}; it starts again on another one")
+                raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} tries") from None
+            say(f"{error}; restarting on another one")
             server.stop()
             server.start(job.directory)
     return None
 
 
 def _read_back(engine: Engine, servers: Sequence[Server]) -> dict[str, KnobValue]:
-    """Return the values that all servers say they use; what is not the same in all is left out.
+    """Return the values in use, without those that differ between servers.
 
-    Raises TrialFailure where one is not what was asked for.
+    Raises TrialFailure if one is not what was set.
     """
     each: list[Mapping[str, KnobValue]] = []
     for server in servers:
         try:
-            told = engine.effective(server.fetch, log_text(server.log))
+            found = engine.effective(server.fetch, log_text(server.log))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TrialFailure(TrialState.FAILED, f"{server.name} does not tell what it runs: {error}") from None
-        for knob, value in told.items():
+            raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its settings: {error}") from None
+        for knob, value in found.items():
             wanted = server.instance.asked.get(knob)
             if wanted is not None and wanted != value:
-                reason = f"{server.name} runs {knob} = {value} where {wanted} was asked for"
+                reason = f"{server.name} runs {knob} = {value} instead of {wanted}"
                 raise TrialFailure(TrialState.INVALID, reason)
-        each.append(told)
-    together = {knob: value for told in each for knob, value in told.items()}
-    return {knob: value for knob, value in together.items() if all(told.get(knob, value) == value for told in each)}
+        each.append(found)
+    together = {knob: value for values in each for knob, value in values.items()}
+    return {knob: value for knob, value in together.items() if all(values.get(knob, value) == value for values in each)}
 
 
-def _loaded(job: Job, servers: Sequence[Server], folder: Path, deadline: float) -> list[dict[str, Any]]:
-    """Return what each load point gave in each repeat. A round of all load points is one repeat.
+def _loaded(job: Job, engine: Engine, servers: Sequence[Server], folder: Path, deadline: float) -> list[dict[str, Any]]:
+    """Return the figures of each load point in each repeat. A round of all load points is one repeat.
 
-    Prompts differ between points and repeats, so that no cache knows them, and are the same for each candidate.
+    Prompts differ between points and repeats, so that no cache has them, and are the same for each candidate.
     """
     model = _model(servers[0])
-    targets = [Target(url=server.url) for server in servers]
+    targets = [Target(url=server.url, path=engine.api) for server in servers]
     _measured(job, servers, targets, _warm_up(job.loads[0], len(servers)), model, deadline, "warm-up", seed=0)
     points: list[dict[str, Any]] = [{"load": plain_load(load), "repeats": []} for load in job.loads]
     for repeat in range(job.repeats):
@@ -134,9 +134,9 @@ def _loaded(job: Job, servers: Sequence[Server], folder: Path, deadline: float) 
             before = sum(server.cpu_seconds() for server in servers)
             if job.client is not None:
                 where = folder / f"client-{repeat}"
-                told, took = ask_client(job.client, job.report, servers, model, where, deadline, name)
+                figures, took = ask_client(job.client, job.report, servers, model, where, deadline, name)
                 _must_live(servers, f"during {name}")
-                points[place]["repeats"].append({"figures": told, "duration_s": took})
+                points[place]["repeats"].append({"figures": figures, "duration_s": took})
                 continue
             found = _measured(job, servers, targets, load, model, deadline, name, seed=1 + place * job.repeats + repeat)
             spent = sum(server.cpu_seconds() for server in servers) - before
@@ -156,8 +156,8 @@ def _loaded(job: Job, servers: Sequence[Server], folder: Path, deadline: float) 
 
 
 def _warm_up(load: Load, servers: int) -> Load:
-    """Return one wave of short answers, two for each server at the least: what is made at first use is made then."""
-    wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MOST_WARM_UP)
+    """Return one wave of short answers, at least two for each server, for what engines build at first use."""
+    wave = min(max(load.concurrency or load.num_prompts or 1, 2 * servers), MAX_WARM_UP)
     length = 32 if load.trace is not None else load.input_len
     return Load(input_len=length, output_len=min(WARM_UP_TOKENS, load.output_len), num_prompts=wave, concurrency=wave)
 
@@ -172,10 +172,10 @@ def _measured(
     name: str,
     seed: int,
 ) -> LoadResult:
-    """Return what a load gave. Raises TrialFailure unless every request got all that it asked for."""
+    """Return the result of a load. Raises TrialFailure unless every request was answered in full."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TrialFailure(TrialState.TIMED_OUT, f"no time was left for {name}")
+        raise TrialFailure(TrialState.TIMED_OUT, f"no time left for {name}")
     found = measure(targets, load, model=model, vocab_size=job.vocab_size, seed=seed, timeout_s=left)
     if found.problems or found.failed:
         raise _problem(found, name, servers)
@@ -184,16 +184,16 @@ def _measured(
 
 
 def _problem(found: LoadResult, name: str, servers: Sequence[Server]) -> TrialFailure:
-    """Return the failure of a load that was not answered as it should be; what a server's log says goes before that.
+    """Return the failure of a load. A cause in a server's log goes first.
 
-    Raises the failure of a server that ended, now or soon: it may lose its connections first.
+    Raises the failure of a server that ended, now or soon: connections may be lost before it ends.
     """
-    said = found.problems[0] if found.problems else "no reason is known"
-    state = MEANS.get(said.partition(":")[0], TrialState.FAILED)
-    if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", said):
+    reason = found.problems[0] if found.problems else "unknown reason"
+    state = MEANS.get(reason.partition(":")[0], TrialState.FAILED)
+    if state is TrialState.INVALID and re.match(r"refused: HTTP (5\d\d|408|429)", reason):
         state = TrialState.FAILED
-    reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {said}"
-    until = time.monotonic() + (DYING_SECONDS if state is TrialState.FAILED else 0.0)
+    reason = f"{found.failed} of {found.completed + found.failed} requests in {name}: {reason}"
+    until = time.monotonic() + (EXIT_SECONDS if state is TrialState.FAILED else 0.0)
     while True:
         _must_live(servers, f"during {name}")
         if time.monotonic() >= until:
@@ -214,11 +214,11 @@ def _must_live(servers: Sequence[Server], when: str) -> None:
 
 
 def _model(server: Server) -> str:
-    """Return the name under which a server serves its model; its own choice, so that no request is refused."""
+    """Return the name under which a server serves its model."""
     try:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise TrialFailure(TrialState.FAILED, f"{server.name} does not name its model: {error}") from None
+        raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
 
 
 def _counters(engine: Engine, server: Server) -> Mapping[str, float]:
@@ -234,12 +234,12 @@ def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _write(file: Path, data: Mapping[str, Any]) -> None:
-    """Write so that a reader sees all of it or nothing."""
+    """Write atomically."""
     half = file.with_suffix(".new")
     half.write_text(json.dumps(data, indent=1, allow_nan=False), encoding="utf-8")
     half.replace(file)
 
 
 def say(line: str) -> None:
-    """Tell how far the trial is: the last line says where one was that had to be ended."""
+    """Report progress: the last line shows where a trial was that had to be ended."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""One running server: started on a port of its own, believed only while it is alive and holds it, and stopped whole."""
+"""One running server: start it on a free port, check that it holds the port, and stop all its processes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from flagcore.engines.serving.trial.ports import free_port, is_held_by, listener
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
-"""How long a server may take over one question about itself."""
+"""The most seconds for one request about the server itself."""
 GRACE_SECONDS = 10.0
 """From SIGTERM to SIGKILL."""
 PORT_TRIES = 4
 KNOWN_CAUSES = (TrialState.OUT_OF_MEMORY, TrialState.INVALID)
-"""What a log may say of a server that never becomes healthy; anything else in it need not be the reason."""
-MOST_TEXT = 8 << 20
+"""Causes that a log can prove for a server that never becomes healthy."""
+MAX_TEXT = 8 << 20
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class PortTaken(Exception):
-    """Something else listens on the port that a server was given."""
+    """Another process listens on the port of a server."""
 
 
 class Server:
-    """One started instance. `startup_s` is what it took until it was healthy."""
+    """One started instance. `startup_s` is the time until it was healthy."""
 
     def __init__(self, number: int, instance: Instance, folder: Path, patterns: Sequence[FailurePattern]) -> None:
         self.name, self.instance, self.patterns = f"instance {number}", instance, patterns
@@ -80,9 +80,9 @@ class Server:
             os.sched_setaffinity(0, usual)
 
     def wait_until_healthy(self, path: str, deadline: float) -> None:
-        """Wait until `path` answers 200 and the answer is this server's own.
+        """Wait until `path` of this server answers 200.
 
-        Raises PortTaken if something else answers or took the port, TrialFailure if the server ends or `deadline`
+        Raises PortTaken if another process has the port, TrialFailure if the server ends or `deadline`
         (time.monotonic()) passes.
         """
         last = "nothing listens"
@@ -106,12 +106,12 @@ class Server:
             time.sleep(POLL_SECONDS)
         waited = time.monotonic() - self._started
         state, line = first_error(log_text(self.log), self.patterns)
-        said = f"; its log: {line}" if line else f"; {self.log.name} is empty"
-        reason = f"{self.name} was not healthy after {waited:.0f} s: {last} on {path}{said}"
+        quote = f"; its log: {line}" if line else f"; {self.log.name} is empty"
+        reason = f"{self.name} was not healthy after {waited:.0f} s: {last} on {path}{quote}"
         raise TrialFailure(state if state in KNOWN_CAUSES else TrialState.TIMED_OUT, reason)
 
     def must_live(self, when: str) -> None:
-        """Raise TrialFailure if the server has ended, PortTaken if that is because it did not get its port."""
+        """Raise TrialFailure if the server has ended, PortTaken if it could not get its port."""
         assert self._process is not None
         code = self._process.poll()
         if code is None:
@@ -141,7 +141,7 @@ class Server:
         return total
 
     def resident_bytes(self) -> int:
-        """Return the most memory that its processes have had resident, their peaks added (proc(5): VmHWM)."""
+        """Return the sum of the peaks of resident memory of its processes (proc(5): VmHWM)."""
         return sum(_peak_bytes(each.pid) for each in self._family())
 
     def ask_to_stop(self) -> None:
@@ -150,7 +150,7 @@ class Server:
             self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End it: SIGTERM, and after a grace SIGKILL for all that is left. Returns when nothing is."""
+        """End it: SIGTERM, and after a grace period SIGKILL for all that is left."""
         if self._process is None:
             return
         family = self._family()
@@ -165,7 +165,7 @@ class Server:
         self._process = None
 
     def _family(self) -> list[psutil.Process]:
-        """Return its processes, each with what tells it from a later one of the same number."""
+        """Return its processes, also after they have left their parent."""
         if self._process is None:
             return []
         root, found = self._process.pid, {}
@@ -179,7 +179,7 @@ class Server:
         return list(found.values())
 
     def _is_taken(self) -> bool:
-        """Return whether something else listens on its port. Looks twice: a new child may have just opened it."""
+        """Return whether another process listens on its port. Looks twice: a new child may have just opened it."""
         for _ in range(2):
             if not listeners(self.port) or is_held_by(self.port, self.pids()):
                 return False
@@ -190,7 +190,7 @@ class Server:
         """Return status and text of GET `path`, waiting no longer than the `left` seconds. Raises OSError."""
         try:
             with DIRECT.open(self.url + path, timeout=max(0.1, min(left, ANSWER_SECONDS))) as answer:
-                return answer.status, answer.read(MOST_TEXT).decode("utf-8", errors="replace")
+                return answer.status, answer.read(MAX_TEXT).decode("utf-8", errors="replace")
         except urllib.error.HTTPError as error:
             return error.code, ""
         except (ValueError, http.client.HTTPException) as error:

@@ -17,8 +17,8 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.common.place import Place, longest, most_in_flight
 from flagcore.engines.serving.common.sizes import cache_bytes_per_token, weight_bytes
 from flagcore.engines.serving.engine import Settings
 from flagcore.errors import SpecError
@@ -63,7 +63,7 @@ KNOBS = (
     knobs.SIZES_KNOB,
     replace(
         knobs.with_flags(knobs.PP_KNOB, "pipeline-parallel-size", "pp"),
-        auto=lambda task: (1,) if Place.of(task).on_cores else knobs.divisors(task),
+        auto=lambda task: (1,) if Hardware.of(task).on_cores else knobs.divisors(task),
         auto_help="divisors of the devices; on cores 1",
     ),
     knobs.with_flags(knobs.DP_KNOB, "data-parallel-size", "dp"),
@@ -73,7 +73,7 @@ KNOBS = (
         help="Tokens of one block of the cache.",
         flags=(Flag(name="block-size"),),
         aliases=("page_size",),
-        auto=knobs.by_place((32, 128), (16, 32, 64)),
+        auto=knobs.by_hardware((32, 128), (16, 32, 64)),
         auto_help="16, 32, 64; on cores 32, 128",
     ),
     Knob(
@@ -90,7 +90,7 @@ KNOBS = (
         help="Most tokens of prompts and answers in one iteration.",
         flags=(Flag(name="max-num-batched-tokens"),),
         aliases=("chunked_prefill_size",),
-        auto=knobs.by_place((256, 1024, 2048), (2048, 4096, 8192, 16384)),
+        auto=knobs.by_hardware((256, 1024, 2048), (2048, 4096, 8192, 16384)),
         auto_help="2048 to 16384; on cores 256, 1024, 2048",
         memory_order=1,
     ),
@@ -101,13 +101,13 @@ KNOBS = (
         label="memory share",
         kind="share",
         flags=(Flag(name="gpu-memory-utilization"), Flag(name="device-memory-utilization")),
-        auto=knobs.by_place((None,), ("0.9", "0.95")),
+        auto=knobs.by_hardware((None,), ("0.9", "0.95")),
         auto_help="0.9, 0.95; on cores not set",
     ),
     replace(
         knobs.with_flags(knobs.KV_KNOB, "kv-cache-dtype"),
         words=KV_TYPES,
-        auto=lambda task: ("auto", "fp8") if Place.of(task).fp8 else ("auto",),
+        auto=lambda task: ("auto", "fp8") if Hardware.of(task).fp8 else ("auto",),
         auto_help="auto, and fp8 if the chip supports it",
     ),
     knobs.with_flags(knobs.EAGER_KNOB, "enforce-eager"),
@@ -118,7 +118,7 @@ KNOBS = (
         kind="word",
         words=GRAPH_MODES,
         flags=(Flag(name="compilation-config.cudagraph_mode"),),
-        auto=knobs.by_place((None,), ("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
+        auto=knobs.by_hardware((None,), ("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")),
         auto_help="PIECEWISE, FULL_DECODE_ONLY, FULL_AND_PIECEWISE; on cores not set",
     ),
     knobs.with_flags(knobs.PREFIX_KNOB, "enable-prefix-caching", off="no-enable-prefix-caching"),
@@ -135,7 +135,7 @@ KNOBS = (
     Knob(
         name=THREADS,
         help="CPU cores of one rank. If not set, a single rank leaves one core to the API server.",
-        auto=lambda task: (None, *knobs.divisors(task)) if Place.of(task).on_cores else (None,),
+        auto=lambda task: (None, *knobs.divisors(task)) if Hardware.of(task).on_cores else (None,),
         auto_help="on cores not set, and their divisors; else not set",
     ),
 )
@@ -174,14 +174,14 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
 
     vLLM leaves the 80 GB generation before fp8 at the small values, by its name; here by that no fp8 rate is known.
     """
-    place = Place.of(task)
-    if place.on_cores:
+    hardware = Hardware.of(task)
+    if hardware.on_cores:
         return 2048 * ranks, 128 * ranks
-    gib = place.memory_bytes / 2**30
+    gib = hardware.memory_bytes / 2**30
     tokens, seqs = 2048, 256
     if gib >= 160 and release(task.spec) >= (0, 28, 0):
         tokens, seqs = 16384, 1024
-    elif gib >= 70 and place.fp8:
+    elif gib >= 70 and hardware.fp8:
         tokens, seqs = 8192, 1024
     if parse_args(task.spec)[1].get("performance-mode") == "throughput":
         tokens, seqs = 2 * tokens, 2 * seqs
@@ -211,12 +211,12 @@ def cache_gib(task: Task, instances: int, ranks: int) -> int:
 
     Twice what the requests in flight can fill, at least 1, at most half of what the weights leave of a rank's share.
     """
-    place, serve = Place.of(task), task.spec.serve
+    hardware, serve = Hardware.of(task), task.spec.serve
     token = cache_bytes_per_token(task.spec.model, 2.0) / ranks
     wanted = 2 * most_in_flight(serve.loads) / instances * longest(serve.loads) * token
     room = math.inf
-    if not math.isnan(place.memory_bytes):
-        room = (place.memory_bytes * place.cards / instances - weight_bytes(task)) / ranks / 2
+    if not math.isnan(hardware.memory_bytes):
+        room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
     return max(1, min(math.ceil(wanted / 2**30), int(min(room, 2.0**60) / 2**30)))
 
 
@@ -224,12 +224,12 @@ def settings(task: Task, columns: Columns) -> Settings:
     """Return what vLLM makes of candidates."""
     fixed, others = parse_args(task.spec)
     get = knobs.all_columns(columns, KNOBS, fixed)
-    place = Place.of(task)
+    hardware = Hardware.of(task)
     tokens, seqs = limits(task, get)
     ranks = get[TP] * get[PP] * get[DP]
-    share = place.share(get[INSTANCES], columns)
+    share = hardware.share(get[INSTANCES], columns)
     cores = np.where(get[THREADS] > 0, np.minimum(get[THREADS] * ranks, share), share)
-    devices = cores if place.on_cores else ranks
+    devices = cores if hardware.on_cores else ranks
     element = np.array([2.0, *(2.0 if math.isnan(size) else size for size in KV_BYTES)])[get[KV]]
     own_block = _own_block(task)
     return Settings(
@@ -256,13 +256,13 @@ def settings(task: Task, columns: Columns) -> Settings:
 
 
 def _own_block(task: Task) -> int:
-    if not Place.of(task).on_cores:
+    if not Hardware.of(task).on_cores:
         return GPU_BLOCK
     return MLA_CPU_BLOCK if task.spec.model.multi_latent_attention else CPU_BLOCK
 
 
 def _absolute(task: Task, others: Mapping[str, EngineArg]) -> bool:
-    return Place.of(task).on_cores or isinstance(others.get("kv-cache-memory-bytes"), int)
+    return Hardware.of(task).on_cores or isinstance(others.get("kv-cache-memory-bytes"), int)
 
 
 def _cache_bytes(
@@ -272,7 +272,7 @@ def _cache_bytes(
     given = others.get("kv-cache-memory-bytes")
     if isinstance(given, int):
         return given * ranks / devices
-    if not Place.of(task).on_cores:
+    if not Hardware.of(task).on_cores:
         return np.full(ranks.shape, np.nan)
     pairs = np.stack([get[INSTANCES], ranks], axis=-1).reshape(-1, 2)
     known = {(n, r): cache_gib(task, max(n, 1), max(r, 1)) for n, r in {(int(n), int(r)) for n, r in pairs}}

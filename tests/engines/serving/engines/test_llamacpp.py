@@ -9,8 +9,8 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.heterogeneous import seats
-from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.llamacpp.profile import ENGINE
 from flagcore.errors import NoDevice, SpecError
@@ -38,8 +38,8 @@ def argv(task: Any, index: int = 0, **values: Any) -> tuple[str, ...]:
 
 
 def started(task: Any, index: int = 0, **values: Any) -> Any:
-    seat = seats(task, {**ENGINE.defaults(task), **values})[index]
-    return ENGINE.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
+    placement = placements(task, {**ENGINE.defaults(task), **values})[index]
+    return ENGINE.server(task, placement.values, Hardware.of(task).cores(placement.first, placement.width))
 
 
 def after(words: tuple[str, ...], flag: str) -> str:
@@ -151,10 +151,10 @@ def test_instances_share_the_cores_and_each_has_its_own() -> None:
     servers = [started(cores(), index, instances=2) for index in (0, 1)]
     assert after(servers[0].argv, "--threads") == "1"
     assert servers[0].environment["OMP_WAIT_POLICY"] == "passive"
-    places = [Place.of(cores()).cores(first, 1) for first in (0, 1)]
+    places = [Hardware.of(cores()).cores(first, 1) for first in (0, 1)]
     assert [len(place) for place in places] == [1, 1]
     assert places[0] != places[1]
-    assert Place.of(serving("llamacpp")).cores(0, 1) == ()
+    assert Hardware.of(serving("llamacpp")).cores(0, 1) == ()
 
 
 def test_flags_that_flagcore_gives_itself_are_refused_with_a_reason() -> None:
@@ -262,5 +262,5 @@ def test_servers_cannot_be_started_without_weights(tmp_path: Any) -> None:
         assert (error.value.key, error.value.value) == ("serve.weights", given)
     weights = tmp_path / "m.gguf"
     weights.touch()
-    with pytest.raises(NoDevice, match="no program no-such-server"):
+    with pytest.raises(NoDevice, match="no-such-server"):
         ENGINE.ready(serving("llamacpp", weights=str(weights), command=("no-such-server",)).spec)

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.common import metrics, program
-from flagcore.engines.serving.common.place import Place, longest, most_in_flight
+from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.sizes import cache_bytes_per_token, fewest_devices, parameters
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
@@ -49,13 +49,13 @@ def test_a_share_of_several_ranks_is_their_mean_where_tokens_are_their_sum() -> 
 
 
 def test_cards_are_those_of_the_spec_or_all_of_the_cluster() -> None:
-    assert Place.of(serving("vllm", devices=8)).cards == 8
-    assert Place.of(serving("vllm", devices=8, cards=4)).cards == 4
+    assert Hardware.of(serving("vllm", devices=8)).cards == 8
+    assert Hardware.of(serving("vllm", devices=8, cards=4)).cards == 4
 
 
 def test_devices_that_share_memory_are_cores() -> None:
-    assert Place.of(serving("vllm", on_cores=True)).on_cores
-    assert not Place.of(serving("vllm")).on_cores
+    assert Hardware.of(serving("vllm", on_cores=True)).on_cores
+    assert not Hardware.of(serving("vllm")).on_cores
 
 
 def test_the_longest_request_and_the_most_in_flight_are_over_all_loads() -> None:
@@ -111,7 +111,7 @@ def test_a_release_is_read_from_odd_versions(version: str, numbers: tuple[int, .
 
 
 def test_a_program_that_is_not_there_is_said_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(NoDevice, match="no program no-such-engine to start vllm with"):
+    with pytest.raises(NoDevice, match="no-such-engine"):
         program.found(serving("vllm", command=("no-such-engine", "serve")).spec, ("vllm", "serve"))
     (tmp_path / "run").touch(mode=0o755)
     spec = serving("vllm", command=("./run", "x"), directory=str(tmp_path)).spec

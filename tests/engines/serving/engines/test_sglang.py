@@ -11,8 +11,8 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.heterogeneous import seats
-from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.sglang.profile import ENGINE
 from flagcore.errors import NoDevice, SpecError
@@ -49,8 +49,8 @@ def cores(**given: Any) -> Any:
 
 
 def server(task: Any, index: int = 0, **values: Any) -> Any:
-    seat = seats(task, {**ENGINE.defaults(task), **values})[index]
-    return ENGINE.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
+    placement = placements(task, {**ENGINE.defaults(task), **values})[index]
+    return ENGINE.server(task, placement.values, Hardware.of(task).cores(placement.first, placement.width))
 
 
 def settings(task: Any, **values: Any) -> Any:

@@ -11,8 +11,8 @@ import pytest
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
+from flagcore.engines.serving.common.hardware import Hardware
 from flagcore.engines.serving.common.names import INSTANCES, SIZES, TP
-from flagcore.engines.serving.common.place import Place
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG
@@ -102,7 +102,7 @@ def test_splits_of_many_cards_are_few_and_of_large_instances() -> None:
 @ENGINES
 def test_kinds_of_instances_are_settings_of_their_own(engine: Engine) -> None:
     task = cards(engine, space={SIZES: (None, "4+2+2"), INSTANCES: (2,), TP: (4,)})
-    kinds = heterogeneous.parts(task, space_of(engine, task).columns())
+    kinds = heterogeneous.instance_kinds(task, space_of(engine, task).columns())
     found = engine.settings(task, kinds.columns)
     by_candidate = [[(int(found.tensor[row]), int(kinds.count[row])) for row in rows] for rows in kinds.members]
     assert sorted(by_candidate) == [[(4, 1), (2, 2)], [(4, 2)]]
@@ -112,17 +112,17 @@ def test_kinds_of_instances_are_settings_of_their_own(engine: Engine) -> None:
 
 def test_kinds_on_cores_have_cores_of_their_own() -> None:
     task = serving("vllm", devices=4, on_cores=True, space={SIZES: ("2+1+1",)})
-    kinds = heterogeneous.parts(task, space_of(VLLM.engine, task).columns())
+    kinds = heterogeneous.instance_kinds(task, space_of(VLLM.engine, task).columns())
     assert VLLM.engine.settings(task, kinds.columns).devices.tolist() == [2, 1]
 
 
 def test_the_fullest_kind_tells_the_memory_of_a_candidate() -> None:
-    kinds = heterogeneous.Parts(np.array([0, 0, 1]), np.array([1, 2, 4]), {})
+    kinds = heterogeneous.InstanceKinds(np.array([0, 0, 1]), np.array([1, 2, 4]), {})
     assert kinds.worst(np.array([1.0, 3.0, 2.0])).tolist() == [1, 2]
     assert kinds.total(np.array([1.0, 3.0, 2.0])).tolist() == [7.0, 8.0]
 
 
 def test_cards_that_do_not_exist_are_told() -> None:
     with pytest.raises(SpecError, match=r"auto_tuner\.cards = 9 is more than the 8 devices of the cluster; use 8"):
-        Place.of(cards(VLLM.engine, 8, cards=9))
-    assert Place.of(cards(VLLM.engine, 8, cards=6)).cards == 6
+        Hardware.of(cards(VLLM.engine, 8, cards=9))
+    assert Hardware.of(cards(VLLM.engine, 8, cards=6)).cards == 6

@@ -12,8 +12,8 @@ from flagcore.domain.failure import classify
 from flagcore.domain.launch import Exit
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.heterogeneous import seats
-from flagcore.engines.serving.common.place import Place
+from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.heterogeneous import placements
 from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.vllm.profile import ENGINE
 from flagcore.errors import NoDevice, SpecError
@@ -53,8 +53,8 @@ def cores(**given: Any) -> Any:
 
 
 def server(task: Any, index: int = 0, **values: Any) -> Any:
-    seat = seats(task, {**ENGINE.defaults(task), **values})[index]
-    return ENGINE.server(task, seat.values, Place.of(task).cores(seat.first, seat.width))
+    placement = placements(task, {**ENGINE.defaults(task), **values})[index]
+    return ENGINE.server(task, placement.values, Hardware.of(task).cores(placement.first, placement.width))
 
 
 def settings(task: Any, **values: Any) -> Any:
@@ -284,7 +284,7 @@ def test_a_release_that_is_not_the_installed_one_is_planned_for_but_not_run(inst
         ENGINE.ready(cards(weights=str(tmp_path), engine_version=version, command=(str(install), "serve")).spec)
 
     ready("0.17.1")
-    with pytest.raises(SpecError, match=r"engine_version = '0.32.0' is not the release that would run, 0.17.1"):
+    with pytest.raises(SpecError, match=r"engine_version = '0.32.0' .*0\.17\.1"):
         ready("0.32.0")
 
 
@@ -322,7 +322,7 @@ def test_the_two_broken_installs_of_the_cpu_build_are_known_before_a_launch(inst
 def test_servers_cannot_be_started_without_a_directory_of_weights(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"serve.weights is missing"):
         ENGINE.ready(cards(weights=None).spec)
-    with pytest.raises(SpecError, match=r"no directory with a config\.json"):
+    with pytest.raises(SpecError, match=r"config\.json"):
         ENGINE.ready(cards(weights=str(tmp_path)).spec)
 
 
@@ -332,7 +332,7 @@ def test_a_precision_that_nothing_brings_about_is_refused(tmp_path: Path) -> Non
     def ready(**given: Any) -> None:
         ENGINE.ready(cards(weights=str(tmp_path), precision="fp8", **given).spec)
 
-    with pytest.raises(SpecError, match=r"nothing in serve\.engine_args tells the engine to quantize"):
+    with pytest.raises(SpecError, match=r"serve\.engine_args"):
         ready()
     ready(engine_args={"quantization": "fp8"})
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
@@ -390,4 +390,4 @@ def test_the_line_that_says_why_is_found_before_the_last_one(line: str, state: T
 
 def test_a_busy_device_is_not_the_candidates_fault() -> None:
     line = "ValueError: Free memory on device cuda:0 (3/80 GiB) on startup is less than desired GPU memory utilization"
-    assert re.search("not this candidate's fault", ended(line)[1])
+    assert re.search("another process", ended(line)[1])

@@ -75,7 +75,7 @@ async def rest(asked: Asked, wire: Wire, made: int | None = None, finish: str = 
 
 
 @dataclass
-class Served:
+class RequestTimes:
     """What a server saw. `most` is the largest number of requests that were in flight at once."""
 
     url: str = ""
@@ -86,9 +86,9 @@ class Served:
 
 
 @contextmanager
-def serving(behaviour: Behaviour) -> Iterator[Served]:
+def serving(behaviour: Behaviour) -> Iterator[RequestTimes]:
     """Run a server in a thread of its own. `stop` lets it die: it takes no connection more and cuts those it has."""
-    served, ready, loop = Served(), threading.Event(), asyncio.new_event_loop()
+    served, ready, loop = RequestTimes(), threading.Event(), asyncio.new_event_loop()
     open_ones: set[asyncio.StreamWriter] = set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

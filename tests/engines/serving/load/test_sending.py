@@ -211,14 +211,14 @@ def test_request_that_is_sent_late_is_told() -> None:
             timeout_s=60,
             on_progress=blocks_the_client,
         )
-    assert [note for note in result.notes if "after it was due" in note]
+    assert [note for note in result.notes if " s late" in note]
 
 
 def test_client_that_may_have_been_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flagcore.engines.serving.load.sending.NEAR_LIMIT", 0.0)
     with serving(well) as served:
         result = send([served.url])
-    assert [note for note in result.notes if "it may have been the limit, not the server" in note]
+    assert [note for note in result.notes if "of its core" in note]
 
 
 def test_http_library_is_not_imported_before_a_load_is_sent() -> None:

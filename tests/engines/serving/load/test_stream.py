@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.serving.load.result import Answer, NotAnswered
+from flagcore.engines.serving.load.result import Answer, RequestFailed
 from flagcore.engines.serving.load.stream import Stream
 
 
@@ -126,13 +126,13 @@ def test_spaces_of_the_json_and_the_order_of_its_keys_do_not_matter() -> None:
         (event().replace(b'"usage": null', b'"error": {"message": "lost"}'), "lost"),
         (event()[:-4] + b"\n\n", "not JSON"),
         (b"data: {}\n\n", "neither"),
-        (b"<html>\n", "no event"),
+        (b"<html>\n", "<html>"),
     ],
 )
 def test_what_follows_good_events_is_not_taken_for_one_by_its_looks(late: bytes, message: str) -> None:
     stream = Stream()
     stream.feed(event() * 3, 11.0)
-    with pytest.raises(NotAnswered, match=message):
+    with pytest.raises(RequestFailed, match=message):
         stream.feed(late, 12.0)
 
 
@@ -159,7 +159,7 @@ def test_finish_among_events_that_look_alike_is_noticed() -> None:
     stream.feed(
         line({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 3}}) + b"data: [DONE]\n\n", 12.0
     )
-    with pytest.raises(NotAnswered, match="finish_reason is 'abort'"):
+    with pytest.raises(RequestFailed, match="finish_reason is 'abort'"):
         answer(stream)
 
 

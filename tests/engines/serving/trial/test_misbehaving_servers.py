@@ -31,15 +31,15 @@ WRONG = {
     "busy": (TrialState.FAILED, "HTTP 503 Service Unavailable: overloaded"),
     "cut_off": (TrialState.FAILED, "connection lost: the stream ended after 3 events, without [DONE]"),
     "refuses": (TrialState.INVALID, "exceed_context_size_error: 700 of 512"),
-    "stops_at_eos": (TrialState.INVALID, "ignore_eos is not kept"),
+    "stops_at_eos": (TrialState.INVALID, "ignore_eos"),
     "cuts": (TrialState.INVALID, "do not fit into the context"),
     "never_healthy": (TrialState.TIMED_OUT, "answer 503 on /health"),
     "mute": (TrialState.TIMED_OUT, "was not healthy after 4 s: no answer (timed out) on /health"),
     "crashes": (TrialState.FAILED, "ended while it started with exit code 1; its log: ValueError: 16 is no multiple"),
     "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
     "out_of_memory_later": (TrialState.OUT_OF_MEMORY, "failed to allocate CUDA0 buffer"),
-    "other_slots": (TrialState.INVALID, "runs parallel = 5 where 4 was asked for"),
-    "stale": (TrialState.FAILED, "was taken by another process, the last of 4 times"),
+    "other_slots": (TrialState.INVALID, "parallel = 5 instead of 4"),
+    "stale": (TrialState.FAILED, "was taken by another process"),
 }
 
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import BoolArray, FloatArray, IntArray
-from flagcore.engines.serving.demand import Served
 from flagcore.engines.serving.load.traffic import in_flight, traffic
 from flagcore.engines.serving.model.price import Price
 from flagcore.engines.serving.model.simulation import Outcome, simulate
+from flagcore.engines.serving.request_times import RequestTimes
 
 WAVES = 10
 """A steady state is simulated as so many times the requests in flight, as published points are measured."""
@@ -24,7 +24,7 @@ STEADY_RATIO = 0.9
 OPEN = 64
 """What stands for the requests in flight of an open loop without end."""
 
-MOST_REQUESTS = 6000
+MAX_REQUESTS = 6000
 """No more requests of one lane are simulated, but thrice those in flight: the others are as these."""
 
 SPARE = 64
@@ -32,7 +32,7 @@ SPARE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class SimulatedLoad:
     """Requests of a load, drawn once for all candidates."""
 
     load: Load
@@ -41,12 +41,12 @@ class Expected:
     arrivals: FloatArray | None
 
     @classmethod
-    def of(cls, load: Load) -> Expected:
+    def draw(cls, load: Load) -> SimulatedLoad:
         """Draw the requests of `load`. Raises SpecError for one that cannot be sent, or an unreadable trace."""
         sent = load = in_flight(load)
         if load.num_prompts is None and load.trace is None:
             flight = load.concurrency or OPEN
-            count = max(min(WAVES * flight, MOST_REQUESTS), 2 * flight, 16)
+            count = max(min(WAVES * flight, MAX_REQUESTS), 2 * flight, 16)
             ratio = STEADY_RATIO if load.range_ratio == 1.0 and load.range_spread is None else load.range_ratio
             sent = replace(load, num_prompts=count, range_ratio=ratio)
         drawn = traffic(sent)
@@ -76,10 +76,10 @@ class Expected:
         lanes = sum(count for _, count in kinds)
         flight, here = self._most, self.flight(lanes)
         if len(kinds) > 1:
-            served = Served.of(self._together(kinds, here))
+            served = RequestTimes.from_outcome(self._together(kinds, here))
             if flight < lanes:  # some are always idle, and a request goes to the one that has had the fewest
-                return figures_of(served.endless(flight, flight), 1.0, slo)
-            served = served.endless(here * lanes, here * lanes) if self._endless else served
+                return figures_of(served.steady_state(flight, flight), 1.0, slo)
+            served = served.steady_state(here * lanes, here * lanes) if self._endless else served
             return figures_of(served, flight / here / lanes, slo)
         served = self._served(kinds[0][0], min(lanes, flight), here)
         if self.arrivals is not None:  # the last of all requests comes to another lane than the last of this one
@@ -91,28 +91,28 @@ class Expected:
         """Whether it is a steady state of a closed loop."""
         return self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
 
-    def _served(self, price: Price, lanes: int, flight: int) -> Served:
+    def _served(self, price: Price, lanes: int, flight: int) -> RequestTimes:
         """Return what one of `lanes` lanes does with its requests, `flight` of them at once.
 
         Requests that come while all places are taken only wait: a closed loop and a burst are simulated with fewer of
-        them in flight, and the others wait longer. Of more than `MOST_REQUESTS` the first stand for all.
+        them in flight, and the others wait longer. Of more than `MAX_REQUESTS` the first stand for all.
         """
         inputs, outputs = self.input_len[::lanes], self.output_len[::lanes]
         arrivals = None if self.arrivals is None else self.arrivals[::lanes]
-        if inputs.size <= MOST_REQUESTS:
+        if inputs.size <= MAX_REQUESTS:
             some, few, closed = inputs.size, flight, arrivals is None
         else:
             closed = arrivals is None or not arrivals[-1]
             places = min(price.lane.running, price.lane.cache_tokens / max(float(inputs.mean()), 1.0))
             few = int(min(flight, math.ceil(2 * places) + SPARE)) if closed else flight
-            some = min(inputs.size, max(MOST_REQUESTS, 3 * few if closed else 0))
+            some = min(inputs.size, max(MAX_REQUESTS, 3 * few if closed else 0))
         lengths = list(zip(inputs[:some].tolist(), outputs[:some].tolist(), strict=True))
         times = None if (closed and few < flight) or arrivals is None else arrivals[:some].tolist()
-        served = Served.of(simulate(price, lengths, times, few))
+        served = RequestTimes.from_outcome(simulate(price, lengths, times, few))
         if self._endless:
-            return served.endless(few, flight, crowded=price.lane.running < flight)
+            return served.steady_state(few, flight, crowded=price.lane.running < flight)
         if some < inputs.size:
-            return served.longer(inputs, outputs, few if times is None else None, flight)
+            return served.extrapolated(inputs, outputs, few if times is None else None, flight)
         return served
 
     def _together(self, kinds: Sequence[tuple[Price, int]], flight: int) -> Outcome:
@@ -143,15 +143,15 @@ class Expected:
         return joined
 
     def _lane(self, price: Price, share: float, flight: int) -> Outcome:
-        """Return what happens on a lane that is sent `share` of the requests, `MOST_REQUESTS` at the most."""
-        many = max(1, min(round(share * self.input_len.size), MOST_REQUESTS))
+        """Return what happens on a lane that is sent `share` of the requests, `MAX_REQUESTS` at the most."""
+        many = max(1, min(round(share * self.input_len.size), MAX_REQUESTS))
         places = np.minimum((np.arange(many) / share).astype(np.int64), self.input_len.size - 1)
         arrivals = None if self.arrivals is None else self.arrivals[places].tolist()
         lengths = list(zip(self.input_len[places].tolist(), self.output_len[places].tolist(), strict=True))
         return simulate(price, lengths, arrivals, flight)
 
 
-def figures_of(served: Served, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
+def figures_of(served: RequestTimes, lanes: float, slo: Mapping[str, float]) -> dict[str, float]:
     """Return latencies by statistic and rates, as `flagcore.engines.serving.load.figures` defines them."""
     per = lanes * served.count / max(served.seconds, 1e-9)
     several = ~np.isnan(served.tpot)
@@ -186,7 +186,7 @@ def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, flo
     return {"mean": float((values * weights).sum() / weights.sum()), "p50": p50, "p90": p90, "p99": p99}
 
 
-def _good(served: Served, several: BoolArray, slo: Mapping[str, float]) -> BoolArray:
+def _good(served: RequestTimes, several: BoolArray, slo: Mapping[str, float]) -> BoolArray:
     """Return which requests keep all limits on a latency of theirs, the widest of those on several statistics."""
     widest: dict[str, float] = {}
     for figure, limit in slo.items():

@@ -18,7 +18,7 @@ CORES = "cores"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Hardware:
     """`cards` are the devices that a candidate may use, `memory_bytes` is that of one, NaN if nobody knows it.
 
     `on_cores` says that devices are cores of the machine: they share its memory, and an instance is pinned to some.
@@ -31,7 +31,7 @@ class Place:
     fp8: bool
 
     @classmethod
-    def of(cls, task: Task) -> Place:
+    def of(cls, task: Task) -> Hardware:
         """Return the place of a task, from the facts about its first chip. Raises SpecError for too many cards."""
         group, wanted = task.cluster.groups[0], task.spec.serve.cards
         if wanted is not None and wanted > task.cluster.devices:

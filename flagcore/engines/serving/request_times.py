@@ -9,7 +9,7 @@ import numpy as np
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.model.simulation import Outcome
 
-MOST_TOLD = 20_000
+MAX_REQUEST_TIMES = 20_000
 """So many requests at the most have latencies of their own; of more, every so many-th."""
 
 GROWS = 0.02
@@ -17,7 +17,7 @@ GROWS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class RequestTimes:
     """Latencies of some requests in seconds, and what all of them are.
 
     `tpot` is NaN for answers of one token; `gaps` as in `Outcome`. `input_len` and `output_len` are mean tokens of the
@@ -35,7 +35,7 @@ class Served:
     seconds: float
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Served:
+    def from_outcome(cls, outcome: Outcome) -> RequestTimes:
         """Return the requests of a simulation."""
         prompts, outputs, sent, first, end = (
             np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
@@ -53,7 +53,7 @@ class Served:
             seconds=outcome.duration,
         )
 
-    def endless(self, simulated: int, flight: int, *, crowded: bool = False) -> Served:
+    def steady_state(self, simulated: int, flight: int, *, crowded: bool = False) -> RequestTimes:
         """Return the same of a steady state with `flight` requests where fewer were `simulated` in flight.
 
         Rates are those of `flight` requests that take as long as they do in the mean (Little's law), and those beyond
@@ -66,7 +66,9 @@ class Served:
         wait = (flight - simulated) * seconds / e2e.size
         return replace(self, ttft=ttft + wait, e2e=e2e + wait, tpot=tpot, count=e2e.size, seconds=seconds)
 
-    def longer(self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int) -> Served:
+    def extrapolated(
+        self, input_len: IntArray, output_len: IntArray, simulated: int | None, flight: int
+    ) -> RequestTimes:
         """Return all requests of these lengths, of which the first were simulated.
 
         Request after request is served as those in the middle were. In a closed loop of `flight`, of which `simulated`
@@ -75,7 +77,7 @@ class Served:
         """
         count, some, ends = input_len.size, self.count, simulated or 0
         low, high = max(some // 4, ends), some - max(some // 4, ends)
-        place = np.unique(np.linspace(0, count - 1, min(count, MOST_TOLD)).astype(np.int64))
+        place = np.unique(np.linspace(0, count - 1, min(count, MAX_REQUEST_TIMES)).astype(np.int64))
         like = np.where(place < low, place, low + place % (high - low))
         if simulated is not None:
             gap = float(self.e2e[low:high].mean()) / simulated  # from one end to the next (Little's law)

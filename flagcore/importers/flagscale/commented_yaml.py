@@ -14,14 +14,14 @@ _DUMP: dict[str, Any] = {"allow_unicode": True, "width": math.inf}
 
 
 def with_comments(data: Mapping[str, Any], notes: Iterable[Note]) -> str:
-    """Return `data` as YAML; a note stands above its key, or above the nearest section of it that is there."""
-    said: dict[str, list[Note]] = {}
+    """Return `data` as YAML, each note above its key or above the nearest section that exists."""
+    at_key: dict[str, list[Note]] = {}
     for note in notes:
         at = note.at
         while at and not _has(data, at):
             at = at.rpartition(".")[0]
-        said.setdefault(at, []).append(note)
-    return "\n".join([*_comments(said.get("", []), 0), *_lines(data, "", said)]) + "\n"
+        at_key.setdefault(at, []).append(note)
+    return "\n".join([*_comments(at_key.get("", []), 0), *_lines(data, "", at_key)]) + "\n"
 
 
 def _has(data: Any, at: str) -> bool:
@@ -32,16 +32,16 @@ def _has(data: Any, at: str) -> bool:
     return True
 
 
-def _lines(data: Mapping[str, Any], at: str, said: Mapping[str, list[Note]]) -> Iterator[str]:
+def _lines(data: Mapping[str, Any], at: str, at_key: Mapping[str, list[Note]]) -> Iterator[str]:
     import yaml
 
     depth = at.count(".") + 1 if at else 0
     for key, value in data.items():
         here = f"{at}.{key}" if at else key
-        yield from _comments(said.get(here, []), depth)
+        yield from _comments(at_key.get(here, []), depth)
         if isinstance(value, Mapping) and value:
             yield f"{'  ' * depth}{key}:"
-            yield from _lines(value, here, said)
+            yield from _lines(value, here, at_key)
         else:
             flow = isinstance(value, list)
             text = yaml.safe_dump({key: value}, default_flow_style=None if flow else False, **_DUMP)

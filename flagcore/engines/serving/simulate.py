@@ -11,22 +11,22 @@ import numpy as np
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.serving.common.heterogeneous import Parts
+from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.engine import Settings
-from flagcore.engines.serving.expected import MOST_REQUESTS, Expected
 from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
 from flagcore.engines.serving.model.parts import parts
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Overheads, Split
+from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad
 
-MOST_SIMULATED = 4096
+MAX_SIMULATED = 4096
 """Of more candidates the best in closed form are simulated; the others are told by how these differ from it."""
 
-MOST_WORK = 150_000
-"""Requests in all that are simulated, as long as that is more than `FEWEST_SIMULATED` candidates."""
-FEWEST_SIMULATED = 64
+MAX_WORK = 150_000
+"""Requests in all that are simulated, as long as that is more than `MIN_SIMULATED` candidates."""
+MIN_SIMULATED = 64
 
 ENDLESS = 1e15
 """Tokens of a cache that no load fills."""
@@ -41,10 +41,10 @@ Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchContext:
+class Candidates:
     """Candidates and what is known of the kinds of their instances: settings, split, memory and costs of iterations."""
 
-    kinds: Parts
+    kinds: InstanceKinds
     serve: ServeSpec
     objective: str
     settings: Settings
@@ -54,14 +54,14 @@ class SearchContext:
     overheads: Overheads
 
 
-def expected_figures(context: SearchContext) -> dict[str, FloatArray]:
+def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     """Return the figures of each candidate by name; NaN where its costs are not known,
     or where the host computes layers, whose costs nobody tells.
 
     Candidates that the engine treats alike are simulated once. Of several load points one counts, as it is told
     of a measurement.
     """
-    loads = [Expected.of(load) for load in context.serve.loads]
+    loads = [SimulatedLoad.draw(load) for load in context.serve.loads]
     times, members = context.times, context.kinds.members
     known = np.isfinite(times.local + times.shared).all(axis=1) & np.isfinite(times.cached + times.pair)
     if context.settings.on_device is not None:
@@ -72,10 +72,10 @@ def expected_figures(context: SearchContext) -> dict[str, FloatArray]:
             alike.setdefault(tuple(_key(context, loads, row) for row in kinds), []).append(candidate)
     table = {name: np.full(context.kinds.size, np.nan) for name in NAMES}
     firsts = np.array([rows[0] for rows in alike.values()], dtype=np.int64)
-    requests = sum(min(load.input_len.size, MOST_REQUESTS) for load in loads)
-    most = min(MOST_SIMULATED, max(FEWEST_SIMULATED, MOST_WORK // requests))
+    requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
+    most = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
     few = firsts.size <= most
-    bases = {} if few else _in_closed_form(context, _telling(context, loads))
+    bases = {} if few else _in_closed_form(context, _heaviest(context, loads))
     chosen = firsts if few else _promising(context, bases, firsts, most)
     wanted = set(chosen.tolist())
     for keys, rows in alike.items():
@@ -97,19 +97,19 @@ def expected_figures(context: SearchContext) -> dict[str, FloatArray]:
     return table
 
 
-def _telling(context: SearchContext, loads: Sequence[Expected]) -> Expected:
+def _heaviest(context: Candidates, loads: Sequence[SimulatedLoad]) -> SimulatedLoad:
     """Return the load point that ranks candidates: that with most requests in flight."""
     return max(loads, key=lambda load: load.flight(1))
 
 
-def _key(context: SearchContext, loads: Sequence[Expected], row: int) -> Key:
+def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     times = context.times
     costs = times.local[row].tobytes() + times.shared[row].tobytes() + times.cached[row].tobytes()
     rest = np.array([times.floor[row], times.captured[row], times.fixed[row]]).tobytes()
     return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + rest
 
 
-def _lane(context: SearchContext, expected: Expected, row: int) -> Lane:
+def _lane(context: Candidates, expected: SimulatedLoad, row: int) -> Lane:
     """Return what one lane of a candidate may do; limits that the load cannot reach are none.
 
     A cache that is too small for one request is no limit: what does not fit is told by its memory, and its figures are
@@ -147,12 +147,12 @@ def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objecti
     return (min if is_rate(objective) else max)(each, key=order)
 
 
-def time_parts(context: SearchContext, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     """Return where the mean seconds of a request go, by part; `figures` are what is expected of the candidates.
 
     Of kinds of instances each counts as often as there are instances of it.
     """
-    expected, kinds = Expected.of(context.serve.loads[0]), context.kinds
+    expected, kinds = SimulatedLoad.draw(context.serve.loads[0]), context.kinds
     lanes = np.minimum(context.split.instances, expected.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
     found = parts(context.times, context.overheads, _closed_loop(context, expected), e2e, rate / lanes * (e2e - ttft))
@@ -160,7 +160,7 @@ def time_parts(context: SearchContext, figures: Mapping[str, FloatArray]) -> dic
     return {name: kinds.total(seconds) / count for name, seconds in found.items()}
 
 
-def _closed_loop(context: SearchContext, expected: Expected) -> ClosedLoop:
+def _closed_loop(context: Candidates, expected: SimulatedLoad) -> ClosedLoop:
     """Return a lane of each candidate and its share of the load, in the mean."""
     split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
     prompt, output = (np.full(tokens.shape, mean) for mean in expected.means)
@@ -176,7 +176,7 @@ def _closed_loop(context: SearchContext, expected: Expected) -> ClosedLoop:
     )
 
 
-def _in_closed_form(context: SearchContext, expected: Expected) -> dict[str, FloatArray]:
+def _in_closed_form(context: Candidates, expected: SimulatedLoad) -> dict[str, FloatArray]:
     """Return the figures that a steady state of the first load point has, percentiles as means."""
     loop = _closed_loop(context, expected)
     found, lanes = steady(context.times, context.overheads, loop), context.split.instances
@@ -192,7 +192,7 @@ def _in_closed_form(context: SearchContext, expected: Expected) -> dict[str, Flo
     return {name: whole.get(name.partition(".")[0], rate) for name in NAMES}
 
 
-def _promising(context: SearchContext, bases: Mapping[str, FloatArray], firsts: IntArray, most: int) -> IntArray:
+def _promising(context: Candidates, bases: Mapping[str, FloatArray], firsts: IntArray, most: int) -> IntArray:
     """Return the rows whose objective is best in closed form."""
     name = figure_name(context.objective)
     base = bases.get(name, bases["output_tokens_per_s"])[firsts]

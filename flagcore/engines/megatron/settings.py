@@ -1,0 +1,210 @@
+"""The settings of Megatron training, one row each: knobs that have one value for all candidates of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flagcore.domain.knob import Flag, Kind, Knob
+
+LAYERS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
+FORMATS = ("fp32", "bf16", "fp16", "fp8")
+
+
+def _setting(name: str, kind: Kind, help: str, flag: str | None = None, off: str = "", **changes: Any) -> Knob:
+    """Return a row whose flag is its name with hyphens, unless another is given; an empty one means no flag."""
+    spelled = name.replace("_", "-") if flag is None else flag
+    flags = (Flag(name=spelled, off=off),) if spelled or off else ()
+    return Knob(name=name, kind=kind, help=help, scope=changes.pop("scope", ("setting",)), flags=flags, **changes)
+
+
+SETTINGS = (
+    _setting(
+        "pipeline_schedule",
+        "text",
+        "Name of the pipeline schedule: 1f1b, interleaved, zb-h1, ...; null: the engine's.",
+        flag="",
+        maximum=200,
+    ),
+    _setting(
+        "pipeline_model_parallel_layout",
+        "text",
+        "What each (virtual) stage holds: E embedding, t layer, m multi-token prediction, L loss, and a bar between.",
+        maximum=4096,
+    ),
+    _setting(
+        "account_for_embedding_in_pipeline_split", "flag", "Whether the embedding counts as a layer of an even split."
+    ),
+    _setting("account_for_loss_in_pipeline_split", "flag", "Whether the loss counts as a layer of an even split."),
+    _setting(
+        "num_layers_in_first_pipeline_stage",
+        "int",
+        "Layers of the first stage; null: an even split.",
+        flag="decoder-first-pipeline-num-layers",
+        scope=("record", "setting"),
+        **LAYERS,
+    ),
+    _setting(
+        "num_layers_in_last_pipeline_stage",
+        "int",
+        "Layers of the last stage; null: an even split.",
+        flag="decoder-last-pipeline-num-layers",
+        scope=("record", "setting"),
+        **LAYERS,
+    ),
+    _setting(
+        "expert_tensor_parallel_size",
+        "int",
+        "Devices that split each expert's matrices; null: as tensor.",
+        maximum=1_000_000,
+        scope=("record", "setting"),
+    ),
+    _setting(
+        "recompute_modules",
+        "words",
+        "What selective recompute computes again; null: core_attn.",
+        words=("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
+        spellings={
+            "shared_expert": "shared_experts",
+            "moe_layer": "moe",
+            "layer_norm": "layernorm",
+            "layernorms": "layernorm",
+        },
+    ),
+    _setting(
+        "moe_recompute_level",
+        "word",
+        "What selective recompute computes again of experts: the small steps, more of their products, or all.",
+        flag="",
+        words=("light", "medium", "full"),
+    ),
+    _setting(
+        "recompute_num_layers_per_stage",
+        "ints",
+        "Layers that each pipeline stage recomputes in full, from the first.",
+        flag="",
+        **LAYERS,
+    ),
+    _setting(
+        "grad_reduce_in_bf16", "flag", "Whether gradients are kept and exchanged in bf16 where they would be in fp32."
+    ),
+    _setting(
+        "accumulate_allreduce_grads_in_fp32",
+        "flag",
+        "Whether gradients are kept and exchanged in fp32; bf16 does so.",
+        off="grad-reduce-in-bf16",
+    ),
+    _setting(
+        "use_precision_aware_optimizer", "flag", "Whether the optimizer may keep its state in other formats than fp32."
+    ),
+    _setting(
+        "main_grads_dtype", "word", "Format of the gradients that the optimizer reads; null: fp32.", words=FORMATS
+    ),
+    _setting("main_params_dtype", "word", "Format of the optimizer's copy of the weights; null: fp32.", words=FORMATS),
+    _setting("exp_avg_dtype", "word", "Format of Adam's first moment; null: fp32.", words=FORMATS),
+    _setting("exp_avg_sq_dtype", "word", "Format of Adam's second moment; null: fp32.", words=FORMATS),
+    _setting("optimizer_cpu_offload", "flag", "Whether the optimizer works on the host."),
+    _setting(
+        "optimizer_offload_fraction",
+        "number",
+        "Share of the optimizer that is on the host; null: all of it.",
+        minimum=0,
+        maximum=1,
+    ),
+    _setting("fp8_param_gather", "flag", "Whether weights are kept and gathered in fp8."),
+    _setting("fine_grained_activation_offloading", "flag", "Whether activations of offload_modules wait on the host."),
+    _setting(
+        "offload_modules",
+        "words",
+        "Modules whose inputs wait on the host for the backward pass.",
+        words=("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+    ),
+    _setting(
+        "offload_stages", "ints", "Pipeline stages, from 0, that offload activations; null: all.", flag="", **LAYERS
+    ),
+    _setting(
+        "use_megatron_fsdp",
+        "flag",
+        "Whether weights, gradients and optimizer are sharded over the data-parallel devices.",
+    ),
+    _setting("overlap_grad_reduce", "flag", "Whether gradients are exchanged behind the backward pass."),
+    _setting("overlap_param_gather", "flag", "Whether weights are gathered behind the forward pass."),
+    _setting("tp_comm_overlap", "flag", "Whether tensor-parallel collectives run behind matrix products."),
+    _setting(
+        "overlap_p2p_comm",
+        "flag",
+        "Whether an interleaved pipeline sends while it computes; null: it does.",
+        off="no-overlap-p2p-communication",
+    ),
+    _setting(
+        "no_overlap_p2p_communication",
+        "flag",
+        "The opposite of overlap_p2p_comm, as the command line has it.",
+        opposite="overlap_p2p_comm",
+    ),
+    _setting(
+        "overlap_moe_expert_parallel_comm",
+        "flag",
+        "Whether tokens travel to experts behind another micro-batch's work.",
+    ),
+    _setting("delay_wgrad_compute", "flag", "Whether gradients of weights are computed behind the travel of tokens."),
+    _setting("moe_shared_expert_overlap", "flag", "Whether shared experts run behind the travel of tokens."),
+    _setting(
+        "moe_token_dispatcher_type", "word", "How tokens travel to experts.", words=("allgather", "alltoall", "flex")
+    ),
+    _setting(
+        "moe_flex_dispatcher_backend",
+        "word",
+        "Library of the flex dispatcher; null: deepep.",
+        words=("deepep", "hybridep"),
+    ),
+    _setting("moe_grouped_gemm", "flag", "Whether the experts of a device are one grouped matrix product."),
+    _setting(
+        "moe_expert_capacity_factor",
+        "number",
+        "Most tokens of one expert, over the mean; null: none are dropped.",
+        above=0,
+        maximum=1_000,
+    ),
+    _setting("moe_pad_expert_input_to_capacity", "flag", "Whether each expert's tokens are filled up to its capacity."),
+    _setting(
+        "moe_expert_imbalance",
+        "number",
+        "Load of the busiest expert-parallel device over the mean; null: 1.",
+        flag="",
+        maximum=1_000,
+    ),
+    _setting(
+        "cp_comm_type", "word", "How context-parallel devices exchange.", words=("p2p", "all_gather", "a2a", "a2a+p2p")
+    ),
+    _setting(
+        "cuda_graph_impl",
+        "word",
+        "Who records kernels as graphs; null: none.",
+        words=("none", "local", "transformer_engine"),
+    ),
+    _setting(
+        "cuda_graph_scope",
+        "words",
+        "Parts that are recorded as graphs; null: whole layers.",
+        words=("full", "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
+        spellings={"moe_layer": "moe"},
+    ),
+    _setting(
+        "trainable",
+        "word",
+        "What is trained: all weights, or low-rank adapters beside them.",
+        flag="",
+        words=("all", "adapters"),
+    ),
+    _setting(
+        "attention_dropout",
+        "number",
+        "Share of attention's probabilities that is dropped; null: 0.",
+        minimum=0,
+        maximum=1,
+    ),
+    _setting(
+        "hidden_dropout", "number", "Share of each block's outputs that is dropped; null: 0.", minimum=0, maximum=1
+    ),
+    _setting("cross_entropy_loss_fusion", "flag", "Whether the loss is one fused kernel."),
+)

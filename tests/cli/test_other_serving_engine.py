@@ -1,0 +1,142 @@
+"""A serving engine in a distribution of its own is found, checked and tuned without a change of flagcore."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+
+from tests.cli.conftest import MODEL, Project, Ran
+from tests.cli.test_tune_serve import SERVER
+
+ENGINE = '''\
+"""The engine Acme: an example of the smallest profile."""
+
+import json
+
+import numpy as np
+
+from flagcore.contracts import Workload
+from flagcore.domain.knob import Flag, Knob
+from flagcore.engines.serving.adapter import Serving
+from flagcore.engines.serving.common import knobs, program
+from flagcore.engines.serving.common.hardware import Hardware, longest
+from flagcore.engines.serving.engine import PORT, Engine, Server, Settings
+
+KNOBS = (
+    knobs.INSTANCES_KNOB,
+    Knob(
+        name="slots",
+        help="Most sequences at once.",
+        flags=(Flag(name="parallel"),),
+        aliases=("max_num_seqs",),
+        auto=lambda task: (1, 2, 4),
+        auto_help="1, 2, 4",
+        memory_order=1,
+    ),
+)
+
+
+def parse_args(spec):
+    return knobs.split_arguments(spec.serve.engine_args, KNOBS)
+
+
+def settings(task, columns):
+    get = knobs.all_columns(columns, KNOBS, parse_args(task.spec).fixed)
+    ones, nothing = np.ones_like(get["instances"]), np.full(get["instances"].shape, np.nan)
+    return Settings(
+        instances=get["instances"],
+        devices=Hardware.of(task).share(get["instances"], columns),
+        tensor=ones,
+        pipeline=ones,
+        data=ones,
+        expert=ones,
+        max_running=np.where(get["slots"] > 0, get["slots"], 4),
+        max_batched_tokens=ones * 2048,
+        pass_tokens=ones * 2048,
+        block_size=ones,
+        context_len=ones * longest(task.spec.serve.loads),
+        chunked=ones,
+        graphs=ones * 0,
+        prefix_caching=ones * 0,
+        memory_fraction=nothing,
+        cache_bytes=ones * 1e6,
+        cache_element_bytes=ones * 2.0,
+    )
+
+
+def server(task, values, cores):
+    command = program.found(task.spec, ("acme-server",))
+    return Server(argv=(*command, "--port", PORT, *knobs.arguments(KNOBS, values)), environment={})
+
+
+ENGINE = Engine(
+    name="acme",
+    title="Acme",
+    modules={},
+    knobs=KNOBS,
+    parse_args=parse_args,
+    ready=lambda spec: None,
+    version=lambda spec: spec.serve.engine_version or "",
+    rules=lambda task: (),
+    settings=settings,
+    server=server,
+    effective=lambda fetch, log: {"slots": json.loads(fetch("/props"))["total_slots"]},
+    split_by="instances",
+    untested="an example",
+)
+WORKLOAD: Workload = Serving(ENGINE, f"{__name__}:ENGINE")
+'''
+
+
+@pytest.fixture
+def acme(project: Project) -> Project:
+    """A project with the distribution on its import path, and a spec."""
+    (project.folder / "acme_serving.py").write_text(ENGINE)
+    info = project.folder / "acme_serving-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-serving\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flagcore.engines]\nacme = acme_serving:WORKLOAD\n")
+    spec(project)
+    return project
+
+
+def spec(project: Project, **space: list[object]) -> None:
+    data = {
+        "model": MODEL,
+        "cluster": {"chip": "cpu", "devices_per_node": 2, "memory_per_device": "2GiB"},
+        "serve": {
+            "engine": "acme",
+            "command": [sys.executable, str(SERVER), "plain"],
+            "profile": {"input_len": 16, "output_len": 8, "num_prompts": 4, "concurrency": 4},
+        },
+        "auto_tuner": {
+            "space": space or {"slots": [2, 4]},
+            "control": {"max_time_per_task": 60, "repeats": 0},
+        },
+        "envs": {"TEST_MARK": project.mark},
+    }
+    (project.folder / "spec.yaml").write_text(yaml.safe_dump(data))
+
+
+def run(project: Project, *arguments: str) -> Ran:
+    return project.run(*arguments, PYTHONPATH=str(project.folder))
+
+
+def test_it_is_tuned(acme: Project) -> None:
+    ran = run(acme, "tune", "spec.yaml", "--run-dir", str(acme.run_dir))
+    assert ran.code == 0, ran.err
+    result = acme.result()
+    assert {trial["state"] for trial in result["trials"]} == {"measured"}
+    assert {trial["candidate"]["slots"] for trial in result["trials"]} >= {2, 4}
+    assert result["best"]["measured"]["effective"]["slots"] == result["best"]["candidate"]["slots"]
+
+
+def test_it_is_estimated_and_its_knobs_are_checked(acme: Project) -> None:
+    ran = run(acme, "estimate", "spec.yaml")
+    assert ran.code == 0, ran.err
+    spec(acme, slot=[1])
+    ran = run(acme, "estimate", "spec.yaml")
+    assert ran.code == 2
+    assert "auto_tuner.space.slot" in ran.err

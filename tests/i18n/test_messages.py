@@ -1,0 +1,67 @@
+"""The language of what flagcore prints: how it is selected, and what is translated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from flagcore import i18n
+from flagcore.i18n import _, choose, language, ngettext
+from tests.i18n.messages import FILE, compiled, sources, translations
+
+FIELD = re.compile(r"\{[^{}]*\}")
+
+
+@pytest.fixture(autouse=True)
+def _language(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(i18n, "_chosen", "")
+    yield
+    choose("en")
+
+
+@pytest.mark.parametrize(
+    ("name", "selected"), [("zh_CN.UTF-8", "zh"), ("zh", "zh"), ("en", "en"), ("", "en"), ("xx", "en")]
+)
+def test_the_environment_selects_the_language(name: str, selected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLAGCORE_LANG", name)
+    assert language() == selected
+
+
+def test_an_unknown_language_changes_nothing() -> None:
+    assert choose("zh")
+    assert not choose("xx")
+    assert language() == "zh"
+
+
+def test_messages_are_translated_and_their_fields_filled() -> None:
+    choose("zh")
+    assert _("Saved to {folder}.", folder="a") == "已保存到 a。"
+    assert ngettext("{count} trial, not measured.", "{count} trials, none measured.", 2).startswith("2 个试验")
+    choose("en")
+    assert _("Saved to {folder}.", folder="a") == "Saved to a."
+    assert ngettext("{count} trial, not measured.", "{count} trials, none measured.", 1) == "1 trial, not measured."
+
+
+def test_a_message_without_a_translation_stays_english() -> None:
+    choose("zh")
+    assert _("no such message: {name}", name="x") == "no such message: x"
+    assert _("") == ""
+
+
+def test_the_compiled_catalogue_is_that_of_the_source() -> None:
+    assert FILE.with_suffix(".mo").read_bytes() == compiled(translations()), "run `make messages`"
+
+
+def test_translations_have_the_fields_of_their_messages() -> None:
+    for message in translations():
+        ids = message.id if isinstance(message.id, tuple) else (message.id,)
+        texts = message.string if isinstance(message.string, tuple) else (message.string,)
+        if message.id and all(texts):
+            assert {frozenset(FIELD.findall(text)) for text in texts} == {frozenset(FIELD.findall(ids[-1]))}, ids
+
+
+def test_sources_have_help_headings_and_messages() -> None:
+    found = {message.id for message in sources()}
+    assert {"Hide progress.", "limited by", "Saved to {folder}."} <= found

@@ -1,0 +1,81 @@
+"""Specs of a training engine that only a mapping knows: its knobs are the keys of space, baseline and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flagcore.domain.knob import Knob
+from flagcore.errors import SpecError
+from flagcore.spec import json_schema, parse_spec, read_job
+
+KNOBS = (
+    Knob(name="shards", help="Number of shards.", maximum=64, neutral=1),
+    Knob(name="fused", help="Whether kernels are fused.", kind="flag", neutral=False),
+    Knob(name="dispatch", help="How tokens travel.", kind="word", words=("ring", "tree"), scope=("setting",)),
+)
+ENGINES: Any = {
+    "acme": SimpleNamespace(kind="train", knobs=KNOBS),
+    "acme-serve": SimpleNamespace(kind="serve", knobs=(Knob(name="slots", help="Sequences at once."),)),
+}
+MODEL = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
+TRAIN = {"engine": "acme", "seq_length": 128, "global_batch_size": 8, "precision": "bf16"}
+
+
+def parse(space: Any = None, baseline: Any = None, **train: Any) -> Any:
+    tuner = {"space": space or {}, "baseline": baseline}
+    data = {"model": MODEL, "train": {**TRAIN, **train}, "auto_tuner": tuner}
+    return parse_spec(data, file="x", base=Path(), engines=ENGINES)
+
+
+def error_of(**given: Any) -> SpecError:
+    with pytest.raises(SpecError) as error:
+        parse(**given)
+    return error.value
+
+
+def test_space_baseline_and_settings_have_the_knobs_of_the_engine() -> None:
+    spec = parse({"shards": [2, 4]}, {"fused": True}, settings={"dispatch": "tree"})
+    assert spec.space == {"shards": (2, 4), "fused": "auto"}
+    assert spec.baseline == {"fused": True}
+    assert spec.train.settings == {"dispatch": "tree"}
+
+
+def test_other_keys_and_values_are_errors() -> None:
+    error = error_of(space={"shard": 2})
+    assert error.key == "auto_tuner.space.shard"
+    assert "shards" in error.fix
+    assert error_of(space={"tensor_model_parallel_size": 2}).key == "auto_tuner.space.tensor_model_parallel_size"
+    assert error_of(baseline={"shards": 65}).key == "auto_tuner.baseline.shards"
+    assert error_of(settings={"dispatch": "rings"}).key == "train.settings.dispatch"
+    assert error_of(settings={"fused": True}).key == "train.settings.fused"
+
+
+@pytest.mark.parametrize(("engine", "fix"), [("acm", "acme"), ("wholly_else", "acme"), ("acme-serve", "train")])
+def test_an_engine_that_is_unknown_or_serves_is_an_error(engine: str, fix: str) -> None:
+    error = error_of(engine=engine)
+    assert (error.key, error.value) == ("train.engine", engine)
+    assert fix in error.fix
+
+
+def test_the_schema_describes_the_knobs_of_all_engines() -> None:
+    schema = json_schema(ENGINES)["$defs"]
+    assert schema["Space"]["properties"]["shards"]["description"] == "Number of shards."
+    assert "Sequences at once." in str(schema["ServeTunerSection"]["properties"]["space"]["properties"]["slots"])
+
+
+def test_a_record_without_an_engine_is_of_the_first_one_that_trains() -> None:
+    record = {
+        "id": "a",
+        "kind": "train",
+        "model": MODEL,
+        "cluster": {"chip": "x", "devices": 8, "devices_per_node": 8},
+        "train": {name: value for name, value in TRAIN.items() if name != "engine"},
+        "candidate": {"shards": 4, "dispatch": "ring"},
+    }
+    job = read_job(record, ENGINES)
+    assert job.candidate == {"shards": 4}
+    assert (job.work.engine, job.work.settings) == ("acme", {"dispatch": "ring"})

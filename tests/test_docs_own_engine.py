@@ -1,0 +1,49 @@
+"""The engines of docs/write-an-engine.md work as distributions of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flagcore.contracts import SearchSpace
+
+PAGE = (Path(__file__).parent.parent / "docs" / "write-an-engine.md").read_text("utf-8")
+FILES = dict(re.findall(r"\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of the page, and the metadata of an installed distribution."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    info = tmp_path / "acme_train-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-train\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[flagcore.engines]\nacme = acme_train:WORKLOAD\n")
+    return tmp_path
+
+
+@pytest.mark.process
+@pytest.mark.skipif("knobs" not in SearchSpace.__annotations__, reason="engines do not bring their knobs yet")
+def test_the_training_engine_is_tuned(folder: Path) -> None:
+    command = [sys.executable, "-c", "from flagcore.cli import main; main()", "tune", "train-acme.yaml", "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {trial["state"] for trial in result["trials"]} == {"measured"}
+    assert result["best"]["candidate"] == {"data_parallel_size": 2, "micro_batch_size": 4}
+    assert result["gain"] == pytest.approx(1.5, abs=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py")])
+def test_files_are_valid_python(name: str) -> None:
+    compile(FILES[name], name, "exec")
