@@ -92,7 +92,7 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
     A plugin's knob that has the name of one of the engine's own is left out.
     """
     task, spec = platform.task, platform.task.spec
-    own = {axis.knob for axis in workload.axes(replace(task, spec=replace(spec, space={}, baseline=None)))}
+    own = {name for knob in workload.knobs if knob.searchable for name in knob.names}
     known = tuple(knob for knob in platform.knobs if knob.name not in own)
     named = {**(spec.baseline or {}), **spec.space}
     chosen = tuple(knob for knob in known if knob.name in named)

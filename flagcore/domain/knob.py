@@ -119,8 +119,6 @@ class Knob:
     """What `auto` stands for, as a phrase: every divisor of the number of devices."""
     memory_order: int = 0
     """+1 if a larger value needs at least as much memory, -1 if a smaller one does, 0 if nothing is known."""
-    time_order: int = 0
-    """The same for the time of a step."""
     flags: tuple[Flag, ...] = ()
     """The preferred spelling first; empty: not a flag of the engine."""
     explicit: bool = False

@@ -163,9 +163,10 @@ class LoadedPlugins:
         found = [knob for knobs in self._all([chip], "flagcore_knobs", validation.knobs, **about) for knob in knobs]
         return tuple({knob.name: knob for knob in reversed(found)}.values())[::-1]
 
-    def knob_names(self, engine: str) -> tuple[str, ...]:
-        """Return the names of the knobs that plugins bring to `engine` on any chip, sorted."""
-        return tuple(sorted({knob.name for chip in self.chips() for knob in self.knobs(chip, engine)}))
+    def knobs_on_any_chip(self, engine: str) -> tuple[Knob, ...]:
+        """Return the knobs that plugins add to `engine` on any chip, sorted by name, one for each name."""
+        found = {knob.name: knob for chip in self.chips() for knob in self.knobs(chip, engine)}
+        return tuple(found[name] for name in sorted(found))
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the first plugin's answer; UNKNOWN if there is none."""

@@ -6,12 +6,13 @@ and yaml are imported by the first call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from flagcore.domain.job import Job
+    from flagcore.domain.knob import Knob
     from flagcore.domain.model import Model
     from flagcore.domain.spec import Spec
     from flagcore.errors import SpecError
@@ -26,11 +27,11 @@ def read_spec(path: Path, engines: Engines) -> Spec:
     return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=engines)
 
 
-def parse_spec(data: object, *, file: str, base: Path, engines: Engines, plugin_knobs: Collection[str] = ()) -> Spec:
+def parse_spec(data: object, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
     """Turn plain data into a spec. `file` is named in errors, `base` is the folder of relative paths.
 
     Space, baseline and settings are validated against the knobs of the one of `engines` that the spec names.
-    `plugin_knobs` are names that a space and a baseline may have in addition. Raises SpecError.
+    `plugin_knobs` are further knobs, whose values are validated once the chip is known. Raises SpecError.
     """
     from flagcore.spec.convert import document_as_spec
     from flagcore.spec.plain_data import plain

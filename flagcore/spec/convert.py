@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.model import Model
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
-from flagcore.errors import SpecError
 from flagcore.spec.hostfile import read_hosts
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, settings_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY
 from flagcore.spec.models import model_from, model_of_shape
 from flagcore.spec.plain_data import KeyPath, spec_error
-from flagcore.spec.plugin_knobs import plugin_baseline, plugin_space, split_off, with_plugin_knobs
 from flagcore.spec.schema import (
     ClusterSection,
     ControlSection,
@@ -33,46 +30,31 @@ from flagcore.spec.units import parse_bytes
 from flagcore.spec.validate import checked, gathered, joined
 
 
-def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Collection[str] = ()) -> Spec:
+def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
     """Return plain data as a spec, whose space and baseline may name `plugin_knobs`, too. Raises SpecError."""
     if not isinstance(data, dict):
         raise spec_error((), "must be a mapping with the keys model, cluster and train", value=data, file=file)
     if "serve" in data:
         return _serving(data, file, base)
-    data, beside = split_off(data, plugin_knobs)
     name = data["train"].get("engine") if isinstance(data.get("train"), dict) else None
-    knobs = knobs_of(name, engines, "train.engine", file) if isinstance(name, str) else ()
-    try:
-        document = checked(document_of(name, knobs) if knobs else Document, data, file=file)
-    except SpecError as error:
-        problems = [with_plugin_knobs(each, plugin_knobs) for each in error.problems]
-    else:
-        return _training(document, knobs, beside, file, base)
-    raise joined(problems)
-
-
-def _training(
-    document: Document, knobs: Sequence[Knob], beside: dict[str, dict[str, Any]], file: str, base: Path
-) -> Spec:
+    if not isinstance(name, str):
+        checked(Document, data, file=file)
+        raise AssertionError("a document without an engine is not valid")
+    knobs = (*knobs_of(name, engines, "train.engine", file), *plugin_knobs)
+    document = checked(document_of(name, knobs), data, file=file)
     tuner = document.auto_tuner
     parts = gathered(
         {
             "model": lambda: _model(document.model, file, base),
             "cluster": lambda: _cluster(document.cluster, file, base),
             "work": lambda: train_of(document.train, knobs, base),
-            "space": lambda: space_of(tuner.space, knobs) | plugin_space(beside["space"], file),
-            "baseline": lambda: _baseline(tuner.baseline, knobs, beside, file),
+            "space": lambda: space_of(tuner.space, knobs),
+            "baseline": lambda: None if tuner.baseline is None else candidate_of(tuner.baseline, knobs),
             "control": lambda: _control(tuner.control, file),
             "envs": lambda: _environment(document.envs, file),
         }
     )
     return Spec(**parts, objective=tuner.objective, strategy=tuner.strategy, launcher=tuner.launcher)
-
-
-def _baseline(
-    baseline: Any, knobs: Sequence[Knob], beside: dict[str, dict[str, Any]], file: str
-) -> dict[str, KnobValue] | None:
-    return None if baseline is None else candidate_of(baseline, knobs) | plugin_baseline(beside, file)
 
 
 def _serving(data: Any, file: str, base: Path) -> Spec:

@@ -77,8 +77,10 @@ def space_of(section: Section, knobs: Sequence[Knob]) -> dict[str, str | tuple[K
     """Return every knob's values without duplicates, or "auto"."""
     by_name, found = {knob.name: knob for knob in knobs}, dict[str, str | tuple[KnobValue, ...]]()
     for name, value in section.model_dump().items():
+        if by_name[name].effects and name not in section.model_fields_set:
+            continue  # a plugin's knob that is absent stays neutral
         values = value if isinstance(value, list) else [value]
-        parsed = (by_name[name].parse(each, name) for each in values if each != AUTO)
+        parsed = (_parsed(by_name[name], each) for each in values if each != AUTO)
         found[name] = AUTO if value == AUTO else tuple(dict.fromkeys(parsed))
     return found
 
@@ -87,7 +89,12 @@ def candidate_of(section: Section, knobs: Sequence[Knob]) -> dict[str, KnobValue
     """Return the knobs that a baseline or a record's candidate has, without the settings that a record may have."""
     given = section.model_dump(exclude_unset=True)
     candidates = {knob.name: knob for knob in knobs if knob.searchable or "record" in knob.scope}
-    return {name: candidates[name].parse(value, name) for name, value in given.items() if name in candidates}
+    return {name: _parsed(candidates[name], value) for name, value in given.items() if name in candidates}
+
+
+def _parsed(knob: Knob, value: Any) -> KnobValue:
+    """Return a value of a knob. Those of plugins' knobs are validated once the chip is known."""
+    return value if knob.effects else knob.parse(value, knob.name)
 
 
 def settings_of(section: Section, knobs: Sequence[Knob], *, exclude: Collection[str] = ()) -> dict[str, SettingValue]:
@@ -149,7 +156,10 @@ def _listed(kind: Any) -> Any:
 
 
 def _kind(knob: Knob) -> Any:
-    """Return the type of a knob's values; null is one where the neutral value of a searchable knob is None."""
+    """Return the type of a knob's values; null is one where the neutral value of a searchable knob is None.
+
+    The values of a plugin's knob depend on the chip.
+    """
     low: dict[str, Any] = {"gt": knob.above} if knob.above is not None else {"ge": knob.minimum}
     number: Any = Annotated[int, Field(ge=knob.minimum, le=knob.maximum)]
     kinds: dict[str, Any] = {
@@ -163,6 +173,8 @@ def _kind(knob: Knob) -> Any:
         "ints": Annotated[list[number], Field(min_length=1)],
     }
     kind = kinds[knob.kind]
+    if knob.effects:
+        return bool | int | str | None
     return kind | None if knob.searchable and knob.neutral is None else kind
 
 

@@ -185,7 +185,8 @@ def json_schema(engines: Engines) -> dict[str, Any]:
     made = TypeAdapter(document).json_schema()
     space = made["$defs"]["ServeTunerSection"]["properties"]["space"]
     texts = _serving_knobs(engines)
-    space["properties"] = {knob: {**space["additionalProperties"], "description": text} for knob, text in texts.items()}
+    values = {"$ref": "#/$defs/ServeTunerSection/properties/space/additionalProperties"}
+    space["properties"] = {knob: {"description": text, **values} for knob, text in texts.items()}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "flagcore spec"}
 
 

@@ -40,7 +40,25 @@ def legality(task: Task, workload: Workload, support: EngineSupport | None = Non
         required = [rule for knob in task.knobs for rule in _requirements(task, knob, own)]
         rules = (*_with_settings(task, rules), *required, *_rules_of_settings(task, workload, rules))
     refused = () if support is None else refusals(axes, support, task.spec)
-    return Legality(axes=axes, rules=(*rules, *refused), merges=workload.merges(bare))
+    return Legality(axes=axes, rules=(*rules, *_releases(task, workload, own), *refused), merges=workload.merges(bare))
+
+
+def _releases(task: Task, workload: Workload, own: Sequence[Axis]) -> Iterator[Rule]:
+    """Yield that a knob is neutral in releases of the engine that do not have it."""
+    knobs = {knob.name: knob for knob in workload.knobs if not knob.available(task.spec.work.engine_version)}
+    for axis in own:
+        if knob := knobs.get(axis.knob):
+            yield Rule(
+                name=f"{knob.name}_release",
+                knobs=(knob.name,),
+                message=f"{knob.name} needs {workload.name} {knob.versions}",
+                broken=partial(_is_set, knob.name, axis.encode(knob.neutral)),
+            )
+
+
+def _is_set(knob: str, neutral: int, columns: Columns) -> BoolArray:
+    set_: BoolArray = columns[knob] != neutral
+    return set_
 
 
 def refusals(axes: Sequence[Axis], support: EngineSupport, spec: Spec | None = None) -> tuple[Rule, ...]:
@@ -114,7 +132,7 @@ def _requirements(task: Task, knob: Knob, own: Sequence[Axis]) -> Iterator[Rule]
             name=f"{knob.name}_without_experts",
             knobs=(knob.name,),
             message=f"{knob.name} is for mixture-of-experts models, and the model is dense",
-            broken=lambda c: c[knob.name] != neutral,
+            broken=partial(_is_set, knob.name, neutral),
         )
     for requirement in knob.requires:
         axis = by_name.get(requirement.knob)
@@ -127,7 +145,7 @@ def _requirements(task: Task, knob: Knob, own: Sequence[Axis]) -> Iterator[Rule]
 
 
 def _fails(knob: str, neutral: int, requirement: Requirement, axis: Axis | None, columns: Columns) -> BoolArray:
-    used: BoolArray = columns[knob] != neutral
+    used = _is_set(knob, neutral, columns)
     if axis is None:
         return used
     values, holds = columns[requirement.knob], np.ones(used.shape, dtype=np.bool_)

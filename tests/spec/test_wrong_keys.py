@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
 from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec
@@ -251,14 +252,16 @@ def test_a_key_by_another_tool_s_name_is_not_counted_as_missing_too(called: str,
 
 
 def test_plugins_knobs_are_listed_where_nothing_else_is_meant() -> None:
+    graph_level = Knob(name="acme_graph_level", effects={1: Effect()})
+
     def fix(knob: str) -> str:
         shape = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8}
         train = {"engine": "megatron", "seq_length": 8, "global_batch_size": 2, "precision": "bf16"}
         data = {"model": shape, "train": train, "auto_tuner": {"space": {knob: 2}}}
         with pytest.raises(SpecError) as caught:
-            parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES, plugin_knobs=["acme_graph_level"])
+            parse_spec(data, file="a.yaml", base=Path(), engines=ENGINES, plugin_knobs=[graph_level])
         return caught.value.fix
 
     assert fix("tp") == "did you mean tensor_model_parallel_size?"
-    assert fix("acme_graph_levels") == "did you mean acme_graph_level, a plugin's knob?"
-    assert fix("zzz").endswith("; plugins' knobs: acme_graph_level")
+    assert fix("acme_graph_levels") == "did you mean acme_graph_level?"
+    assert fix("zzz").endswith("acme_graph_level")

@@ -7,21 +7,24 @@ import itertools
 import random
 import tracemalloc
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport, Forced, Refused
+from flagcore.domain.knob import Knob
 from flagcore.domain.space import Axis, Columns, Merge, Rule, Space
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NoDevice, SpecError
 from flagcore.stages import build as build_module
 from flagcore.stages.build import build, check
-from flagcore.stages.legality import refusals
+from flagcore.stages.legality import legality, refusals
 from tests import small
 
 MODELS = {
@@ -307,3 +310,17 @@ def test_a_forced_setting_refuses_another_value_that_the_user_gives() -> None:
         (rule,) = refusals(WORKLOAD.axes(task), EngineSupport(support=Support.YES, forced=(forced,)), task.spec)
         assert rule.broken({"data_parallel_size": np.array([1])}).tolist() == [broken]
     assert "settings.cp_comm_type = a2a: it must be p2p: others hang" in rule.message
+
+
+def test_a_knob_that_a_release_lacks_is_neutral_there() -> None:
+    workload = SimpleNamespace(
+        name="acme",
+        knobs=(Knob(name="fused", kind="flag", neutral=False, versions=">=2"),),
+        axes=lambda task: (Axis(knob="fused", values=(False, True), neutral=False, is_flag=True),),
+        rules=lambda task: (),
+        merges=lambda task: (),
+    )
+    for version, broken in (("1.4", [False, True]), ("2.0", None), (None, None)):
+        rules = legality(small.task(engine_version=version), cast(Workload, workload)).rules
+        found = [rule.broken({"fused": np.array([0, 1])}).tolist() for rule in rules]
+        assert found == ([] if broken is None else [broken])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
 from flagcore.contracts import InstalledVersion, Workload
 from flagcore.domain.chip import Support
+from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
 from flagcore.errors import FlagError
@@ -44,11 +45,11 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     sections = [tuner.get(key) for key in ("space", "baseline")] if isinstance(tuner, Mapping) else []
     named = {name for section in sections if isinstance(section, Mapping) for name in section}
     engine = train.get("engine") if isinstance(train, Mapping) else None
-    names: Collection[str] = ()
+    more: Sequence[Knob] = ()
     if named and isinstance(engine, str) and engine in ENGINES:
         own = {knob.name for knob in ENGINES[engine].knobs}
-        names = load_plugins(without).knob_names(engine) if named - own else ()
-    return parse_spec(data, file=file, base=base, engines=ENGINES, plugin_knobs=names)
+        more = load_plugins(without).knobs_on_any_chip(engine) if named - own else ()
+    return parse_spec(data, file=file, base=base, engines=ENGINES, plugin_knobs=more)
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:

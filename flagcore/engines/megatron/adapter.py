@@ -120,22 +120,14 @@ class Megatron:
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return TP x PP x DP (and EP) with micro batch 1, with and without distributed optimizer and recompute."""
-        one: tuple[KnobValue, ...] = (1,)
-        return {
-            rules.DP: AUTO,
-            rules.TP: AUTO,
-            rules.PP: AUTO,
-            rules.CP: one,
-            rules.EP: AUTO,
-            rules.MBS: one,
-            rules.SP: AUTO,
-            rules.DIST_OPT: AUTO,
-            rules.VIRTUAL: (None,),
-            rules.RECOMPUTE: AUTO,
+        neutral: dict[str, tuple[KnobValue, ...]] = {knob.name: (knob.neutral,) for knob in knobs.SPACE_KNOBS}
+        auto = (rules.DP, rules.TP, rules.PP, rules.EP, rules.SP, rules.DIST_OPT, rules.RECOMPUTE)
+        full: dict[str, tuple[KnobValue, ...]] = {
             rules.GRANULARITY: ("full",),
             rules.METHOD: ("uniform",),
-            rules.RECOMPUTE_LAYERS: one,
+            rules.RECOMPUTE_LAYERS: (1,),
         }
+        return {**neutral, **dict.fromkeys(auto, AUTO), **full}
 
     def rule_of_thumb(self, columns: Columns, predictions: Predictions) -> int:
         """Return the smallest TP x PP that fits, DP for the rest; if none fits, the row that needs least memory.

@@ -8,6 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, Platform, PruningRule
 from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
@@ -29,8 +30,8 @@ class Serving:
 
     def __init__(self, engine: Engine, where: str) -> None:
         self.engine, self._where = engine, where
-        self.name, self.modules, self.knobs = engine.name, engine.modules, engine.knobs
-        self.untested = engine.untested
+        self.name, self.modules, self.untested = engine.name, engine.modules, engine.untested
+        self.knobs: tuple[Knob, ...] = engine.knobs
 
     def axes(self, task: Task) -> tuple[Axis, ...]:
         return self.engine.axes(task)

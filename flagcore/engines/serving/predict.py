@@ -22,10 +22,10 @@ from flagcore.engines.serving.simulate import Candidates, expected_figures, time
 
 STORED = {"q4_0": 18 / 32, "q4_k": 144 / 256, "q4_k_m": 0.6, "q5_k_m": 0.71, "q6_k": 210 / 256, "q8_0": 34 / 32}
 STORED |= {"int4": 0.53, "awq": 0.53, "gptq": 0.53, "w4a16": 0.53}
-"""Bytes of a weight stored narrower than it is computed: GGUF's block formats; 4 bits with a scale each 128."""
+"""Bytes of a weight that is stored narrower than computed: GGUF blocks; 4 bits with a scale for each 128."""
 
 COMPUTED = ("bf16", "fp16", "fp32")
-"""Formats that such weights, and those in a format that a chip does not have, are computed in: the first it has."""
+"""Formats in which such weights, and those in formats unknown to the chip, are computed: the first that it has."""
 
 BOUNDS = {
     "rate": (0.92, 1.41),
@@ -34,13 +34,14 @@ BOUNDS = {
     "ttft_s": (0.7, 1.97),
     "e2e_s": (0.97, 1.48),
 }
-"""80% of published points took between these times what a fit to the others predicts; gaps: estimated."""
+"""Factors on the prediction that hold for 80% of published points, each predicted by a fit to the others;
+ITL is estimated."""
 
 NO_GOOD_SHARE = 1e-3
-"""The share of requests that stands for none where goodput is compared."""
+"""The share of good requests that represents none, so that goodput can be compared."""
 
 NARROW = 1.9
-"""Bytes of a weight below which a file of weights is not one of 16 bits."""
+"""Bytes of a weight below which a file has weights of less than 16 bits."""
 
 WIDER = 2.0
 """How much wider, as a factor, intervals are if the chip was not measured or the engine not fitted."""
@@ -56,7 +57,7 @@ def predict(
     untested: bool = False,
     kinds: InstanceKinds | None = None,
 ) -> Predictions:
-    """Return memory and figures of each candidate; times are NaN where the chip's facts do not allow an answer.
+    """Return memory and figures of each candidate; times are NaN if facts about the chip are missing.
 
     `settings` are those of `kinds` of instances, or, without, of candidates whose instances are all alike. Memory is
     that of the fullest device. Of several load points, a candidate's figures are those of one, chosen as in
@@ -89,7 +90,7 @@ def predict(
 def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
     """Return what all candidates share. A format that the chip does not compute in is only stored.
 
-    Of weights in one file (GGUF) what is stored of each is the file's own: `precision` is what it is computed in.
+    For weights in one file (GGUF), the file has the stored size, and `precision` is that of computing.
     """
     model, precision = task.spec.model, task.spec.serve.precision
     one, filed = np.ones(1), _file_weight_bytes(task)
@@ -104,7 +105,7 @@ def serving_of(task: Task, kernels: KernelCosts, over: Overheads) -> Serving:
 
 
 def _file_weight_bytes(task: Task) -> float | None:
-    """Return the bytes of a weight in a file that has them narrower than 16 bits; None without such a file."""
+    """Return the bytes of a weight in a file with less than 16 bits for each; None without such a file."""
     weights = task.spec.serve.weights
     if weights is None or not os.path.isfile(weights):
         return None
@@ -134,7 +135,7 @@ def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
 
 
 def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) -> ServingMemory:
-    """Return what a device holds. What the driver and libraries take comes off what an engine may use."""
+    """Return what a device holds. Driver and libraries reduce what an engine can use."""
     capacity = costs.memory.capacity_bytes()
     none = float(costs.memory.device_used_bytes(np.zeros(1))[0]) if not serving.overheads.activations_beside else 0.0
     budget = (
@@ -152,7 +153,7 @@ def memory_of(serving: Serving, split: Split, settings: Settings, costs: Costs) 
 
 
 def _offloaded(serving: Serving, split: Split, memory: ServingMemory, on_device: FloatArray) -> ServingMemory:
-    """Return what a device holds of a model whose other layers, tables and their cache are the host's."""
+    """Return what a device holds if the host has some layers, the tables and their cache."""
     model = serving.model
     part = np.minimum(on_device * (model.num_layers + 1) / model.num_layers, 1.0)
     layers = np.maximum(memory.weights - table_bytes(model, split), 0.0) * part
@@ -171,7 +172,7 @@ def _predictions(
 ) -> Predictions:
     name = figure_name(objective)
     figure = figures.get(name, figures["output_tokens_per_s"])
-    if objective == "goodput_requests_per_s":  # where no request is good, so that such candidates are compared, too
+    if objective == "goodput_requests_per_s":  # so that candidates without good requests can be compared
         figure = np.where(figure > 0, figure, NO_GOOD_SHARE * figures["requests_per_s"])
     with np.errstate(divide="ignore"):
         time = 1.0 / figure if is_rate(objective) else figure
@@ -179,11 +180,11 @@ def _predictions(
     capacity = costs.memory.capacity_bytes()
     least = memory.weights + memory.activations + memory.graphs
     one = settings.context_len * memory.token
-    cache = np.where(np.isinf(memory.cache), one, memory.cache)  # nobody knows how much room: what one request needs
+    cache = np.where(np.isinf(memory.cache), one, memory.cache)  # unknown room: what one request needs
     held = least + np.maximum(cache, one)
     reserved = np.where(np.isnan(settings.cache_bytes), held, costs.memory.reserved_bytes(held))
     used = costs.memory.device_used_bytes(reserved)
-    if capacity is not None:  # an engine refuses to start without room for one request, whatever is left beside it
+    if capacity is not None:  # an engine does not start without room for one request
         beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
         used = np.where(memory.cache < one, np.maximum(used + beside, capacity * (1.0 + 1e-9)), used)
     fullest, cache = kinds.worst(used), np.maximum(cache, 0.0)

@@ -1,4 +1,4 @@
-"""What became of a lane's requests: those that were simulated, or as many more as they stand for."""
+"""The latencies of a lane's requests, simulated or extrapolated."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.model.simulation import Outcome
 
 MAX_REQUEST_TIMES = 20_000
-"""So many requests at the most have latencies of their own; of more, every so many-th."""
+"""Most requests with their own latencies; of more, an even sample."""
 
 GROWS = 0.02
-"""An open loop whose requests wait longer and longer, by this share of the time between two, is overloaded."""
+"""An open loop is overloaded if its waits grow by more than this share of the time between two requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTimes:
-    """Latencies of some requests in seconds, and what all of them are.
+    """Latencies of some requests in seconds, and totals of all.
 
     `tpot` is NaN for answers of one token; `gaps` as in `Outcome`. `input_len` and `output_len` are mean tokens of the
-    `count` requests, `seconds` what they take from first to last.
+    `count` requests, `seconds` the time from the first to the last.
     """
 
     ttft: FloatArray
@@ -54,11 +54,10 @@ class RequestTimes:
         )
 
     def steady_state(self, simulated: int, flight: int, *, crowded: bool = False) -> RequestTimes:
-        """Return the same of a steady state with `flight` requests where fewer were `simulated` in flight.
+        """Return a steady state of `flight` requests in flight, of which `simulated` were simulated.
 
-        Rates are those of `flight` requests that take as long as they do in the mean (Little's law), and those beyond
-        `simulated` wait. Where it is `crowded`, requests wait for places: the first wave, for which the places were
-        free, and the last, behind which nobody waits, are left out.
+        Rates follow from `flight` and the mean duration (Little's law); those beyond `simulated` wait. If it is
+        `crowded`, requests wait for slots: the first wave, which found free slots, and the last are left out.
         """
         some = slice(simulated, self.count - simulated) if crowded and self.count > 2 * simulated else slice(None)
         ttft, e2e, tpot = self.ttft[some], self.e2e[some], self.tpot[some]
@@ -71,9 +70,8 @@ class RequestTimes:
     ) -> RequestTimes:
         """Return all requests of these lengths, of which the first were simulated.
 
-        Request after request is served as those in the middle were. In a closed loop of `flight`, of which `simulated`
-        were in flight, those beyond wait; in an open loop that is overloaded (None) each waits longer than the one
-        before.
+        The others are like those in the middle. In a closed loop of `flight`, of which `simulated` were in flight,
+        those beyond wait; in an overloaded open loop (None) each waits longer than the one before.
         """
         count, some, ends = input_len.size, self.count, simulated or 0
         low, high = max(some // 4, ends), some - max(some // 4, ends)

@@ -1,4 +1,4 @@
-"""The figures of all candidates: simulated where it matters, in closed form in a space too large for that."""
+"""The figures of all candidates: simulated for the best, in closed form for the rest of a large space."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from flagcore.engines.serving.model.work import Overheads, Split
 from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad
 
 MAX_SIMULATED = 4096
-"""Of more candidates the best in closed form are simulated; the others are told by how these differ from it."""
+"""Most simulated candidates: the best in closed form. The others are scaled by how these differ from it."""
 
 MAX_WORK = 150_000
-"""Requests in all that are simulated, as long as that is more than `MIN_SIMULATED` candidates."""
+"""Most simulated requests in all, if that allows `MIN_SIMULATED` candidates."""
 MIN_SIMULATED = 64
 
 ENDLESS = 1e15
-"""Tokens of a cache that no load fills."""
+"""Tokens of a cache that is never full."""
 
 NAMES = (
     *(name for name in RATES if not name.endswith("per_device")),
@@ -37,12 +37,12 @@ NAMES = (
 )
 
 Key: TypeAlias = "tuple[int, tuple[Lane, ...], bytes]"
-"""What decides a simulation of one kind: how many there are, what each load point may use of one, and the costs."""
+"""What determines the simulation of a kind of instance: its count, its lanes and its costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Candidates and what is known of the kinds of their instances: settings, split, memory and costs of iterations."""
+    """Candidates and their kinds of instances: settings, split, memory and costs of iterations."""
 
     kinds: InstanceKinds
     serve: ServeSpec
@@ -55,11 +55,9 @@ class Candidates:
 
 
 def expected_figures(context: Candidates) -> dict[str, FloatArray]:
-    """Return the figures of each candidate by name; NaN where its costs are not known,
-    or where the host computes layers, whose costs nobody tells.
+    """Return the figures of each candidate by name; NaN if its costs are unknown, as if the host computes layers.
 
-    Candidates that the engine treats alike are simulated once. Of several load points one counts, as it is told
-    of a measurement.
+    Equal candidates are simulated once. Of several load points one counts, as in a measurement.
     """
     loads = [SimulatedLoad.draw(load) for load in context.serve.loads]
     times, members = context.times, context.kinds.members
@@ -75,7 +73,7 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     most = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
     few = firsts.size <= most
-    bases = {} if few else _in_closed_form(context, _heaviest(context, loads))
+    bases = {} if few else _in_closed_form(context, _heaviest(loads))
     chosen = firsts if few else _promising(context, bases, firsts, most)
     wanted = set(chosen.tolist())
     for keys, rows in alike.items():
@@ -97,8 +95,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     return table
 
 
-def _heaviest(context: Candidates, loads: Sequence[SimulatedLoad]) -> SimulatedLoad:
-    """Return the load point that ranks candidates: that with most requests in flight."""
+def _heaviest(loads: Sequence[SimulatedLoad]) -> SimulatedLoad:
+    """Return the load point with most requests in flight, which ranks candidates."""
     return max(loads, key=lambda load: load.flight(1))
 
 
@@ -109,15 +107,15 @@ def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
     return int(context.kinds.count[row]), tuple(_lane(context, load, row) for load in loads), costs + rest
 
 
-def _lane(context: Candidates, expected: SimulatedLoad, row: int) -> Lane:
-    """Return what one lane of a candidate may do; limits that the load cannot reach are none.
+def _lane(context: Candidates, load: SimulatedLoad, row: int) -> Lane:
+    """Return the limits of one lane of a candidate, without those that the load cannot reach.
 
-    A cache that is too small for one request is no limit: what does not fit is told by its memory, and its figures are
-    those that it would have with room.
+    A cache that is too small for one request is no limit here: the memory excludes the candidate, and its figures are
+    those with room.
     """
     settings, over, stages = context.settings, context.overheads, float(context.split.pipeline[row])
     ranks, block = float(context.split.data[row]), float(settings.block_size[row])
-    flight, longest = expected.flight(int(context.split.instances[row])), expected.longest
+    flight, longest = load.flight(int(context.split.instances[row])), load.longest
     tokens = float(context.memory.cache_tokens[row])
     roomy = tokens >= flight * (longest + block) or tokens < longest + block
     running = max(1.0, float(settings.max_running[row])) * ranks
@@ -133,12 +131,12 @@ def _lane(context: Candidates, expected: SimulatedLoad, row: int) -> Lane:
         receive=over.receive,
         entry=over.entry,
         request=over.request,
-        shared_prefix=float(expected.load.prefix_len) if settings.prefix_caching[row] else 0.0,
+        shared_prefix=float(load.load.prefix_len) if settings.prefix_caching[row] else 0.0,
     )
 
 
 def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objective: str) -> Mapping[str, float]:
-    """Return the load point that is told, as `flagcore.engines.serving.reading.read` tells measured ones."""
+    """Return the load point that counts, chosen as in `flagcore.engines.serving.reading.read`."""
 
     def order(figures: Mapping[str, float]) -> tuple[float, float]:
         over = max((figures.get(name, 0.0) / limit for name, limit in slo.items()), default=0.0)
@@ -148,39 +146,39 @@ def _best(each: Sequence[Mapping[str, float]], slo: Mapping[str, float], objecti
 
 
 def time_parts(context: Candidates, figures: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """Return where the mean seconds of a request go, by part; `figures` are what is expected of the candidates.
+    """Return the mean seconds of a request by part. `figures` are those of the candidates.
 
-    Of kinds of instances each counts as often as there are instances of it.
+    Kinds of instances are weighted by their counts.
     """
-    expected, kinds = SimulatedLoad.draw(context.serve.loads[0]), context.kinds
-    lanes = np.minimum(context.split.instances, expected.flight(1))
+    load, kinds = SimulatedLoad.draw(context.serve.loads[0]), context.kinds
+    lanes = np.minimum(context.split.instances, load.flight(1))
     e2e, ttft, rate = (figures[name][kinds.owner] for name in ("e2e_s.mean", "ttft_s.mean", "requests_per_s"))
-    found = parts(context.times, context.overheads, _closed_loop(context, expected), e2e, rate / lanes * (e2e - ttft))
+    found = parts(context.times, context.overheads, _closed_loop(context, load), e2e, rate / lanes * (e2e - ttft))
     count = kinds.total(np.ones(kinds.owner.size))
     return {name: kinds.total(seconds) / count for name, seconds in found.items()}
 
 
-def _closed_loop(context: Candidates, expected: SimulatedLoad) -> ClosedLoop:
-    """Return a lane of each candidate and its share of the load, in the mean."""
+def _closed_loop(context: Candidates, load: SimulatedLoad) -> ClosedLoop:
+    """Return a lane of each candidate with its mean share of the load."""
     split, settings, tokens = context.split, context.settings, context.memory.cache_tokens
-    prompt, output = (np.full(tokens.shape, mean) for mean in expected.means)
+    prompt, output = (np.full(tokens.shape, mean) for mean in load.means)
     return ClosedLoop(
-        flight=np.maximum(float(expected.flight(1)) / split.instances, 1.0),
+        flight=np.maximum(float(load.flight(1)) / split.instances, 1.0),
         prompt=prompt,
         output=output,
         budget=np.where(settings.chunked > 0, settings.max_batched_tokens * split.data * split.pipeline, np.inf),
         running=np.maximum(settings.max_running, 1.0) * split.data,
-        cache_tokens=np.where(tokens < expected.longest, ENDLESS, tokens),
+        cache_tokens=np.where(tokens < load.longest, ENDLESS, tokens),
         ranks=split.data,
         stages=split.pipeline,
     )
 
 
-def _in_closed_form(context: Candidates, expected: SimulatedLoad) -> dict[str, FloatArray]:
-    """Return the figures that a steady state of the first load point has, percentiles as means."""
-    loop = _closed_loop(context, expected)
+def _in_closed_form(context: Candidates, load: SimulatedLoad) -> dict[str, FloatArray]:
+    """Return the figures of a steady state, with means for percentiles."""
+    loop = _closed_loop(context, load)
     found, lanes = steady(context.times, context.overheads, loop), context.split.instances
-    kinds, share = context.kinds, np.minimum(lanes, expected.flight(1)) / lanes
+    kinds, share = context.kinds, np.minimum(lanes, load.flight(1)) / lanes
     rate = kinds.total(found.rate * share)
 
     def mean(values: FloatArray) -> FloatArray:
@@ -188,7 +186,7 @@ def _in_closed_form(context: Candidates, expected: SimulatedLoad) -> dict[str, F
         return kinds.total(found.rate * share * values) / rate
 
     ttft, tpot = mean(found.ttft), mean(found.tpot)
-    whole = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + expected.means[1] * tpot}
+    whole = {"ttft_s": ttft, "tpot_s": tpot, "itl_s": tpot, "e2e_s": ttft + load.means[1] * tpot}
     return {name: whole.get(name.partition(".")[0], rate) for name in NAMES}
 
 

@@ -1,4 +1,4 @@
-"""What a load point is expected to measure on one lane: its requests simulated, and the figures of a client."""
+"""Simulates the requests of a load point on its lanes, and computes the figures of a client."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from flagcore.engines.serving.model.simulation import Outcome, simulate
 from flagcore.engines.serving.request_times import RequestTimes
 
 WAVES = 10
-"""A steady state is simulated as so many times the requests in flight, as published points are measured."""
+"""A steady state is simulated with this multiple of the requests in flight, as published points are measured."""
 
 STEADY_RATIO = 0.9
-"""Its lengths are drawn from this share of a length to the length itself: requests of one length would stay in step."""
+"""Its lengths are drawn from this share of a length on: requests of one length would stay in step."""
 
 OPEN = 64
-"""What stands for the requests in flight of an open loop without end."""
+"""The requests in flight that represent an endless open loop."""
 
 MAX_REQUESTS = 6000
-"""No more requests of one lane are simulated, but thrice those in flight: the others are as these."""
+"""Most simulated requests of one lane, but three times those in flight; the others are extrapolated."""
 
 SPARE = 64
-"""So many requests wait for a place at the least where more are in flight than can be in work."""
+"""Least number of waiting requests if more are in flight than can run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """Requests of a load, drawn once for all candidates."""
+    """The requests of a load, drawn once for all candidates."""
 
     load: Load
     input_len: IntArray
@@ -63,39 +63,39 @@ class SimulatedLoad:
         return float(self.input_len.mean()), float(self.output_len.mean())
 
     def flight(self, lanes: int) -> int:
-        """Return how many requests one of several lanes may have in flight: its share, of an open loop all of them."""
-        return -(-self._most // min(lanes, self._most))
+        """Return the most requests in flight on one of several lanes."""
+        return -(-self._in_flight // min(lanes, self._in_flight))
 
     @property
-    def _most(self) -> int:
-        """Return how many requests are in flight at the most: no more than there are."""
+    def _in_flight(self) -> int:
+        """The most requests in flight on all lanes."""
         return min(self.load.concurrency or self.input_len.size, self.input_len.size)
 
     def figures(self, kinds: Sequence[tuple[Price, int]], slo: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures of the load on lanes of one kind or several, so many of each; rates of all together."""
+        """Return the figures of the load on one or several kinds of lanes and their counts; rates are of all lanes."""
         lanes = sum(count for _, count in kinds)
-        flight, here = self._most, self.flight(lanes)
+        flight, here = self._in_flight, self.flight(lanes)
         if len(kinds) > 1:
-            served = RequestTimes.from_outcome(self._together(kinds, here))
-            if flight < lanes:  # some are always idle, and a request goes to the one that has had the fewest
+            served = RequestTimes.from_outcome(self._several_kinds(kinds, here))
+            if flight < lanes:  # some are always idle; a request goes to the least used one
                 return figures_of(served.steady_state(flight, flight), 1.0, slo)
-            served = served.steady_state(here * lanes, here * lanes) if self._endless else served
+            served = served.steady_state(here * lanes, here * lanes) if self._is_steady else served
             return figures_of(served, flight / here / lanes, slo)
-        served = self._served(kinds[0][0], min(lanes, flight), here)
-        if self.arrivals is not None:  # the last of all requests comes to another lane than the last of this one
+        served = self._one_lane(kinds[0][0], min(lanes, flight), here)
+        if self.arrivals is not None:  # the last request goes to another lane
             served = replace(served, seconds=max(served.seconds, float(self.arrivals[-1] + served.e2e[-1])))
-        return figures_of(served, flight / here, slo)  # the load makes so many full lanes
+        return figures_of(served, flight / here, slo)  # the number of full lanes
 
     @property
-    def _endless(self) -> bool:
+    def _is_steady(self) -> bool:
         """Whether it is a steady state of a closed loop."""
         return self.load.num_prompts is None and self.load.trace is None and self.arrivals is None
 
-    def _served(self, price: Price, lanes: int, flight: int) -> RequestTimes:
-        """Return what one of `lanes` lanes does with its requests, `flight` of them at once.
+    def _one_lane(self, price: Price, lanes: int, flight: int) -> RequestTimes:
+        """Return the requests of one of `lanes` lanes, `flight` of them in flight.
 
-        Requests that come while all places are taken only wait: a closed loop and a burst are simulated with fewer of
-        them in flight, and the others wait longer. Of more than `MAX_REQUESTS` the first stand for all.
+        Requests that arrive when all slots are busy only wait: a closed loop and a burst are simulated with fewer of
+        them in flight, and the others wait longer. Beyond `MAX_REQUESTS` the first ones represent all.
         """
         inputs, outputs = self.input_len[::lanes], self.output_len[::lanes]
         arrivals = None if self.arrivals is None else self.arrivals[::lanes]
@@ -109,18 +109,18 @@ class SimulatedLoad:
         lengths = list(zip(inputs[:some].tolist(), outputs[:some].tolist(), strict=True))
         times = None if (closed and few < flight) or arrivals is None else arrivals[:some].tolist()
         served = RequestTimes.from_outcome(simulate(price, lengths, times, few))
-        if self._endless:
+        if self._is_steady:
             return served.steady_state(few, flight, crowded=price.lane.running < flight)
         if some < inputs.size:
             return served.extrapolated(inputs, outputs, few if times is None else None, flight)
         return served
 
-    def _together(self, kinds: Sequence[tuple[Price, int]], flight: int) -> Outcome:
-        """Return what happens on lanes that are not alike, each with the requests that come to it.
+    def _several_kinds(self, kinds: Sequence[tuple[Price, int]], flight: int) -> Outcome:
+        """Return the requests of lanes that differ, each with its share of them.
 
-        Where each request goes to the lane with the fewest in flight, all have about as many, so a lane is sent
-        requests in proportion to 1 over the time that one takes there (Little's law); equally many where the load
-        cannot know, since all are sent at once, or where lanes are idle. Two rounds: equal shares tell the times.
+        With least-connections balancing all lanes have about as many requests in flight, so a lane gets requests in
+        inverse proportion to their duration there (Little's law); equal shares if all are sent at once, or if lanes
+        are idle. Two rounds: equal shares give the durations.
         """
         lanes = sum(count for _, count in kinds)
         shares = [1.0 / lanes] * len(kinds)
@@ -143,7 +143,7 @@ class SimulatedLoad:
         return joined
 
     def _lane(self, price: Price, share: float, flight: int) -> Outcome:
-        """Return what happens on a lane that is sent `share` of the requests, `MAX_REQUESTS` at the most."""
+        """Return the outcome of a lane with `share` of the requests, at most `MAX_REQUESTS`."""
         many = max(1, min(round(share * self.input_len.size), MAX_REQUESTS))
         places = np.minimum((np.arange(many) / share).astype(np.int64), self.input_len.size - 1)
         arrivals = None if self.arrivals is None else self.arrivals[places].tolist()
@@ -173,7 +173,7 @@ def figures_of(served: RequestTimes, lanes: float, slo: Mapping[str, float]) -> 
 
 
 def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, float]:
-    """Return mean and percentiles; where all answers are one token, nothing follows the first: 0."""
+    """Return mean and percentiles; 0 without values, as between the tokens of one-token answers."""
     if not values.size:
         return dict.fromkeys(("mean", "p50", "p90", "p99"), 0.0)
     if weights is None:
@@ -187,7 +187,7 @@ def _statistics(values: FloatArray, weights: FloatArray | None) -> dict[str, flo
 
 
 def _good(served: RequestTimes, several: BoolArray, slo: Mapping[str, float]) -> BoolArray:
-    """Return which requests keep all limits on a latency of theirs, the widest of those on several statistics."""
+    """Return which requests keep all limits on their latencies, the widest of several on one latency."""
     widest: dict[str, float] = {}
     for figure, limit in slo.items():
         name = figure.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Where a task's servers run: how many devices, what memory, and whether these are the machine's own cores."""
+"""The devices of a task: their number and memory, and whether they are CPU cores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flagcore.domain.spec import Task
 from flagcore.errors import SpecError
 
 CORES = "cores"
-"""Column of the cores of one instance where instances are not equal; 0 where they are."""
+"""Column of the CPU cores of one instance if instances differ; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """`cards` are the devices that a candidate may use, `memory_bytes` is that of one, NaN if nobody knows it.
+    """`cards` are the devices that a candidate may use, `memory_bytes` is that of one, NaN if unknown.
 
-    `on_cores` says that devices are cores of the machine: they share its memory, and an instance is pinned to some.
-    `fp8` says that a peak rate in fp8 is known of the chip.
+    `on_cores`: devices are CPU cores, which share the machine's memory; an instance is pinned to some. `fp8`: the chip
+    has a known peak rate in fp8.
     """
 
     cards: int
@@ -32,11 +32,11 @@ class Hardware:
 
     @classmethod
     def of(cls, task: Task) -> Hardware:
-        """Return the place of a task, from the facts about its first chip. Raises SpecError for too many cards."""
+        """Return the hardware of a task, from its first chip. Raises SpecError for too many cards."""
         group, wanted = task.cluster.groups[0], task.spec.serve.cards
         if wanted is not None and wanted > task.cluster.devices:
             problem = f"is more than the {task.cluster.devices} devices of the cluster"
-            fix = f"use {task.cluster.devices} at the most, or name a larger cluster"
+            fix = f"use at most {task.cluster.devices}, or a larger cluster"
             raise SpecError(key="auto_tuner.cards", value=wanted, problem=problem, fix=fix)
         chip = group.chip
         known = group.memory_bytes or (chip.memory_bytes.value if chip.memory_bytes else math.nan)
@@ -48,9 +48,9 @@ class Hardware:
         )
 
     def cores(self, first: int, count: int) -> tuple[int, ...]:
-        """Return `count` of the cores that this process may use, from number `first` on.
+        """Return `count` of the CPU cores that this process may use, from number `first` on.
 
-        None where devices are not cores. Where the process may use fewer, the last of these stand in.
+        Empty if devices are not cores. If the process may use fewer, the last ones are used again.
         """
         if not self.on_cores:
             return ()
@@ -64,7 +64,7 @@ class Hardware:
 
 
 def longest(loads: tuple[Load, ...]) -> int:
-    """Return the tokens of the longest request of all loads, prompt and answer; those of a trace are not known here."""
+    """Return the tokens of the longest request, prompt and answer, without those of traces."""
     return max((_longest(load) for load in loads), default=1)
 
 
@@ -76,5 +76,5 @@ def _longest(load: Load) -> int:
 
 
 def most_in_flight(loads: tuple[Load, ...]) -> int:
-    """Return how many requests the heaviest load may have in flight: its concurrency, or all of an open loop."""
+    """Return the most requests in flight of any load: its concurrency, or all of an open loop."""
     return max((load.concurrency or load.num_prompts or 1 for load in loads), default=1)

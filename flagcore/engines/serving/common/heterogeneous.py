@@ -19,7 +19,7 @@ from flagcore.engines.serving.common.names import DP, INSTANCES, PP, SIZES, TP
 from flagcore.errors import SpecError
 
 MAX_PARTS = 16
-"""Of more cards than this, sizes are counted in the smallest power of two of cards of which there are no more."""
+"""For more cards, sizes are multiples of the smallest power of two that gives at most as many parts."""
 _WORD = re.compile(r"\d{1,6}(\+\d{1,6})+")
 
 
@@ -29,19 +29,19 @@ def sizes(word: str) -> tuple[int, ...]:
 
 
 def parse_sizes(given: object, key: str) -> str:
-    """Return what a spec or a record has under `key` as a word, the largest instance first. Raises SpecError."""
+    """Return the value of `key` as a word, the largest instance first. Raises SpecError."""
     fix = f"give the devices of each instance, such as 4+2+2; equal ones are {INSTANCES} and {TP}"
     if not isinstance(given, str) or not _WORD.fullmatch(given.replace(" ", "")):
         raise SpecError(key=key, value=given, problem="is not a valid value", fix=fix)
     parts = sizes(given.replace(" ", ""))
     if not parts[-1] or len(set(parts)) == 1:
-        problem = "has an instance without devices" if not parts[-1] else "has instances of one size"
+        problem = "has an instance without devices" if not parts[-1] else "has equal instances"
         raise SpecError(key=key, value=given, problem=problem, fix=fix)
     return "+".join(map(str, parts))
 
 
 def words(task: Task) -> tuple[str, ...]:
-    """Return every word of a task, in the order of their codes: what its cards allow, then what its spec names."""
+    """Return every word of a task in the order of the codes: what its cards allow, then what its spec names."""
     spec, hardware = task.spec, Hardware.of(task)
     flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in spec.serve.engine_args.items()}
     named = {"auto_tuner.space": spec.space, "auto_tuner.baseline": spec.baseline or {}, "serve.engine_args": flags}
@@ -52,7 +52,7 @@ def words(task: Task) -> tuple[str, ...]:
 
 
 def worth_trying(task: Task) -> tuple[KnobValue, ...]:
-    """Return none, and for a rate all that split the cards without a rest into powers of two."""
+    """Return not set, and for a rate all splits of all cards into powers of two."""
     if not is_rate(task.spec.objective):
         return (None,)
     cards = Hardware.of(task).cards
@@ -61,7 +61,7 @@ def worth_trying(task: Task) -> tuple[KnobValue, ...]:
 
 @lru_cache(maxsize=16)
 def _of(cards: int) -> tuple[str, ...]:
-    """Return the unequal splits of at most `cards`: of up to MAX_PARTS all, of more those of large powers of two."""
+    """Return the unequal splits of at most `cards`: all for up to MAX_PARTS, for more those of large powers of two."""
     unit = 1
     while cards // unit > MAX_PARTS:
         unit *= 2
@@ -121,7 +121,7 @@ def _by_code(known: list[tuple[int, ...]], of: Callable[[tuple[int, ...]], bool]
 
 
 def merges(*threads: str) -> tuple[Merge, ...]:
-    """Return that sizes stand for the number of instances, their devices and, on cores, the knobs of `threads`."""
+    """Return the merges of knobs that sizes replace: instances, TP and, on cores, `threads`."""
 
     def fixed(knob: str, code: int) -> Callable[[Columns], Columns]:
         return lambda c: {knob: np.where(c[SIZES] > 0, code, c[knob])}
@@ -132,7 +132,7 @@ def merges(*threads: str) -> tuple[Merge, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One instance of a candidate: its own knob values, and its devices, `width` of them from `first` on."""
+    """One instance of a candidate: its knob values, and its devices, `width` of them from `first` on."""
 
     values: Mapping[str, KnobValue]
     first: int
@@ -140,7 +140,7 @@ class Placement:
 
 
 def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, ...]:
-    """Return the instances of a candidate, each with the next devices; cores are shared evenly but for SIZES."""
+    """Return the instances of a candidate on consecutive devices; cores are shared evenly unless SIZES is set."""
     hardware, word = Hardware.of(task), values.get(SIZES)
     if isinstance(word, str):
         widths = sizes(word)
@@ -163,9 +163,9 @@ def _size(values: Mapping[str, KnobValue], knob: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InstanceKinds:
-    """Instances that are alike, in `columns` one row a kind: `count` of them, of candidate `owner`, ascending.
+    """Kinds of equal instances, one row of `columns` each: `count` instances of candidate `owner`, ascending.
 
-    Of a candidate's kinds the largest is first.
+    The largest kind of a candidate is first.
     """
 
     owner: IntArray
@@ -188,22 +188,22 @@ class InstanceKinds:
         return [range(*edges) for edges in pairwise([*self.firsts.tolist(), self.owner.size])]
 
     def total(self, values: FloatArray | IntArray) -> FloatArray:
-        """Return the sum of `values`, which are of one instance, over all instances of each candidate."""
+        """Return the sum of `values` of one instance over all instances of each candidate."""
         return np.bincount(self.owner, weights=self.count * values, minlength=self.size).astype(np.float64)
 
     def worst(self, values: FloatArray) -> IntArray:
-        """Return the row of the kind whose value is largest, of each candidate."""
+        """Return the row of the kind with the largest value of each candidate."""
         order = np.lexsort((values, self.owner))
         return order[np.searchsorted(self.owner, np.arange(self.size), side="right") - 1]
 
 
 def uniform(instances: IntArray) -> InstanceKinds:
-    """Return candidates whose instances are all alike."""
+    """Return the kinds of candidates with equal instances."""
     return InstanceKinds(np.arange(instances.size, dtype=np.int64), np.maximum(instances, 1), {})
 
 
 def instance_kinds(task: Task, columns: Columns) -> InstanceKinds:
-    """Return the kinds of instances of each row: one, or with SIZES one a size. There INSTANCES counts all of them."""
+    """Return the kinds of instances of each row: one, or one for each size of SIZES. INSTANCES counts all of them."""
     codes = columns.get(SIZES)
     rows = np.arange(next(iter(columns.values())).size, dtype=np.int64)
     if codes is None or not codes.any():

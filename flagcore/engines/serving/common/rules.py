@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flagcore.domain.space import BoolArray, Columns, IntArray, Merge, Rule
+from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import Hardware, longest
@@ -89,9 +89,3 @@ def same_as_unset(knob: str, code: int, why: str) -> Merge:
 
 def _positive(number: IntArray) -> IntArray:
     return number.clip(1)
-
-
-def both_set(left: IntArray, right: IntArray) -> BoolArray:
-    """Return where two knobs, whose neutral value has code 0, are set."""
-    both: BoolArray = (left > 0) & (right > 0)
-    return both

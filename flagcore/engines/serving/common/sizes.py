@@ -1,4 +1,4 @@
-"""How large a model is, to tell how many devices it takes at the least: a count by shape, or the file itself."""
+"""Sizes of weights and cache, and the fewest devices that a model needs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flagcore.physics.kernels.roofline import BYTES
 from flagcore.physics.transformer import attended, widths
 
 ROOM = 0.85
-"""Share of a device's memory that weights may fill: the rest is for activations, graphs and some cache. A choice."""
+"""Share of a device's memory for weights (a choice): the rest is for activations, graphs and cache."""
 
 
 def parameters(model: Model) -> float:
-    """Return the weights of a model: attention, feed-forward layers, experts and the tables of tokens."""
+    """Return the number of weights of a model."""
     hidden, gates = float(model.hidden_size), 3.0 if model.gated_linear_unit else 2.0
     query, key, value = widths(model)
     rank = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) if model.multi_latent_attention else 0
@@ -33,7 +33,7 @@ def parameters(model: Model) -> float:
 
 
 def weight_bytes(task: Task) -> float:
-    """Return the bytes of a task's weights: those of a file, else the count at the job's precision."""
+    """Return the bytes of a task's weights: the size of a file, else their number at the job's precision."""
     weights = task.spec.serve.weights
     if weights is not None and os.path.isfile(weights):
         return float(os.path.getsize(weights))
@@ -41,14 +41,14 @@ def weight_bytes(task: Task) -> float:
 
 
 def cache_bytes_per_token(model: Model, element_bytes: float) -> float:
-    """Return what one token takes in the cache of keys and values, on all devices together, nothing held twice."""
+    """Return the bytes of one token in the KV cache, over all devices without replication."""
     if model.multi_latent_attention:
         return model.num_layers * ((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)) * element_bytes
     return 2.0 * model.num_layers * model.num_query_groups * model.kv_channels * element_bytes
 
 
 def fewest_devices(task: Task) -> int:
-    """Return the smallest power of two of devices that the weights fit into; 1 where nobody knows a device's memory.
+    """Return the smallest power of two of devices that the weights fit into; 1 if the memory is unknown.
 
     At most the largest one that there are devices for, and that divides the attention heads.
     """

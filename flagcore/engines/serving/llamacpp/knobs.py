@@ -38,7 +38,7 @@ RESERVED: Mapping[str, str] = {
 }
 """Flags that the user cannot set, and why."""
 AUTO_SLOTS, MAX_SLOTS, SLOT_GRAIN = 4, 256, 256
-"""Slots if nobody sets them, the most that llama.cpp takes, and what the context of a slot is rounded up to."""
+"""Default slots, the most that llama.cpp takes, and the step to which the context of a slot is rounded up."""
 BATCH, UBATCH = 2048, 512
 """llama.cpp's defaults."""
 KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q5_1": 24 / 32, "q5_0": 22 / 32, "q4_1": 20 / 32}
@@ -179,12 +179,12 @@ def total_context(task: Task) -> int:
 
 
 def slot_context(task: Task, context: int | None) -> int:
-    """Return the context of one slot: what a candidate sets, else room for the longest request, rounded up."""
+    """Return the context of one slot: as set, else that of the longest request, rounded up."""
     return -(-(context or longest(task.spec.serve.loads)) // SLOT_GRAIN) * SLOT_GRAIN
 
 
 def slot_share(columns: Columns, total: int) -> IntArray:
-    """Return what a slot has of a fixed total context: a share, or all where the cache is unified."""
+    """Return the context of a slot with a fixed total: a share, or all if the cache is unified."""
     slots, on = columns[PARALLEL], knobs.code(BY_NAME[UNIFIED], "on")
     whole = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
     share: IntArray = np.where(whole, total, total // np.maximum(slots, 1))
@@ -192,7 +192,7 @@ def slot_share(columns: Columns, total: int) -> IntArray:
 
 
 def trained_context(spec: Spec) -> int | None:
-    """Return the context that the weights were trained for, llama.cpp's own choice; None where they are not at hand."""
+    """Return the context that the weights were trained for, llama.cpp's default choice; None if they are missing."""
     weights = spec.serve.weights
     try:
         return None if weights is None else gguf.context_length(weights)
@@ -201,7 +201,7 @@ def trained_context(spec: Spec) -> int | None:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what llama.cpp makes of candidates. Slots are sequences; an iteration is a logical batch."""
+    """Return what llama.cpp does with candidates. Slots are sequences; an iteration is a logical batch."""
     get = knobs.all_columns(columns, KNOBS, parse_args(task.spec).fixed)
     hardware, total = Hardware.of(task), total_context(task)
     slots = np.where(get[PARALLEL] > 0, get[PARALLEL], AUTO_SLOTS)

