@@ -201,6 +201,11 @@ def test_a_step_takes_no_less_than_its_work_or_one_pass_and_no_less_for_more_mic
         before = found
 
 
+def test_a_step_takes_no_less_than_the_messages_of_one_pass_there_and_back() -> None:
+    seconds = {kind: [1.0] * 4 for kind in "FBW"}
+    assert closed("dualpipe", stage_times(seconds, send=50.0), 2) == pytest.approx(4 * (1 + 1) + 1 + 2 * 3 * 50.0)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_stage_takes_the_plain_sum(schedule: str) -> None:
     times = columns(0, 1)

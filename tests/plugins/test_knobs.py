@@ -321,7 +321,7 @@ def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> 
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]
-    assert choice.because == "the next of the grid"
+    assert "grid" in choice.because
 
 
 SERVES = """

@@ -61,6 +61,11 @@ def test_static_bytes_follow_precision_and_sharding() -> None:
     np.testing.assert_allclose(full, np.multiply([16, 8 + 8 / 16, 8 + 8 / 8], count) + angles)
 
 
+def test_a_distributed_optimizers_buffer_is_filled_up_to_a_multiple_of_128_and_of_its_ranks() -> None:
+    split = layout(data=[1, 8, 3], sharded_optimizer=[0, 1, 1])
+    np.testing.assert_allclose(memory.padding(split, np.full(3, 1000.0), experts=False), [0, 24, 152])
+
+
 def test_experts_are_sharded_over_their_own_group() -> None:
     split = layout(data=8, expert=4, expert_tensor=1, sharded_optimizer=1)
     np.testing.assert_allclose(split.expert_replicas(), 2)
