@@ -44,7 +44,7 @@ def estimate_command(
 ) -> None:
     """Predict memory and time of all candidates of SPEC, or of job records, without running anything.
 
-    With --jobs the default format is jsonl. A FlagScale config (--config-path, --config-name) may replace SPEC.
+    With --jobs the default format is jsonl. A config of another tuner (--config-path, --config-name) may replace SPEC.
     """
     spec, data = source
     if explain is not None and form == "csv":

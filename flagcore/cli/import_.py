@@ -8,6 +8,7 @@ import click
 
 from flagcore.cli import options
 from flagcore.i18n import _
+from flagcore.plugins import IMPORTERS, names
 
 
 @click.group("import")
@@ -15,22 +16,25 @@ def import_command() -> None:
     """Import the config or the trials of another tuner."""
 
 
-@import_command.command("flagscale")
+@click.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--config-name", required=True, metavar="NAME", help="Top-level file of the config, such as train_auto_tuner."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Output file [default: stdout].")
-def flagscale_command(directory: Path, overrides: tuple[str, ...], config_name: str, output: Path | None) -> None:
-    """Convert the FlagScale config in DIR to a spec.
+@click.pass_context
+def config_command(
+    context: click.Context, directory: Path, overrides: tuple[str, ...], config_name: str, output: Path | None
+) -> None:
+    """Convert the config of another tuner in DIR to a spec.
 
     OVERRIDES are those of hydra (a.b=c). Comments, also printed to stderr, mark keys that are dropped or have another
-    meaning here. Relative paths start at the working directory, as in FlagScale.
+    meaning here. Relative paths start at the working directory.
     """
     from flagcore import api
 
-    found = api.read_tree(directory, config_name, overrides)
+    found = api.read_tree(directory, config_name, overrides, importer=context.info_name)
     options.print_notes(found.notes)
     if output is None:
         click.echo(found.as_yaml(), nl=False)
@@ -43,17 +47,24 @@ def flagscale_command(directory: Path, overrides: tuple[str, ...], config_name: 
         raise click.UsageError(_("cannot write {file}: {reason}", file=output, reason=error.strerror)) from None
 
 
-@import_command.command("flagscale-history")
+@click.command()
 @click.argument("csv", metavar="CSV", type=click.Path(path_type=Path))
-@click.option("--spec", required=True, metavar="SPEC", help="Spec of the job that FlagScale tuned.")
+@click.option("--spec", required=True, metavar="SPEC", help="Spec of the job that was tuned.")
 @click.option("--run-dir", type=click.Path(), metavar="DIR", help="Directory of the run [default: runs/NAME-OF-SPEC].")
 @click.option("--same-machine", is_flag=True, help="The rows were measured on this machine: do not repeat them.")
 @options.output
 @options.plugins
+@click.pass_context
 def history_command(
-    csv: Path, spec: str, run_dir: str | None, same_machine: bool, form: str, without: tuple[str, ...]
+    context: click.Context,
+    csv: Path,
+    spec: str,
+    run_dir: str | None,
+    same_machine: bool,
+    form: str,
+    without: tuple[str, ...],
 ) -> None:
-    """Import the rows of FlagScale's history.csv as finished trials of a run.
+    """Import the trials of another tuner from its history.csv as finished trials of a run.
 
     `flag tune SPEC --run-dir DIR` resumes it. Rows and columns that are skipped are reported on stderr.
     """
@@ -62,7 +73,10 @@ def history_command(
     from flagcore.report.result import trial as trial_record
     from flagcore.report.text import candidate_columns
 
-    found = api.import_history(csv, spec, run_dir=run_dir, same_machine=same_machine, without=without)
+    importer = str(context.info_name).removesuffix(HISTORY)
+    found = api.import_history(
+        csv, spec, run_dir=run_dir, same_machine=same_machine, without=without, importer=importer
+    )
     for note in found.notes:
         options.say(f"flag: {note}")
     records = [trial_record(trial) for trial in found.trials]
@@ -74,6 +88,11 @@ def history_command(
     else:
         options.say(_("Saved {count} trials of another machine to {folder}.", count=count, folder=folder))
 
+
+HISTORY = "-history"
+for name in names(IMPORTERS):
+    import_command.add_command(config_command, name)
+    import_command.add_command(history_command, name + HISTORY)
 
 HISTORY_COLUMNS = {
     "state": "state",

@@ -92,7 +92,7 @@ def spec(command: F) -> F:
 
 
 def tree(command: F) -> F:
-    """Add SPEC or a FlagScale config (`--config-path`, `--config-name`, OVERRIDES); the command receives `source`."""
+    """Add SPEC or another tuner's config (`--config-path`, `--config-name`, OVERRIDES) as the argument `source`."""
 
     @wraps(command)
     def with_source(
@@ -113,7 +113,7 @@ def tree(command: F) -> F:
     made: Any = with_source
     for add in (
         click.option("--config-name", metavar="NAME", help="Top-level file of that config."),
-        click.option("--config-path", metavar="DIR", help="Read a FlagScale config instead of SPEC."),
+        click.option("--config-path", metavar="DIR", help="Read a config of another tuner instead of SPEC."),
         click.argument("overrides", nargs=-1),
         click.argument("spec", required=False, type=click.Path(path_type=str)),
     ):
@@ -122,7 +122,7 @@ def tree(command: F) -> F:
 
 
 def _with_tree(command: F, path: str, name: str, overrides: list[str], others: dict[str, Any]) -> Any:
-    """Call a command with the data of a FlagScale config; errors name the keys of that config."""
+    """Call a command with the data of another tuner's config; errors name the keys of that config."""
     from flagcore import api
     from flagcore.errors import SpecError
 

@@ -43,7 +43,7 @@ def tune_command(
     An interrupted run is resumed: finished trials are never repeated. A run can also be resumed at a higher fidelity,
     which reuses its probes.
 
-    A FlagScale config (--config-path, --config-name) may replace SPEC; OVERRIDES are those of hydra (a.b=c,
+    A config of another tuner (--config-path, --config-name) may replace SPEC; OVERRIDES are those of hydra (a.b=c,
     action=auto_tune). Keys that are dropped, or have another meaning here, are reported.
     """
     from flagcore import api

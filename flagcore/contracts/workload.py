@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from flagcore.contracts.chip import PruningRule
@@ -14,7 +14,7 @@ from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
-from flagcore.domain.spec import Spec, Task
+from flagcore.domain.spec import SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement
 from flagcore.errors import SpecError
 
@@ -169,6 +169,35 @@ class InstalledVersion(Protocol):
         """Return the release that is installed here, empty if none is. Raises FlagError if it cannot be asked."""
 
 
+@runtime_checkable
+class Untested(Protocol):
+    """Optional: an engine that was written from its documentation and has not run yet."""
+
+    untested: str
+    """What is uncertain, for a warning; empty: nothing."""
+
+
+@runtime_checkable
+class KeyWarnings(Protocol):
+    """Optional: warnings about keys of specs and job records that are legal, but have no effect or were filled in."""
+
+    def spec_warnings(self, spec: Spec) -> Sequence[str]:
+        """Return a line for each key of a spec that has no effect on any candidate of its space."""
+
+    def job_warnings(
+        self,
+        task: Task,
+        values: Mapping[str, KnobValue],
+        settings: Mapping[str, SettingValue],
+        noted: Collection[str],
+    ) -> Sequence[str]:
+        """Return a line for each key of a job record that has no effect, or that was filled in.
+
+        `task` and `values` are what `JobRecords.published` returned, `settings` those that the record has, and `noted`
+        the names of settings in its notes.
+        """
+
+
 def require_prober(workload: Workload) -> Prober:
     """Return `workload` as a Prober. Raises SpecError if it is none."""
     if isinstance(workload, Prober):
@@ -191,6 +220,11 @@ def memory_components(workload: Workload, task: Task, columns: Columns, stages: 
 def model_parts(workload: Workload, task: Task) -> tuple[ModelPart, ...]:
     """Return `Breakdown.parts`, nothing for an engine without."""
     return workload.parts(task) if isinstance(workload, Breakdown) else ()
+
+
+def untested_reason(workload: Workload) -> str:
+    """Return `Untested.untested`, nothing for an engine without."""
+    return workload.untested if isinstance(workload, Untested) else ""
 
 
 def _unsupported(workload: Workload, what: str, fix: str) -> SpecError:

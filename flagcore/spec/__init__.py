@@ -54,7 +54,7 @@ def json_schema(engines: Engines) -> dict[str, Any]:
 
 
 def read_model(source: str | Mapping[str, object], base: Path) -> Model:
-    """Read a model: the path of a Hugging Face directory or config.json, or an inline shape in Megatron names.
+    """Read a model: the path of a Hugging Face directory or config.json, or an inline shape.
 
     A relative path starts at `base`. Raises SpecError.
     """

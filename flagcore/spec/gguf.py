@@ -112,7 +112,7 @@ def _header(path: str) -> _Header:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise NoDevice(f"reading {path} needs the gguf package; pip install 'flagcore[llamacpp]'") from None
+        raise NoDevice(f"reading {path} needs the gguf package; pip install gguf") from None
     try:
         return _Header(path, GGUFReader(path))
     except OSError as error:

@@ -40,7 +40,7 @@ _CONTROL = ControlSpec()
 
 
 class Shape(Section):
-    """A transformer's shape in Megatron-core's names. Sizes count elements."""
+    """A transformer's shape. Sizes count elements."""
 
     name: Word = "inline"
     """What reports call the model."""

@@ -50,9 +50,9 @@ class ProfileSection(Section):
     prefix_len: NoTokens = _LOAD.prefix_len
     """Tokens before the prompt that are the same in all requests."""
     range_ratio: Fraction = _LOAD.range_ratio
-    """Lengths are drawn evenly from range_ratio x length to length, as FlagScale and SGLang mean it; 1: all equal."""
+    """Lengths are drawn evenly from range_ratio x length to length; 1: all equal."""
     range_spread: Fraction | None = None
-    """Lengths are drawn evenly from (1 - range_spread) to (1 + range_spread) x length, as vLLM means its ratio."""
+    """Lengths are drawn evenly from (1 - range_spread) to (1 + range_spread) x length."""
     num_prompts: Requests = 128
     """Number of requests."""
     concurrency: Clients | Annotated[list[Clients], Field(min_length=1)] | None = None
@@ -96,7 +96,7 @@ class SloSection(Section):
 
 
 class ClientSection(Section):
-    """Another client in place of flagcore's own, whose report is read: guidellm, aiperf, vLLM's or SGLang's."""
+    """Another client in place of flagcore's own, whose report is read: guidellm, aiperf, or that of an engine."""
 
     command: Annotated[list[Text], Field(min_length=1)]
     """Its command, one word an item, run without a shell; {url}, {model} and {report} are filled in."""

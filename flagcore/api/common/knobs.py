@@ -8,7 +8,7 @@ from typing import Any
 
 from flagcore.domain.knob import Knobs
 from flagcore.errors import FlagError
-from flagcore.plugins import ENGINES, load_plugins
+from flagcore.plugins import engines, load_plugins
 
 
 def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Collection[str] | None = None) -> Knobs:
@@ -22,7 +22,7 @@ def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Co
     knobs = {}
     if isinstance(engine, str):
         with suppress(FlagError, KeyError):
-            knobs = {knob.name: knob for knob in ENGINES[engine].knobs}
+            knobs = {knob.name: knob for knob in engines()[engine].knobs}
         if without is not None and set(used) - knobs.keys():
             knobs |= {knob.name: knob for knob in load_plugins(without).knobs_on_any_chip(engine)}
     return knobs

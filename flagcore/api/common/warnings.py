@@ -11,16 +11,15 @@ from typing import Any
 
 from flagcore.api.common.calibrated_plugins import CalibratedPlugins
 from flagcore.calibration import Calibrations
-from flagcore.contracts import InstalledVersion, Workload
+from flagcore.contracts import InstalledVersion, KeyWarnings, Workload, untested_reason
 from flagcore.domain.chip import Support
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
-from flagcore.domain.spec import Spec, TrainSpec
+from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError
 from flagcore.plugins import LoadedPlugins, engines, load_plugins
 from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.spec import parse_spec
-from flagcore.spec.unused_keys import unused_in_space
 
 LOG = logging.getLogger("flagcore")
 
@@ -62,13 +61,13 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
         warn([f"{task.spec.work.engine} on {chip}: untested; {support.reason}"])
-    if untested := getattr(workload, "untested", ""):
+    if untested := untested_reason(workload):
         warn([f"engine {task.spec.work.engine} is untested: {untested}"])
     warn(problem.platform.conflicts)
     warn(sizes_held_at_one(problem))
     warn(problem.pruned.broken_rules)
-    if isinstance(task.spec.work, TrainSpec):
-        warn(unused_in_space(task.spec.work.settings, task.spec.space))
+    if isinstance(workload, KeyWarnings):
+        warn(workload.spec_warnings(task.spec))
     if isinstance(task.spec.work, ServeSpec):
         warn(_unchecked(task.spec.work, task.spec, workload))
 

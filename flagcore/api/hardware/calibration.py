@@ -52,7 +52,7 @@ def calibrate(
     measured, UsageError if there are fewer devices, RunError if the measurement fails or cannot be kept, Interrupted.
     """
     if find_spec("torch") is None:
-        raise NoDevice("measuring needs torch, not installed here; pip install 'flagcore[megatron]'")
+        raise NoDevice("measuring needs torch, not installed here; pip install torch")
     with loaded_plugins(without) as loaded:
         chip, support, here, engine = _target(loaded)
         if devices is not None and devices > len(here):
@@ -164,10 +164,9 @@ def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, .
     """
     found = loaded.devices()
     known = [chip for device in found if (chip := loaded.find_chip(device.chip))]
-    if all(loaded.engine_support(chip, "megatron").shared_devices for chip in known) and (
-        strange := uncatalogued(loaded)
-    ):
-        return (*strange, "megatron")
+    trains = next((name for name in plugins.names(plugins.WORKLOADS) if plugins.kind_of(name) == "train"), "")
+    if all(loaded.engine_support(chip, trains).shared_devices for chip in known) and (strange := uncatalogued(loaded)):
+        return (*strange, trains)
     reasons = []
     for engine in plugins.names(plugins.WORKLOADS):
         chip = best_chip(found, loaded, engine)

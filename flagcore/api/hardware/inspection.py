@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from flagcore import __version__, plugins
 from flagcore.api.common.warnings import loaded_plugins
+from flagcore.contracts import untested_reason
 from flagcore.domain.chip import Chip, Fact, Support
 from flagcore.domain.maturity import Maturity
 from flagcore.errors import FlagError, NoDevice
@@ -87,7 +88,7 @@ def doctor() -> list[dict[str, Any]]:
         except FlagError as error:
             records.append(_part(name, "engine", None, str(error)))
             continue
-        marks = ", untested" if getattr(engine, "untested", "") else ""
+        marks = ", untested" if untested_reason(engine) else ""
         for module, requirement in engine.modules.items():
             records.append(_requirement(Requirement(requirement), f"engine {name} ({module}{marks})", name))
     records += _support()

@@ -112,19 +112,15 @@ def _runs(task: Task) -> str:
     train = task.spec.train
     if train.command is not None:
         return "as train.command runs it"
-    if train.implementation == "transformer_engine":
-        if train.settings:
-            return "with train.settings, for the rest as Megatron-LM runs it with transformer-engine's layers"
-        return "as Megatron-LM runs it with transformer-engine's layers; train.settings plan another run"
-    if train.settings:
+    if train.implementation not in (None, "local"):
+        how = f"as {train.engine} runs it with the layers of {train.implementation}"
         return (
-            "with train.settings, for the rest as flagcore's own trial program runs it: megatron-core's own layers, "
-            "nothing else overlaps; train.implementation plans another run"
+            f"with train.settings, for the rest {how}" if train.settings else f"{how}; train.settings plan another run"
         )
-    return (
-        "as flagcore's own trial program runs it: megatron-core's own layers, nothing overlaps; "
-        "train.implementation and train.settings plan another run"
-    )
+    how = "as flagcore's own trial program runs it: the engine's own layers, nothing"
+    if train.settings:
+        return f"with train.settings, for the rest {how} else overlaps; train.implementation plans another run"
+    return f"{how} overlaps; train.implementation and train.settings plan another run"
 
 
 def before_trials(problem: Problem) -> Counts:

@@ -12,7 +12,15 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.warnings import loaded_plugins
-from flagcore.contracts import Costs, Workload, memory_components, model_parts, require_job_records, require_prober
+from flagcore.contracts import (
+    Costs,
+    KeyWarnings,
+    Workload,
+    memory_components,
+    model_parts,
+    require_job_records,
+    require_prober,
+)
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -25,7 +33,6 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
-from flagcore.spec.unused_keys import assumed_in_job, unused_in_job
 from flagcore.stages.build import canonical
 from flagcore.stages.discover import costs
 from flagcore.stages.legality import legality
@@ -154,9 +161,9 @@ class _Jobs:
         bare = Task(spec=spec, cluster=Cluster(groups=(platform.group,)))
         task, values, noted = require_job_records(workload).published(bare, job.candidate, job.notes)
         warnings: tuple[str, ...] = ()
-        if isinstance(job.work, TrainSpec):
-            assumed = assumed_in_job({*job.work.settings, *noted}, task.spec.train.settings)
-            warnings = (*unused_in_job(job.work.settings, values), *assumed)
+        if isinstance(workload, KeyWarnings):
+            settings = job.work.settings if isinstance(job.work, TrainSpec) else {}
+            warnings = tuple(workload.job_warnings(task, values, settings, noted))
         row = _Row(place, task, values, workload.columns(task, values), warnings, noted, job.rank)
         key = cluster, job.model, repr(task.spec.work)
         groups.setdefault(key, (platform, workload, []))[2].append(row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from flagcore.domain.passes import Passes
 from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
-from flagcore.domain.spec import AUTO, Spec, Task
+from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
 from flagcore.domain.trial import Measurement, TrialState
 from flagcore.engines.megatron import (
     dominance,
@@ -29,6 +29,7 @@ from flagcore.engines.megatron import (
     reading,
     rules,
     setting_rules,
+    unused_keys,
 )
 from flagcore.engines.megatron.recompute import recompute_modules
 
@@ -84,6 +85,19 @@ class Megatron:
     def sizes(self, task: Task, columns: Columns) -> Mapping[str, FloatArray]:
         """Return the sizes of a device's matrix products, as logarithms to base 2."""
         return predict.sizes(task, columns)
+
+    def spec_warnings(self, spec: Spec) -> list[str]:
+        return unused_keys.unused_in_space(spec.train.settings, spec.space)
+
+    def job_warnings(
+        self,
+        task: Task,
+        values: Mapping[str, KnobValue],
+        settings: Mapping[str, SettingValue],
+        noted: Collection[str],
+    ) -> list[str]:
+        assumed = unused_keys.assumed_in_job({*settings, *noted}, task.spec.train.settings)
+        return [*unused_keys.unused_in_job(settings, values), *assumed]
 
     def parts(self, task: Task) -> tuple[ModelPart, ...]:
         """Return the weights of the model by its parts."""

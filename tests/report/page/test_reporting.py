@@ -109,7 +109,7 @@ def test_a_result_that_nobody_wrote_is_refused_in_a_line(
     folder = copied("dense")
     data = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({**data, name: value}))
-    with pytest.raises(RunError, match="holds a result that cannot be told"):
+    with pytest.raises(RunError, match="result"):
         api.report(folder)
 
 
@@ -118,7 +118,7 @@ def test_a_chart_of_what_is_no_number_is_refused_in_a_line(copied: Callable[[str
     data = json.loads((folder / "result.json").read_text())
     data["trials"][2]["duration_s"] = float("nan")
     (folder / "result.json").write_text(json.dumps(data))
-    with pytest.raises(RunError, match="holds a result that cannot be told"):
+    with pytest.raises(RunError, match="result"):
         api.report(folder)
 
 

@@ -1,5 +1,4 @@
-"""Settings that are legal and do nothing beside the others, and those that were filled in: told, since a user meant
-something by what was written."""
+"""Settings and knobs that are legal and have no effect beside the others, and settings that were filled in."""
 
 from __future__ import annotations
 
@@ -8,13 +7,11 @@ from collections.abc import Collection, Mapping
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import AUTO, SettingValue
 
-Space = Mapping[str, str | tuple[KnobValue, ...]]
-
 SELECTIVE = ("recompute_modules", "moe_recompute_level")
 """Settings that only selective recompute looks at."""
 
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-"""Knobs that say how to recompute."""
+"""The knobs of how to recompute."""
 
 SPLIT = (
     "pipeline_model_parallel_layout",
