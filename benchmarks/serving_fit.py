@@ -2,7 +2,7 @@
 
     python benchmarks/serving_fit.py RECORDS.jsonl [MORE.jsonl ...] [--rounds 5] [--write LEFT_OUT.jsonl]
 
-RECORDS are job records with a `measured` part (docs/cli.md, `estimate --jobs`). All parameters are fitted together, by
+RECORDS are job records with a `measured` part (docs/job-records.md). All parameters are fitted together, by
 Gauss-Newton on the logarithms of TPOT (and, of vLLM, with little weight, TTFT) in closed form, with weights that fall
 with the error (soft L1) and priors around estimates. They are one set an engine and one a family of chips: none is of a
 row, a model or a chip. Printed are the parameters, and the errors of each (chip, model) without any of its rows in the

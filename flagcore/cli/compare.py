@@ -45,7 +45,7 @@ def explain_command(
     eliminated = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         rules = [{"rule": name, "says": found.says.get(name, "")} for name in eliminated]
-        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.failed_repeats)]))
+        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.lost_repeats)]))
         options.show("\n" + render(rules, "table", RULE_COLUMNS))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:

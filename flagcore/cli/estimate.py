@@ -73,8 +73,8 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
     records = _records(jobs)
     if explain is not None:
         ids: list[str] = []
-        wanted = _of_id(records, explain, ids)
-        found = next(api.estimate_jobs(wanted, without=without, at_once=1, with_model=True), None)
+        matching = _of_id(records, explain, ids)
+        found = next(api.estimate_jobs(matching, without=without, at_once=1, with_model=True), None)
         if found is None:
             close = get_close_matches(explain, dict.fromkeys(ids), n=1)
             hint = " " + _("Did you mean {name!r}?", name=close[0]) if close else ""
@@ -242,10 +242,10 @@ def _records(file: str) -> Iterator[Any]:
         raise UsageError(_("cannot read {file}: {reason}", file=file, reason=error.strerror or error)) from None
 
 
-def _of_id(records: Iterable[T], wanted: str, ids: list[str]) -> Iterator[T]:
+def _of_id(records: Iterable[T], matching: str, ids: list[str]) -> Iterator[T]:
     """Yield the records with an id, and append the id of each record to `ids`."""
     for record in records:
         if isinstance(record, dict):
-            if record["id"] == wanted:
+            if record["id"] == matching:
                 yield record
             ids.append(record["id"])

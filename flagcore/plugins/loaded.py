@@ -96,7 +96,7 @@ class LoadedPlugins:
     def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
         with capture_warnings() as said:
             try:
-                found = self._try(plugin, "flagcore_devices", validation.devices) or ()
+                found = self._try(plugin, "flagcore_devices", validation.several(Device)) or ()
             except _Failed as failed:
                 found, said = (), [failed.failure.reason]
         if said and not found:
@@ -110,7 +110,7 @@ class LoadedPlugins:
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
         """Return what a plugin says about its maturity, if anything."""
-        return self._ask(plugin, "flagcore_maturity", validation.maturity)
+        return self._ask(plugin, "flagcore_maturity", validation.one(Maturity))
 
     def topology(self, group: NodeGroup) -> Topology | None:
         """Return the first plugin's answer, or None to derive the levels from the chip."""
@@ -171,7 +171,7 @@ class LoadedPlugins:
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the first plugin's answer; UNKNOWN if there is none."""
         about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
-        found = self._first([chip], "flagcore_engine_support", validation.support, **about)
+        found = self._first([chip], "flagcore_engine_support", validation.one(EngineSupport), **about)
         return found or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
@@ -187,7 +187,7 @@ class LoadedPlugins:
         """
         for plugin in reversed(self._order([group.chip for group in task.cluster.groups])):
             try:
-                changed = self._try(plugin, "flagcore_prepare_launch", validation.launch, launch=launch, task=task)
+                changed = self._try(plugin, "flagcore_prepare_launch", validation.one(Launch), launch=launch, task=task)
             except _Failed as failed:
                 raise UsageError(str(failed.failure)) from failed
             launch = changed or launch
@@ -211,7 +211,7 @@ class LoadedPlugins:
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
-                for chip in self._ask(plugin, "flagcore_chips", validation.chips) or ():
+                for chip in self._ask(plugin, "flagcore_chips", validation.several(Chip)) or ():
                     self._enter(plugin, chip, self._catalogue)
         return self._catalogue
 

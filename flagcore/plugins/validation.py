@@ -12,51 +12,33 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from flagcore.contracts import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
-from flagcore.domain.chip import Chip, Device, Fact
+from flagcore.domain.chip import Fact
 from flagcore.domain.cluster import NodeGroup, Topology
-from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.maturity import Maturity
+from flagcore.domain.launch import FailurePattern
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.curves import CollectiveTable, problem
 from flagcore.physics.collectives.model import KINDS
 from flagcore.plugins.installed import BadPlugin
 
+T = TypeVar("T")
+
 _hints = cache(get_type_hints)
 
 
-def devices(answer: object) -> tuple[Device, ...]:
-    """Return `answer` as devices."""
-    return tuple(data(Sequence[Device], answer))
+def one(kind: type[T]) -> Callable[[object], T]:
+    """Return a check that an answer is a `kind`."""
+    return lambda answer: cast(T, data(kind, answer))
 
 
-def chips(answer: object) -> tuple[Chip, ...]:
-    """Return `answer` as chips."""
-    return tuple(data(Sequence[Chip], answer))
-
-
-def maturity(answer: object) -> Maturity:
-    """Return `answer` as maturity."""
-    found: Maturity = data(Maturity, answer)
-    return found
-
-
-def support(answer: object) -> EngineSupport:
-    """Return `answer` as engine support."""
-    found: EngineSupport = data(EngineSupport, answer)
-    return found
-
-
-def launch(answer: object) -> Launch:
-    """Return `answer` as a launch."""
-    found: Launch = data(Launch, answer)
-    return found
+def several(kind: type[T]) -> Callable[[object], tuple[T, ...]]:
+    """Return a check that an answer is a sequence of `kind`."""
+    return lambda answer: tuple(data(Sequence[kind], answer))  # type: ignore[valid-type]
 
 
 def environment(answer: object) -> dict[str, str]:
@@ -186,7 +168,8 @@ def check_protocol(protocol: Any, answer: object) -> Any:
     """Return `answer` if it has the methods and attributes of `protocol`. Raises BadPlugin."""
     if isinstance(answer, type):
         raise BadPlugin(f"answered the class {answer.__name__}; answer an object of it")
-    methods = [name for name, member in vars(protocol).items() if not name.startswith("_") and callable(member)]
+    members = {name: member for base in protocol.__mro__[:-1] for name, member in vars(base).items()}
+    methods = [name for name, member in members.items() if not name.startswith("_") and callable(member)]
     missing = [name for name in methods if not callable(getattr(answer, name, None))]
     if missing:
         raise BadPlugin(

@@ -66,7 +66,7 @@ def learned_table(plan: Plan) -> str:
 
 
 def _figure(plan: Plan, seconds: float) -> str:
-    """Return the time of a step, or the serving objective that it stands for."""
+    """Return the time of a step, or the serving objective."""
     return f"{figure_of(plan.objective, seconds) if serving_text.serves(plan) else seconds:.4g}"
 
 

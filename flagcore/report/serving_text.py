@@ -246,11 +246,11 @@ def front(plan: Plan) -> list[Mapping[str, Any]]:
         if point.get("output_tokens_per_s") and point.get("tpot_s.p50") is not None
     ]
     points.sort(key=lambda point: (-point["output_tokens_per_s"], point["tpot_s.p50"]))
-    kept: list[Mapping[str, Any]] = []
+    front: list[Mapping[str, Any]] = []
     for point in points:
-        if not kept or point["tpot_s.p50"] < kept[-1]["tpot_s.p50"]:
-            kept.append(point)
-    return kept
+        if not front or point["tpot_s.p50"] < front[-1]["tpot_s.p50"]:
+            front.append(point)
+    return front
 
 
 def _load_of(measured: Measurement, name: str) -> str:

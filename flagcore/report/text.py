@@ -27,9 +27,9 @@ SHORT = {
     "recompute_method": "method",
     "recompute_num_layers": "layers",
 }
-"""What the field calls the knobs, for tables."""
+"""Usual short names of knobs, for tables."""
 USUALLY_ON = {"enable_prefix_caching": "prefix caching", "enable_chunked_prefill": "chunked prefill"}
-"""Flags that engines set by themselves: told where they are off."""
+"""Flags that engines enable by default: shown if they are off."""
 DEVICES = (
     "data_parallel_size",
     "tensor_model_parallel_size",
@@ -38,7 +38,7 @@ DEVICES = (
     "expert_model_parallel_size",
     "instances",
 )
-"""Knobs that count devices, or groups of them: 1 goes without saying."""
+"""Knobs that count devices or groups of devices: not shown if they are 1."""
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 

@@ -2,7 +2,7 @@
 
 `python -m flagcore.testing.asking ENTRY PATHS` runs in an empty folder, and prints a line of JSON for each hook before
 it is asked, `{"begins": HOOK}`, the last one `{"ends": ENTRY}`, and after each hook: `hook`, `seconds`, `printed`,
-`changed` (of the process), `arguments` (those that are not as they were given), `raised`.
+`changed` (of the process), `arguments` (those that are not as they were modified), `raised`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def main(entry: str) -> int:
         for hook, arguments in _questions(loaded):
             if hook in plugin.hooks:
                 ours.write(json.dumps({"begins": hook}) + "\n")
-                ours.write(json.dumps(_asked(plugin.ask, hook, arguments)) + "\n")
+                ours.write(json.dumps(_call(plugin.ask, hook, arguments)) + "\n")
     ours.write(json.dumps({"ends": entry}) + "\n")
     return 0
 
 
-def _asked(ask: Any, hook: str, arguments: Mapping[str, object]) -> dict[str, object]:
+def _call(ask: Any, hook: str, arguments: Mapping[str, object]) -> dict[str, object]:
     before, state, threads = _frozen(arguments), process_state(), threading.active_count()
     raised, start = "", time.monotonic()
     with _written() as file:
@@ -56,16 +56,16 @@ def _asked(ask: Any, hook: str, arguments: Mapping[str, object]) -> dict[str, ob
         sys.stderr.flush()
         file.seek(0)
         printed = file.read().decode("utf-8", "replace").strip()
-    given = [name for name, value in _frozen(arguments).items() if value != before[name]]
-    said = changed(state, process_state())
+    modified = [name for name, value in _frozen(arguments).items() if value != before[name]]
+    changes = changed(state, process_state())
     if threading.active_count() > threads:
-        said.append("threads, of which it leaves one running")
+        changes.append("threads, of which it leaves one running")
     return {
         "hook": hook,
         "seconds": seconds,
         "printed": printed,
-        "changed": said,
-        "arguments": given,
+        "changed": changes,
+        "arguments": modified,
         "raised": raised,
     }
 
@@ -84,7 +84,7 @@ def _frozen(arguments: Mapping[str, object]) -> dict[str, bytes]:
     for name, value in arguments.items():
         try:
             found[name] = pickle.dumps(value)
-        except Exception:  # another check tells
+        except Exception:  # another check reports it
             found[name] = repr(value).encode()
     return found
 
@@ -95,15 +95,15 @@ def _written() -> Iterator[IO[bytes]]:
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         sys.stderr.flush()
-        kept = {number: os.dup(number) for number in (1, 2)}
-        for number in kept:
+        copies = {number: os.dup(number) for number in (1, 2)}
+        for number in copies:
             os.dup2(file.fileno(), number)
         try:
             yield file
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for number, copy in kept.items():
+            for number, copy in copies.items():
                 os.dup2(copy, number)
                 os.close(copy)
 

@@ -43,7 +43,7 @@ def _records(name: str, folder: Path | None) -> Iterator[dict[str, str]]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        fix = "mend what the import says; `python -c` with the entry point's module shows all of it"
+        fix = "correct the import; `python -c` with the entry point's module shows the traceback"
         yield asdict(Result(check=LOADS, state="failed", message=f"{name}: {one_line(error)}", fix=fix))
         for check in CHECKS[1:]:
             yield asdict(Result(check=check.__name__, state="skipped", message="the plugin does not load"))

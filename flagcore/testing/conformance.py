@@ -31,10 +31,10 @@ class PluginConformance:
     @pytest.fixture
     def subject(self, plugin: object, failure_examples: Sequence[tuple[str, TrialState]]) -> Subject:
         """The plugin as the checks see it."""
-        known = SUBJECTS.get(id(plugin))
-        if known is None or known.hooks is not plugin:
-            known = SUBJECTS[id(plugin)] = Subject.of(plugin, failure_examples)
-        return known
+        subject = SUBJECTS.get(id(plugin))
+        if subject is None or subject.hooks is not plugin:
+            subject = SUBJECTS[id(plugin)] = Subject.of(plugin, failure_examples)
+        return subject
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_conformance(self, subject: Subject, check: Check) -> None:
@@ -42,7 +42,7 @@ class PluginConformance:
         (result,) = run_all([check], subject)
         if result.state == "skipped":
             pytest.skip(result.message)
-        assert result.state == "passed", f"{result.message}\nTo mend it: {result.fix}"
+        assert result.state == "passed", f"{result.message}\nFix: {result.fix}"
 
     @pytest.mark.device
     def test_devices_that_are_here_are_of_known_chips(self, subject: Subject) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 from unittest import mock
 
 from flagcore.domain.chip import Device
-from flagcore.plugins.validation import devices as checked
+from flagcore.plugins.validation import several
 from flagcore.testing.subject import Subject
 
-KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
+REAL_VARIABLES = ("HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR", "VIRTUAL_ENV")
 """What the fake machine has of the real environment."""
 
 NOBODYS = """\
@@ -46,7 +46,7 @@ def machine(tools: Mapping[str, str] | None = None, **environment: str) -> Itera
             tool = folder / "bin" / name
             tool.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
             tool.chmod(0o755)
-        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        kept = {name: os.environ[name] for name in REAL_VARIABLES if name in os.environ}
         with quiet(), mock.patch.dict(os.environ, {**kept, "PATH": str(folder / "bin"), **environment}, clear=True):
             yield folder
 
@@ -77,7 +77,7 @@ def devices(plugin: Subject, tools: Mapping[str, str] | None = None, **environme
 def ask(plugin: Subject) -> tuple[Device, ...]:
     """Return what the plugin finds here and now. Raises whatever it raises, and BadPlugin."""
     answer = plugin.loaded.plugins[0].ask("flagcore_devices", {})
-    return () if answer is None else checked(answer)
+    return () if answer is None else several(Device)(answer)
 
 
 def without_tools(plugin: Subject) -> tuple[Device, ...]:
@@ -90,15 +90,15 @@ def tools_of(plugin: Subject) -> tuple[str, ...]:
     """Return the names of the programs that the plugin looks for, seen by watching it where there are none."""
 
     def watch() -> tuple[str, ...]:
-        asked: list[str] = []
+        started: list[str] = []
         start = subprocess.Popen.__init__
 
         def which(name: Any, *arguments: Any, **named: Any) -> None:
-            asked.append(os.path.basename(os.fsdecode(name)))
+            started.append(os.path.basename(os.fsdecode(name)))
 
         def popen(self: Any, argv: Any, *arguments: Any, **named: Any) -> None:
             first = argv[0] if isinstance(argv, (list, tuple)) else str(argv).split()[0]
-            asked.append(os.path.basename(os.fsdecode(first)))
+            started.append(os.path.basename(os.fsdecode(first)))
             start(self, argv, *arguments, **named)
 
         with (
@@ -106,9 +106,9 @@ def tools_of(plugin: Subject) -> tuple[str, ...]:
             mock.patch.object(shutil, "which", which),
             mock.patch.object(subprocess.Popen, "__init__", popen),
             suppress(Exception),
-        ):  # another check tells
+        ):  # another check reports it
             ask(plugin)
-        return tuple(name for name in dict.fromkeys(asked) if not name.startswith("python"))
+        return tuple(name for name in dict.fromkeys(started) if not name.startswith("python"))
 
     found: tuple[str, ...] = _remembered(plugin, "tools_of", watch)
     return found

@@ -41,15 +41,15 @@ def run(check: Check, subject: Subject) -> Result:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if isinstance(error, SpecError) and subject.knows(one_line(error)):
+        if isinstance(error, SpecError) and subject.is_reported(one_line(error)):
             return Result(check=name, state="skipped", message=f"{error.file or 'a file'} cannot be read")
-        fix = "the plugin raised this while it was asked: mend it there, or answer None for what it does not know"
+        fix = "the plugin raised this: correct it, or return None for what is unknown"
         return Result(check=name, state="failed", message=one_line(error), fix=fix_of(one_line(error)) or fix)
     if not problems:
         return Result(check=name, state="passed")
-    told = list(dict.fromkeys(problem.message for problem in problems))
-    more = [f"and {len(told) - MOST} more"] if len(told) > MOST else []
-    return Result(check=name, state="failed", message="; ".join([*told[:MOST], *more]), fix=problems[0].fix)
+    messages = list(dict.fromkeys(problem.message for problem in problems))
+    more = [f"and {len(messages) - MOST} more"] if len(messages) > MOST else []
+    return Result(check=name, state="failed", message="; ".join([*messages[:MOST], *more]), fix=problems[0].fix)
 
 
 def run_all(checks: Sequence[Check], subject: Subject) -> Iterator[Result]:

@@ -63,13 +63,15 @@ def read_source(folder: Path) -> Package:
     points = project.get("entry-points", {}).get(GROUP) if isinstance(project, dict) else None
     if not isinstance(project, dict) or not isinstance(points, dict) or not points:
         raise UsageError(f'{file} names no plugin; add [project.entry-points."{GROUP}"] with a line NAME = "MODULE"')
-    said = project.get("license", "")
+    metadata = project.get("license", "")
     readme = project.get("readme")
     return Package(
         name=str(project.get("name", folder.name)),
         version=str(project.get("version", "")),
         description=str(project.get("description", "")),
-        license=str(said.get("text") or said.get("file") or "") if isinstance(said, dict) else str(said),
+        license=str(metadata.get("text") or metadata.get("file") or "")
+        if isinstance(metadata, dict)
+        else str(metadata),
         readme=_text(folder / readme) if isinstance(readme, str) else "",
         requires=tuple(map(str, project.get("dependencies", ()))),
         points={str(name): str(module) for name, module in points.items()},
@@ -80,13 +82,13 @@ def read_source(folder: Path) -> Package:
 
 def read_installed(distribution: Distribution) -> Package:
     """Return what an installed distribution says."""
-    said = distribution.metadata
-    readme = said.get_payload() if said.get("Description") is None else said["Description"]  # type: ignore[attr-defined]
+    metadata = distribution.metadata
+    readme = metadata.get_payload() if metadata.get("Description") is None else metadata["Description"]  # type: ignore[attr-defined]
     return Package(
-        name=said["Name"],
+        name=metadata["Name"],
         version=distribution.version,
-        description=said["Summary"] or "",
-        license=said["License-Expression"] or said["License"] or "",
+        description=metadata["Summary"] or "",
+        license=metadata["License-Expression"] or metadata["License"] or "",
         readme=str(readme or ""),
         requires=tuple(distribution.requires or ()),
         points={point.name: point.value for point in distribution.entry_points.select(group=GROUP)},

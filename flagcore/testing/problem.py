@@ -1,4 +1,4 @@
-"""What a check of a plugin says: what is wrong, or why there is nothing to look at. Needs no pytest."""
+"""Results of a check: a problem, or a reason to skip. Needs no pytest."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 
 class Skip(Exception):
-    """A check has nothing to look at. The message says why."""
+    """A check does not apply. The message says why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, with its place (file and key, or hook), and what to do about it."""
+    """What is wrong, with its place (file and key, or hook), and the fix."""
 
     message: str
     fix: str
 
 
 def fix_of(reason: str) -> str:
-    """Return what to do about what a plugin's files raised; nothing for what is no file's fault."""
+    """Return the fix for an error of a plugin's file; empty for other errors."""
     if reason.startswith("SpecError"):
-        return "mend that key of the file; docs/write-a-plugin.md tells what each file holds"
-    missing = "write that file (docs/write-a-plugin.md tells what it holds), or let the hook answer None"
+        return "correct that key; docs/write-a-plugin.md describes the files"
+    missing = "write that file (see docs/write-a-plugin.md), or return None from the hook"
     return missing if reason.startswith("FileNotFoundError") else ""

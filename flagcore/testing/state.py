@@ -20,7 +20,7 @@ import numpy as np
 
 def process_state() -> dict[str, object]:
     """Return all of it, by what it is called in messages; values are only to be compared with each other."""
-    return {what: told() for what, told in PARTS.items()}
+    return {what: read() for what, read in PARTS.items()}
 
 
 def changed(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:

@@ -123,14 +123,14 @@ class Subject:
         if source := source_of(self.package_folder.resolve(), self.hooks_module):
             return source
         if self.distribution is None:
-            raise Skip("the plugin's distribution is not here, only its module")
+            raise Skip("the plugin's distribution was not found")
         return read_installed(self.distribution)
 
     @property
     def source(self) -> Path:
         """Its source folder. Raises Skip where only the installed package is here."""
         if self.packaged.folder is None:
-            raise Skip("only the installed package is here; check the folder of its pyproject.toml")
+            raise Skip("only the installed package is available, not its source")
         return self.packaged.folder
 
     @cached_property
@@ -138,7 +138,7 @@ class Subject:
         """What its vendor's tools printed. Raises Skip where there are none."""
         found = read_transcripts(self.source)
         if not found:
-            raise Skip("there are no transcripts in tests/smi")
+            raise Skip("tests/smi has no transcripts")
         return found
 
     @property
@@ -146,14 +146,14 @@ class Subject:
         """The transcripts that list devices, each with its tool. Raises Skip where there are none."""
         found = tuple(each for each in self.transcripts if each.tool and each.devices)
         if not found:
-            raise Skip("no transcript in tests/smi is said to list devices")
+            raise Skip("no transcript in tests/smi lists devices")
         return found
 
     def shipped(self, file: str) -> Path:
         """Return a file of its package. Raises Skip where it ships none of that name."""
         path = self.package_folder / file
         if not path.is_file():
-            raise Skip(f"the plugin ships no {file}")
+            raise Skip(f"the plugin has no {file}")
         return path
 
     @property
@@ -190,9 +190,9 @@ class Subject:
             try:
                 yield path.relative_to(self.package_folder).as_posix(), yaml.safe_load(path.read_text("utf-8"))
             except yaml.YAMLError:
-                continue  # whoever reads the file tells that
+                continue  # another check reports it
 
-    def knows(self, reason: str) -> bool:
+    def is_reported(self, reason: str) -> bool:
         """Return whether a check has told of a bad file already, and remember that one has."""
         told: set[str] = self.memory.setdefault("told", set())
         before = reason in told
@@ -203,14 +203,14 @@ class Subject:
         """Return whether something went wrong with `hooks` until now."""
         return any(failure.hook in hooks for failure in self.loaded.failures)
 
-    def told(self, *hooks: str) -> Iterator[Problem]:
+    def problems_of(self, *hooks: str) -> Iterator[Problem]:
         """Yield what went wrong with `hooks` until now. Raises Skip for a bad file that a check told of before."""
         for failure in self.loaded.failures:
             if failure.hook in hooks:
-                if failure.reason.startswith("SpecError") and self.knows(failure.reason):
+                if failure.reason.startswith("SpecError") and self.is_reported(failure.reason):
                     raise Skip(f"{failure.reason.split(': ')[1]} cannot be read")
-                fix = fix_of(failure.reason) or f"see {failure.hook} in docs/hooks.md for what it may answer"
-                yield Problem(message=f"{failure.hook}: {failure.reason}", fix=fix)
+                fix = fix_of(failure.reason) or f"see {failure.hook} in docs/hooks.md for its answer"
+                yield Problem(f"{failure.hook}: {failure.reason}", fix=fix)
 
     def ask(self, hook: str, arguments: Mapping[str, object]) -> object:
         """Return what the plugin itself answers, unchecked. Raises whatever it raises."""
@@ -220,14 +220,14 @@ class Subject:
         """Return its chips. Raises Skip where it has none, or none that can be read."""
         if not self.chips:
             unread = self.failed("flagcore_chips")
-            raise Skip("its chips cannot be read" if unread else "the plugin has no chips of its own")
+            raise Skip("its chips cannot be read" if unread else "the plugin has no chips")
         return self.chips
 
     def each(self, hook: str, answer: Callable[[Chip], T | None]) -> list[tuple[Chip, T]]:
         """Return what the plugin answers for its chips. Raises Skip where that is nothing."""
-        found = [(chip, said) for chip in self.own_chips() if (said := answer(chip)) is not None]
+        found = [(chip, found_for_chip) for chip in self.own_chips() if (found_for_chip := answer(chip)) is not None]
         if not found:
-            raise Skip(f"the plugin leaves this to the core: {hook} answers None for each of its chips")
+            raise Skip(f"{hook} returns None for all chips: the core's default is used")
         return found
 
     def own_costs(self) -> list[tuple[Chip, KernelCosts]]:

@@ -80,19 +80,19 @@ def _wrong(key: str, problem: str) -> SpecError:
 
 
 def _transcript(path: Path, entry: object) -> Transcript:
-    said: Mapping[str, Any] = entry if isinstance(entry, dict) else {"source": entry}
-    if unknown := set(said) - KEYS:
+    fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {"source": entry}
+    if unknown := set(fields) - KEYS:
         raise _wrong(f"{path.name}.{min(map(str, unknown))}", f"is none of {', '.join(sorted(KEYS))}")
-    lists = said.get("lists") or []
+    lists = fields.get("lists") or []
     try:
         listed = tuple(Listed(**each) for each in (lists if isinstance(lists, list) else [lists]))
     except TypeError as error:
-        known = "chip, devices, memory_mib, driver, other"
-        raise _wrong(f"{path.name}.lists", f"is no mapping of {known} (or a list of such): {error}") from error
+        keys = "chip, devices, memory_mib, driver, other"
+        raise _wrong(f"{path.name}.lists", f"is no mapping of {keys} (or a list of such): {error}") from error
     return Transcript(
         name=path.name,
         text=path.read_text("utf-8", "replace") if path.is_file() else "",
-        source=str(said.get("source") or ""),
-        tool=str(said.get("tool") or ""),
+        source=str(fields.get("source") or ""),
+        tool=str(fields.get("tool") or ""),
         lists=listed,
     )

@@ -43,7 +43,7 @@ class WithoutTool:
     attributes: tuple[str, ...] = ()
     pci_vendor: int
 
-    def asked(self, root: Path, torch: str, node: bool = True) -> tuple[Device, ...]:
+    def devices(self, root: Path, torch: str, node: bool = True) -> tuple[Device, ...]:
         """Return what is found below `root` with a torch of this source, and with a device file or without."""
         modules = root / "modules"
         modules.mkdir()
@@ -63,19 +63,19 @@ class WithoutTool:
         return TORCH.format(kind=self.kind, attributes=more, **facts)
 
     def test_torch_is_asked_if_a_device_file_is_there(self, tmp_path: Path) -> None:
-        found = self.asked(tmp_path, self.torch)
+        found = self.devices(tmp_path, self.torch)
         assert [(each.index, each.chip, each.memory_bytes) for each in found] == [
             (index, self.chip, self.memory_bytes) for index in range(2)
         ]
 
     def test_torch_is_not_asked_without_a_device_file(self, tmp_path: Path) -> None:
-        assert self.asked(tmp_path, self.torch, node=False) == ()
+        assert self.devices(tmp_path, self.torch, node=False) == ()
 
     def test_a_library_that_crashes_when_it_is_loaded_harms_nobody(self, tmp_path: Path) -> None:
-        assert self.asked(tmp_path, "import os\nos.abort()\n") == ()
+        assert self.devices(tmp_path, "import os\nos.abort()\n") == ()
 
     def test_no_device_without_torch(self, tmp_path: Path) -> None:
-        assert self.asked(tmp_path, "raise ImportError\n") == ()
+        assert self.devices(tmp_path, "raise ImportError\n") == ()
 
     def test_what_torch_says_of_its_own_devices_is_believed(self) -> None:
         device = Device(index=0, chip=self.chip, memory_bytes=self.memory_bytes)
@@ -93,4 +93,4 @@ class WithoutTool:
             (folder / name).write_text(value + "\n")
         assert machine.pci_ids(self.pci_vendor, tmp_path) == ("0x4001",)
         assert machine.pci_ids(0x1234, tmp_path) == ()
-        assert self.asked(tmp_path, self.torch, node=False) == ()
+        assert self.devices(tmp_path, self.torch, node=False) == ()

@@ -20,7 +20,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import Chip
 from flagcore.domain.knob import WHOLE_STEP, Effect, Factor, Knob, Requirement
 from flagcore.vendorkit.fields import Part, read_parts
-from flagcore.vendorkit.versions import concerns, versions_of
+from flagcore.vendorkit.versions import in_range, read_versions
 
 FILE = "knobs.yaml"
 
@@ -42,7 +42,7 @@ def knobs(package: str, chip: Chip, engine: str, engine_version: str | None = No
         for each in all_knobs(package)
         if each.engine == engine
         and (not each.chips or chip.name in each.chips)
-        and concerns(each.versions, engine_version)
+        and in_range(each.versions, engine_version)
     )
 
 
@@ -67,7 +67,7 @@ def _listed(part: Part) -> Listed:
     made = Listed(
         engine=part.required("engine", str),
         chips=tuple(part.listed("chips", str)),
-        versions=versions_of(part),
+        versions=read_versions(part),
         knob=Knob(
             name=part.required("name", str),
             neutral=neutral,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flagcore.domain.chip import Chip
 from flagcore.vendorkit.fields import Part
-from flagcore.vendorkit.versions import concerns, versions_of
+from flagcore.vendorkit.versions import in_range, read_versions
 
 KINDS = ("train", "serve")
 """What an engine does."""
@@ -27,7 +27,7 @@ class Scope:
             (not self.engines or engine in self.engines)
             and (not self.kinds or kind in self.kinds)
             and (not self.chips or chip.name in self.chips)
-            and concerns(self.versions, engine_version)
+            and in_range(self.versions, engine_version)
         )
 
 
@@ -44,5 +44,5 @@ def read_scope(part: Part) -> Scope:
         engines=(engine,) if engine else tuple(part.listed("engines", str)),
         kinds=kinds,
         chips=tuple(part.listed("chips", str)),
-        versions=versions_of(part),
+        versions=read_versions(part),
     )

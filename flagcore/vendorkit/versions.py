@@ -1,4 +1,4 @@
-"""For which releases of an engine something is said: `versions: ">=0.11,<0.13"` in a plugin's files."""
+"""Ranges of engine releases: `versions: ">=0.11,<0.13"` in a plugin's files."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from packaging.version import InvalidVersion, Version
 from flagcore.vendorkit.fields import Part
 
 
-def versions_of(part: Part) -> str:
-    """Return the releases under `versions`, nothing for all. Raises SpecError for what is no range."""
-    given: str = part.optional("versions", str, "")
+def read_versions(part: Part) -> str:
+    """Return the range under `versions`, empty for all releases. Raises SpecError for an invalid range."""
+    versions: str = part.optional("versions", str, "")
     try:
-        SpecifierSet(given)
+        SpecifierSet(versions)
     except InvalidSpecifier:
-        raise part.wrong("versions", "is no range of releases", 'write e.g. ">=0.11,<0.13"', given) from None
-    return given
+        raise part.wrong("versions", "invalid range of releases", 'write e.g. ">=0.11,<0.13"', versions) from None
+    return versions
 
 
-def concerns(versions: str, engine_version: str | None) -> bool:
-    """Return whether `engine_version` is among `versions`. A release that is not known, or no number, may be."""
+def in_range(versions: str, engine_version: str | None) -> bool:
+    """Return whether `engine_version` is in `versions`; True if the release is unknown."""
     try:
         release = Version(engine_version or "")
     except InvalidVersion:

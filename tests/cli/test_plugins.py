@@ -26,7 +26,7 @@ CHIP = Chip(name="newcomer-1", vendor="newcomer", memory_bytes=Fact(value=64e9, 
             dense_flops_per_second={"bf16": Fact(value=200e12, source=SAID)})
 
 class NoTensor:
-    name, says = "newcomer_no_tensor", "its links are slow"
+    name, message = "newcomer_no_tensor", "its links are slow"
     def prunes(self, columns, predictions):
         return columns["tensor_model_parallel_size"] > 1
 

@@ -334,7 +334,7 @@ def test_a_second_tuner_on_one_folder_is_told_who_holds_it(flag: Flag, project: 
     wait_for_trial(project, 0)
     ran = flag("tune", spec, "--run-dir", str(project.run_dir))
     assert ran.code == 2
-    assert f"is held by another tuner (process {process.pid} on " in ran.err
+    assert f"(process {process.pid} on " in ran.err
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=15)
     assert project.all_gone()

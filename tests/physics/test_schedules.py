@@ -14,7 +14,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, deferred, in_flight, makespan
 from flagcore.physics.schedules.execution import Pass, seconds_of
-from flagcore.physics.schedules.replay import FOLDED, orders_of, pipe_of, play
+from flagcore.physics.schedules.replay import FOLDED, orders_of, pipe_of, simulate
 
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -65,7 +65,7 @@ def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **more
 
 def played(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **more: Any) -> tuple[float, float]:
     """Return the time of a played step with a barrier and without."""
-    return seconds_of(play(passes_of(schedule, seconds, m=m, send_s=send, **more), m))
+    return seconds_of(simulate(passes_of(schedule, seconds, m=m, send_s=send, **more), m))
 
 
 @pytest.mark.parametrize("kind", KINDS)

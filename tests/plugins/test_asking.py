@@ -339,7 +339,7 @@ def test_object_that_breaks_later_is_told_as_the_plugins_fault_with_the_way_out(
     assert costs is not None
     small, large = np.ones(2), np.ones(3)
     assert costs.gemm_seconds(small, small, small, "bf16").tolist() == [1.0, 2.0]
-    with pytest.raises(NoDevice, match=r"plugin x: gemm_seconds .* SystemExit: 7; do without it by --no-plugin x"):
+    with pytest.raises(NoDevice, match=r"plugin x: gemm_seconds .* SystemExit: 7; .* --no-plugin x"):
         costs.gemm_seconds(large, large, large, "bf16")
 
 

@@ -9,7 +9,7 @@ from flagcore import plugins
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import TrainSpec
 from flagcore.errors import NoDevice, SpecError
-from flagcore.plugins import STRATEGIES, names, strategy
+from flagcore.plugins import STRATEGIES, WORKLOADS, names, strategy, workload
 
 Install = Callable[..., None]
 
@@ -56,6 +56,13 @@ def test_broken_object_is_no_device_with_its_reason_and_origin(install: Install,
     with pytest.raises(NoDevice, match="flagcore-extra") as caught:
         strategy("broken")
     assert words in str(caught.value)
+
+
+def test_an_engine_that_lacks_methods_of_a_required_part_is_refused_with_their_names(install: Install) -> None:
+    install("flagcore-extra", {"half": "flagcore_extra:STRATEGY"}, {"flagcore_extra": STRATEGY}, group=WORKLOADS)
+    with pytest.raises(NoDevice) as caught:
+        workload("half")
+    assert all(method in str(caught.value) for method in ("axes", "predict", "launch"))
 
 
 def test_two_distributions_with_one_name_are_both_refused(install: Install) -> None:

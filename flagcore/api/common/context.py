@@ -10,9 +10,8 @@ from typing import Any
 from flagcore import plugins
 from flagcore.api.common.inputs import UNNAMED, SpecLike, spec_data
 from flagcore.api.common.runs import SPEC, Run, load_run
-from flagcore.api.common.transfer import past as past_of
+from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
-from flagcore.calibration import Experience
 from flagcore.contracts import SearchContext, Workload
 from flagcore.domain.experience import Past
 from flagcore.domain.prediction import of_row
@@ -20,7 +19,6 @@ from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import RunError, UsageError
-from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem, build_problem
 from flagcore.stages.learn import learn
 from flagcore.stages.missing_costs import no_time
@@ -93,7 +91,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
         _require_known_values(run, problem)
-        past = _past(problem, workload, loaded, said["run"])
+        past = past_of_problem(problem, loaded, workload, said["run"])
         found = _known(place, problem, workload, run.search_state, past)
     warn_about_problem(problem, workload)
     return replace(found, run=run)
@@ -135,15 +133,6 @@ def _known(where: Path, problem: Problem, workload: Workload, search_state: Sear
     return Snapshot(
         where=where, problem=problem, workload=workload, search_state=search_state, pruned=pruned, context=context
     )
-
-
-def _past(problem: Problem, workload: Workload, loaded: LoadedPlugins, name: str) -> Past:
-    spec, cluster = problem.platform.task.spec, problem.platform.task.cluster
-    if not spec.control.use_experience:
-        return Past.empty()
-    chip = cluster.groups[0].chip
-    records = Experience.of_user().records(chip, spec.work.engine, but=name)
-    return past_of(records, chip, loaded, workload, spec.objective, problem.platform.knobs)
 
 
 def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:

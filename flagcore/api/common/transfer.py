@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.calibration import Experience
 from flagcore.contracts import Plugins, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
@@ -23,7 +24,7 @@ from flagcore.errors import FlagError
 from flagcore.learning import features
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
 from flagcore.plugins import ENGINES
-from flagcore.problem import candidate_columns
+from flagcore.problem import Problem, candidate_columns
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical
 from flagcore.stages.discover import costs
@@ -35,6 +36,15 @@ MOST = 300
 """Measurements that a run learns from, the latest ones: more would cost more time than they teach."""
 FARTHEST = 3.0
 """A record whose logarithm of measured over predicted is beyond this, a factor of 20, is passed over."""
+
+
+def past_of_problem(problem: Problem, plugins: Plugins, workload: Workload, run: str) -> Past:
+    """Return what runs other than `run` measured on the chip of a problem; empty if the spec does not want it."""
+    spec, chip = problem.platform.task.spec, problem.platform.task.cluster.groups[0].chip
+    if not spec.control.use_experience:
+        return Past.empty()
+    records = Experience.of_user().records(chip, spec.work.engine, but=run)
+    return past(records, chip, plugins, workload, spec.objective, problem.platform.knobs)
 
 
 def past(

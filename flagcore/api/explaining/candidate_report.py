@@ -12,7 +12,15 @@ from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
 from flagcore.api.explaining.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, broken_rules_of, state_of
-from flagcore.api.explaining.neighbors import changes, differing, nearest_measured, scale, scaled_times, stopped_at
+from flagcore.api.explaining.neighbors import (
+    changes,
+    columns_of,
+    differing,
+    nearest_measured,
+    scale,
+    scaled_times,
+    stopped_at,
+)
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
@@ -128,9 +136,7 @@ def named_columns(snapshot: Snapshot, name: str) -> tuple[Columns, frozenset[str
     known_as = _by_name(snapshot, name.strip().casefold())
     if known_as is None:
         return parse_candidate(name, snapshot.problem, snapshot.workload)
-    values = known_as.as_dict()
-    axes = snapshot.problem.space.axes
-    return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}, frozenset()
+    return columns_of(snapshot, known_as), frozenset()
 
 
 def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:

@@ -25,7 +25,7 @@ class Explanation:
 
     `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
     plugins bring to the engine here, named by the spec or not, and `notes` what they say of engine and chip.
-    `failed_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
+    `lost_repeats` are a run's repeats that gave no measurement, and how they ended: `counts` are of candidates.
     `fidelity` is that of a run's trials.
     """
 
@@ -35,7 +35,7 @@ class Explanation:
     nothing_fits: str | None = None
     knobs: tuple[Mapping[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    failed_repeats: Mapping[int, str] = field(default_factory=dict)
+    lost_repeats: Mapping[int, str] = field(default_factory=dict)
     fidelity: str = RUN
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
         nothing_fits=nothing_fits,
         knobs=tuple(knob_record(task, knob) for knob in problem.platform.knobs),
         notes=plugin_notes(problem.platform),
-        failed_repeats=lost,
+        lost_repeats=lost,
         fidelity=RUN if found.run is None else found.run.fidelity,
     )
 

@@ -134,8 +134,10 @@ def _measured(snapshot: Snapshot) -> list[tuple[Trial, int]]:
 
 def distance_to(snapshot: Snapshot, columns: Columns, other: Candidate) -> float:
     """Return how far a candidate is from the one in `columns`."""
-    values = other.as_dict()
-    there = {
-        axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in snapshot.problem.space.axes
-    }
-    return float(distances(snapshot.problem.space.axes, columns, there)[0])
+    return float(distances(snapshot.problem.space.axes, columns, columns_of(snapshot, other))[0])
+
+
+def columns_of(snapshot: Snapshot, candidate: Candidate) -> Columns:
+    """Return the columns of one candidate."""
+    values, axes = candidate.as_dict(), snapshot.problem.space.axes
+    return {axis.knob: np.array([axis.encode(values.get(axis.knob, axis.neutral))]) for axis in axes}

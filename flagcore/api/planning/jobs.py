@@ -14,7 +14,7 @@ from flagcore import plugins
 from flagcore.api.common.warnings import loaded_plugins
 from flagcore.contracts import Costs, Workload, memory_components, model_parts, require_job_records, require_prober
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.chip import unknown_chip, with_network
+from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.job import Job
@@ -139,7 +139,7 @@ class _Jobs:
         """Put a job with those of the same task. Raises FlagError."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
-            hint = unknown_chip(job.chip, self._loaded.chips())
+            hint = unknown_chip_hint(job.chip, self._loaded.chips())
             raise NotModelled(f"no installed plugin knows the chip {job.chip!r}; {hint}")
         devices = min(job.devices_per_node, job.devices)
         if job.devices % devices:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
 from flagcore.api.common.inputs import SpecLike, spec_data
 from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths, with_fidelity
-from flagcore.api.common.transfer import past as past_of
+from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn, warn_about_problem
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
@@ -19,8 +18,7 @@ from flagcore.api.tuning.several_engines import each_engine
 from flagcore.calibration import Experience
 from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.experience import Past
-from flagcore.domain.secrets import plain_without_secrets, secrets_within, without_secrets
+from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
@@ -117,9 +115,9 @@ class _EngineRun:
             return self.spec.baseline
         fixed = known["fixed"]
         if fixed.get("storage") != self.options.storage:
-            where = without_secrets(fixed.get("storage") or "its own journal")
+            where = redact_text(fixed.get("storage") or "its own journal")
             raise RunError(f"{self.directory.path} has its trials in {where}: use the same --storage, or --new")
-        same_spec = known["task"].get("spec") == plain_without_secrets(with_fidelity(self.data))
+        same_spec = known["task"].get("spec") == redact_data(with_fidelity(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
@@ -131,7 +129,7 @@ class _EngineRun:
             strategy=self.strategy,
             open_store=self._open_store,
             on_event=self.options.on_event,
-            past=partial(self._past, loaded),
+            past=lambda problem: past_of_problem(problem, loaded, self.workload, self.name),
             probe_strategy=plugins.strategy(PROBE_STRATEGY),
         )
 
@@ -147,22 +145,15 @@ class _EngineRun:
         if done := len(store.trials()):
             warn([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
         text = as_yaml(with_absolute_paths(self.data, self.base)) + "\n"
-        write(directory.path / "spec.yaml", text, private=bool(secrets_within(self.data)))
+        write(directory.path / "spec.yaml", text, private=bool(secrets_in_data(self.data)))
         return store
-
-    def _past(self, loaded: LoadedPlugins, problem: Problem) -> Past:
-        if not self.spec.control.use_experience:
-            return Past.empty()
-        chip = problem.platform.task.cluster.groups[0].chip
-        records = self.experience.records(chip, self.spec.work.engine, but=self.name)
-        return past_of(records, chip, loaded, self.workload, self.spec.objective, problem.platform.knobs)
 
     def _save(self, result: TuneResult) -> Outcome:
         warn(filter(None, [drift_text(result.plan)]))
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
         try:
-            self.experience.keep(self.name, result.problem.platform.task, result.plan.trials)
+            self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
             warn([f"later runs will not learn from this one: {error}"])
         return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))

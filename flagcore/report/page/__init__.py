@@ -1,1 +1,1 @@
-"""One page that tells a run: sections of plain blocks, made once and written as HTML or as Markdown."""
+"""The report of a run as one page: sections of plain blocks, rendered as HTML or Markdown."""

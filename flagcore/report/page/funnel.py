@@ -54,7 +54,7 @@ def _rules(counts: Mapping[str, int], says: Mapping[str, str]) -> Iterable[tuple
 
 def _chart(title: str, start: _Stage, removed: Sequence[_Stage], end: _Stage) -> Chart:
     data = table(
-        _("{title}; removed ones are negative", title=title),
+        _("{title}; removed counts are negative", title=title),
         [_("stage"), _("number"), _("why")],
         [
             [start.name, cell(start.count), ""],

@@ -63,15 +63,15 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
         return []
     for stage in range(count):
         parts = memory_components(workload, as_set, columns, np.array([stage]), platform.costs)
-        held = workload.rank(as_set, columns, stage * (task.cluster.devices // count), platform.costs)
+        rank = workload.rank(as_set, columns, stage * (task.cluster.devices // count), platform.costs)
         found.append(
             {
                 "stage": stage,
-                "rank": held.rank,
-                "static_gib": held.static_bytes / GIB,
-                "peak_allocated_gib": held.peak_allocated_bytes / GIB,
-                "reserved_gib": held.reserved_bytes / GIB,
-                "device_used_gib": held.device_used_bytes / GIB,
+                "rank": rank.rank,
+                "static_gib": rank.static_bytes / GIB,
+                "peak_allocated_gib": rank.peak_allocated_bytes / GIB,
+                "reserved_gib": rank.reserved_bytes / GIB,
+                "device_used_gib": rank.device_used_bytes / GIB,
                 "components": {
                     name: {
                         key.replace("_bytes", "_gib"): value / GIB if key.endswith("_bytes") else value

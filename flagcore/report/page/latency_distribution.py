@@ -15,7 +15,7 @@ from flagcore.i18n import _
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Chart, Table, Text, cell, table
-from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points, rows_layout
+from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
 from flagcore.report.page.run import RunData, name_of, number
 
 LATENCIES = ("ttft_s", "tpot_s")
@@ -49,7 +49,7 @@ def distributions(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
         if not explained:
             yield Text(_("No distributions: the latencies of single requests of this run are not saved."))
         explained = True
-        yield _dots(latency, statistics)
+        yield statistics
 
 
 def _trials(run: RunData) -> Iterator[tuple[str, bool, Mapping[str, Any]]]:
@@ -103,18 +103,18 @@ def _quantiles(run: RunData, trial: Mapping[str, Any], place: int, latency: str)
             yield tuple(float(each) for each in values)
 
 
-def _distribution(latency: str, known: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
+def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
     short = serving_text.SHORT_LATENCIES[latency]
     mine = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
-        same = [each for each in known if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
+        same = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
         if same:
             width = 1.5 if again else 3
             trace = line(_legend(same), series, *_curves([values for each in same for values in each.values]))
             trace["line"] = {**trace["line"], "width": width}
             traces.append(trace)
-    for series, each in enumerate(one for one in known if not one.again):
+    for series, each in enumerate(one for one in runs if not one.again):
         marks = [(number(lookup(each.point, f"{latency}.{name}")), _share(name)) for name in STATISTICS[1:]]
         there = [(x, y) for x, y in marks if x is not None]
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
@@ -123,10 +123,10 @@ def _distribution(latency: str, known: Sequence[_Run], limits: Mapping[str, floa
     for name, limit in mine.items():
         values.append(limit)
         shapes.append(limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit))
-    load = serving_text.load_text(known[0].point)
+    load = serving_text.load_text(runs[0].point)
     return Chart(
         title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
-        summary=" ".join(_summary(latency, known, mine)),
+        summary=" ".join(_summary(latency, runs, mine)),
         traces=tuple(traces),
         layout=layout(
             f"{short}, s",
@@ -160,9 +160,9 @@ def _share(statistic: str) -> float:
     return float(statistic.removeprefix("p")) / 100.0
 
 
-def _summary(latency: str, known: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:
+def _summary(latency: str, runs: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:
     short = serving_text.SHORT_LATENCIES[latency]
-    for each in known:
+    for each in runs:
         if each.again:
             continue
         half, most = (number(lookup(each.point, f"{latency}.{name}")) for name in ("p50", "p99"))
@@ -203,29 +203,4 @@ def _statistics(run: RunData, latency: str) -> Table:
         _("{latency} of requests, s; median over repeats of a load point", latency=short),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],
         rows,
-    )
-
-
-def _dots(latency: str, statistics: Table) -> Chart:
-    """Return the statistics of each load point as a chart."""
-    short, first = serving_text.SHORT_LATENCIES[latency], 3
-    names = [f"{row[0].text} ({_('trial')} {row[1].text})" for row in statistics.rows]
-    x: list[float | None] = []
-    y: list[str | None] = []
-    for row, name in zip(statistics.rows, names, strict=True):
-        x += [row[first + 1].value, row[first + 3].value, None]
-        y += [name, name, None]
-    grey = {"color": "#888888", "width": 3}
-    traces: list[dict[str, Any]] = [
-        {"type": "scatter", "mode": "lines", "line": grey, "x": x, "y": y, "showlegend": False, "hoverinfo": "skip"}
-    ]
-    for series, each in enumerate(STATISTICS):
-        traces.append(points(each, series, [row[first + series].value for row in statistics.rows], names))
-    row = statistics.rows[0]
-    return Chart(
-        title=_("{latency} over the requests of a load point", latency=short),
-        summary=f"{row[0].text}: {short} p50 {row[first + 1].text} s, p99 {row[first + 3].text} s.",
-        traces=tuple(traces),
-        layout=rows_layout(f"{short}, s", len(statistics.rows), xaxis={"rangemode": "tozero"}),
-        table=statistics,
     )

@@ -37,27 +37,27 @@ def memory(run: RunData) -> Section | None:
         "kv_cache_gib": _("~KV cache"),
     }
     if run.serves and predicted:
-        known = [[text, cell(predicted[name])] for name, text in kinds.items() if name in predicted]
+        parts = [[text, cell(predicted[name])] for name, text in kinds.items() if name in predicted]
         if "kv_cache_tokens" in predicted:
-            known.append([_("~capacity of the KV cache, tokens"), cell(predicted["kv_cache_tokens"])])
-        blocks.append(table(_("Parts, GiB"), [_("part"), _("GiB or tokens")], known))
+            parts.append([_("~capacity of the KV cache, tokens"), cell(predicted["kv_cache_tokens"])])
+        blocks.append(table(_("Parts, GiB"), [_("part"), _("GiB or tokens")], parts))
     return Section(anchor="memory", title=_("Memory of the best configuration"), blocks=tuple(blocks))
 
 
 def _by_component(run: RunData, stages: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any]) -> Chart:
     names = [_("stage {number}", number=stage["stage"]) for stage in stages]
     traces = [
-        bars(COMPONENTS.get(part, part), place, [_held(stage, part) for stage in stages], names, width=0.5)
+        bars(COMPONENTS.get(part, part), place, [_size(stage, part) for stage in stages], names, width=0.5)
         for place, part in enumerate(_parts(stages))
     ]
     for place, (level, text) in enumerate(LEVELS.items()):
         traces.append(points(f"~{_(text)}", place + 4, [stage[level] for stage in stages], names))
     measured = _measured_by_stage(run, len(stages))
     for place, (level, text) in enumerate(LEVELS.items()):
-        known = [(figures[level], name) for figures, name in zip(measured, names, strict=False) if level in figures]
-        if known:
+        there = [(figures[level], name) for figures, name in zip(measured, names, strict=False) if level in figures]
+        if there:
             trace = points(
-                _("{level}, measured", level=_(text)), place, [value for value, _ in known], [name for _, name in known]
+                _("{level}, measured", level=_(text)), place, [value for value, _ in there], [name for _, name in there]
             )
             traces.append(
                 trace | {"marker": {**trace["marker"], "size": 12, "symbol": ("star", "hash", "bowtie")[place]}}
@@ -80,10 +80,10 @@ def _by_stage(stages: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[st
     parts = _parts(stages)
     rows = []
     for stage in stages:
-        known = measured[stage["stage"]] if stage["stage"] < len(measured) else {}
-        held = [cell(_held(stage, part)) for part in parts]
+        figures = measured[stage["stage"]] if stage["stage"] < len(measured) else {}
+        sizes = [cell(_size(stage, part)) for part in parts]
         levels = [cell(stage[level]) for level in LEVELS]
-        rows.append([cell(stage["stage"]), *held, *levels, *(cell(known.get(level)) for level in LEVELS)])
+        rows.append([cell(stage["stage"]), *sizes, *levels, *(cell(figures.get(level)) for level in LEVELS)])
     return table(
         _("GiB per device of each stage. Components need not coexist, so they may not add up to the peak"),
         [
@@ -140,8 +140,8 @@ def _measured_by_stage(run: RunData, count: int) -> list[dict[str, float]]:
             key = MEASURED.get(level, level).replace("_gib", "_bytes")
             figure = number(lookup(rank, key)) if isinstance(rank, Mapping) else None
             if figure is not None:
-                held = found[place // (len(ranks) // count)]
-                held[level] = max(held.get(level, 0.0), figure / GIB)
+                largest = found[place // (len(ranks) // count)]
+                largest[level] = max(largest.get(level, 0.0), figure / GIB)
     return found
 
 
@@ -150,5 +150,5 @@ def _parts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(there, key=lambda name: (list(COMPONENTS).index(name) if name in COMPONENTS else 99, name))
 
 
-def _held(stage: Mapping[str, Any], part: str) -> float:
+def _size(stage: Mapping[str, Any], part: str) -> float:
     return sum(float(value) for key, value in stage["components"].get(part, {}).items() if key.endswith("_gib"))

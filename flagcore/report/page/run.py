@@ -13,7 +13,7 @@ from statistics import median_high
 from typing import Any
 
 from flagcore.domain.objective import SERVING, told
-from flagcore.domain.secrets import plain_without_secrets, without_secrets
+from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import _
 from flagcore.report import serving_text
@@ -49,8 +49,8 @@ class RunData:
     ) -> RunData:
         """Return a run with its secrets removed: pages are shared."""
         return cls(
-            result=plain_without_secrets(result, secrets),
-            insight=plain_without_secrets(insight, secrets),
+            result=redact_data(result, secrets),
+            insight=redact_data(insight, secrets),
             secrets=tuple(secrets),
             **rest,
         )
@@ -155,7 +155,7 @@ class RunData:
             files = [file for file in files if file.resolve().is_relative_to(whole)]
         except (OSError, RuntimeError):
             return []
-        ends = [(str(file.relative_to(folder)), without_secrets(tail(file), self.secrets)) for file in files]
+        ends = [(str(file.relative_to(folder)), redact_text(tail(file), self.secrets)) for file in files]
         return [(name, text) for name, text in ends if text.strip()]
 
 
@@ -198,13 +198,13 @@ def tail(file: Path) -> str:
     return "\n".join(_printable(line) for line in lines[-TAIL_LINES:])
 
 
-def text_file(file: Path, known: Collection[str] = ()) -> str:
-    """Return a text file without secrets, `known` ones and others; empty if it is missing or too large."""
+def text_file(file: Path, secrets: Collection[str] = ()) -> str:
+    """Return a text file without `secrets` and what looks like one; empty if it is missing or too large."""
     try:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
     except OSError:
         return ""
-    return without_secrets(_printable(text), known)
+    return redact_text(_printable(text), secrets)
 
 
 def json_file(file: Path) -> Mapping[str, Any]:

@@ -45,17 +45,17 @@ def _against(
     run: RunData, every: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], latency: str, limit: float | None
 ) -> Iterator[Block]:
     """Yield output tokens per second against a latency, a marker per load point."""
-    known = [
+    measured = [
         (trial, point, float(x), float(y))
         for trial, point in every
         if (x := number(lookup(point, latency))) is not None and (y := number(point.get(RATE))) is not None
     ]
-    if not known:
+    if not measured:
         return
     name, short = serving_text.name_of(latency), serving_text.SHORT_RATES[RATE]
-    front = _front([(x, y) for _, _, x, y in known])
+    front = _front([(x, y) for _, _, x, y in measured])
     rows = []
-    for trial, point, x, y in known:
+    for trial, point, x, y in measured:
         within = [] if limit is None else [_("yes") if x <= limit else _("no")]
         optimal = _("yes") if (x, y) in front else _("no")
         link = f"#trial-{trial['number']}"
@@ -74,8 +74,8 @@ def _against(
     )
     best = run.best["number"] if run.best else None
     groups = [
-        (_("others"), 0, 9, [each for each in known if each[0]["number"] != best]),
-        (_("best"), 1, 14, [each for each in known if each[0]["number"] == best]),
+        (_("others"), 0, 9, [each for each in measured if each[0]["number"] != best]),
+        (_("best"), 1, 14, [each for each in measured if each[0]["number"] == best]),
     ]
     traces = []
     if len(front) > 1:
@@ -87,15 +87,15 @@ def _against(
             trace = points(group, series, [x for *_, x, _ in mine], [y for *_, y in mine], text=text)
             traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     shapes: list[Any] = []
-    x_values = [x for *_, x, _ in known]
+    x_values = [x for *_, x, _ in measured]
     if limit is not None:
         shapes = [limit_line(_("limit {seconds:g} s", seconds=limit), limit)]
         x_values.append(limit)
-    top = max(known, key=lambda each: each[3])
+    top = max(measured, key=lambda each: each[3])
     summary = _(
         "{count} of {total} load points are Pareto-optimal; the maximum is {rate} {unit} at {seconds} s {latency}.",
         count=len(front),
-        total=len(known),
+        total=len(measured),
         rate=shown(top[3]),
         unit=short,
         seconds=shown(top[2]),
@@ -110,10 +110,10 @@ def _against(
     )
 
 
-def _front(known: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the Pareto-optimal (latency, rate) points by latency."""
-    kept: list[tuple[float, float]] = []
-    for x, y in sorted(known, key=lambda point: (point[0], -point[1])):
-        if not kept or y > kept[-1][1]:
-            kept.append((x, y))
-    return kept
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(all_points, key=lambda point: (point[0], -point[1])):
+        if not front or y > front[-1][1]:
+            front.append((x, y))
+    return front

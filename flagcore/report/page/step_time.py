@@ -22,10 +22,10 @@ def step_time(run: RunData) -> Section | None:
     trials = {"best": run.best, "baseline": run.baseline}
     if run.best and run.baseline and run.best["candidate"] == run.baseline["candidate"]:
         trials.pop("baseline")
-    known = {name: parts for name, trial in trials.items() if trial and (parts := _parts(trial))}
-    if not known:
+    predicted = {name: parts for name, trial in trials.items() if trial and (parts := _parts(trial))}
+    if not predicted:
         return None
-    blocks: list[Block] = [_by_part(run, known, {name: trial for name, trial in trials.items() if trial})]
+    blocks: list[Block] = [_by_part(run, predicted, {name: trial for name, trial in trials.items() if trial})]
     measured = [[_(name), *_measured(run, trial)] for name, trial in trials.items() if trial and _measured(run, trial)]
     if measured:
         headings = [_("trial"), *(_(text) for text in MEASURED.values()), _("step, s")]
@@ -37,47 +37,50 @@ def _parts(trial: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(seconds) for name, seconds in (trial["predicted"].get("time") or {}).items()}
 
 
-def _by_part(run: RunData, known: Mapping[str, Mapping[str, float]], trials: Mapping[str, Mapping[str, Any]]) -> Chart:
-    names = list(dict.fromkeys(name for parts in known.values() for name in parts))
-    labels = [_(name) for name in known]
+def _by_part(
+    run: RunData, predicted: Mapping[str, Mapping[str, float]], trials: Mapping[str, Mapping[str, Any]]
+) -> Chart:
+    names = list(dict.fromkeys(name for parts in predicted.values() for name in parts))
+    labels = [_(name) for name in predicted]
     traces = [
-        bars(_(part_name(name)), place, [parts.get(name, 0.0) for parts in known.values()], labels, width=0.5)
+        bars(_(part_name(name)), place, [parts.get(name, 0.0) for parts in predicted.values()], labels, width=0.5)
         for place, name in enumerate(names)
-        if any(parts.get(name) for parts in known.values())
+        if any(parts.get(name) for parts in predicted.values())
     ]
-    steps = {name: number(lookup(trials[name], "measured.step_time_s.median")) for name in known}
+    steps = {name: number(lookup(trials[name], "measured.step_time_s.median")) for name in predicted}
     if any(step is not None for step in steps.values()):
         there = [(step, _(name)) for name, step in steps.items() if step is not None]
         trace = points(_("measured step"), 5, [step for step, _ in there], [name for _, name in there])
         traces.append(trace | {"marker": {**trace["marker"], "symbol": "star", "size": 13}})
-    totals = {name: sum(parts.values()) for name, parts in known.items()}
+    totals = {name: sum(parts.values()) for name, parts in predicted.items()}
     rows: list[list[Any]] = []
     for part in names:
-        figures = [(known[name].get(part, 0.0), totals[name]) for name in known]
+        figures = [(predicted[name].get(part, 0.0), totals[name]) for name in predicted]
         shares = [
             each for seconds, total in figures for each in (cell(seconds), percent(seconds / total if total else 0))
         ]
         rows.append([_(part_name(part)), *shares])
-    rows.append([_("step, predicted"), *(each for name in known for each in (cell(totals[name]), cell(None)))])
-    rows.append([_("step, measured"), *(each for name in known for each in (cell(steps[name]), cell(None)))])
+    rows.append([_("step, predicted"), *(each for name in predicted for each in (cell(totals[name]), cell(None)))])
+    rows.append([_("step, measured"), *(each for name in predicted for each in (cell(steps[name]), cell(None)))])
     data = table(
         _("Parts of the step time (predicted)"),
         [_("part"), *(heading for name in labels for heading in (f"~{name}, s", "~%"))],
         rows,
     )
-    first = next(iter(known))
-    most = max(known[first], key=lambda part: known[first][part])
+    first = next(iter(predicted))
+    most = max(predicted[first], key=lambda part: predicted[first][part])
     return Chart(
         title=_("Parts of the step time (predicted)"),
         summary=_(
             "{name}: {part} takes {share:.1%} of a step of ~{seconds} s.",
             name=_(first).capitalize(),
             part=_(part_name(most)),
-            share=known[first][most] / (totals[first] or 1.0),
+            share=predicted[first][most] / (totals[first] or 1.0),
             seconds=shown(totals[first]),
         ),
         traces=tuple(traces),
-        layout=rows_layout(_("seconds"), len(known), each=60, barmode="stack") | {"height": 240 + 50 * len(known)},
+        layout=rows_layout(_("seconds"), len(predicted), each=60, barmode="stack")
+        | {"height": 240 + 50 * len(predicted)},
         table=data,
     )
 

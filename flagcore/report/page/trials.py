@@ -74,8 +74,8 @@ def _figures(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
         figures = [cell(number(lookup(trial, key))) for key in FIGURES.values()]
         return [*figures, percent(gain, signed=True)]
     change = Cell(serving_text.gain_text(run.objective, gain).split()[0], gain) if gain is not None else cell(None)
-    known = [number(lookup(trial, f"measured.figures.{name}")) for name in LATENCIES]
-    return [cell(run.figure(trial)), cell(run.predicted(trial)), change, *map(cell, known)]
+    latencies = [number(lookup(trial, f"measured.figures.{name}")) for name in LATENCIES]
+    return [cell(run.figure(trial)), cell(run.predicted(trial)), change, *map(cell, latencies)]
 
 
 def _seconds(trial: Mapping[str, Any]) -> float | None:

@@ -89,14 +89,14 @@ def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:
     """Return a candidate by its differences from the best, with its prediction."""
     candidate, own = problem.space.candidate(row), problem.space.candidate(best)
     predicted: Mapping[str, Any] = record(problem.platform.task, problem.predictions.row(row))
-    wanted = ("step_time_s", "tokens_per_second_per_device", "objective", "time", "limit", "memory")
+    keys = ("step_time_s", "tokens_per_second_per_device", "objective", "time", "limit", "memory")
     return {
         "candidate": candidate.as_dict(),
         "differs": _differs(candidate, own),
-        "predicted": {name: predicted[name] for name in wanted if name in predicted},
+        "predicted": {name: predicted[name] for name in keys if name in predicted},
     }
 
 
 def _differs(candidate: Candidate, own: Candidate) -> dict[str, Any]:
-    known = own.as_dict()
-    return {knob: value for knob, value in candidate.items if known.get(knob) != value}
+    values = own.as_dict()
+    return {knob: value for knob, value in candidate.items if values.get(knob) != value}

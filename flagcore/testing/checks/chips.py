@@ -21,7 +21,9 @@ def chips_and_devices_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.loaded.chips()
     plugin.loaded.devices()
     yield from (
-        problem for problem in plugin.told("flagcore_chips", "flagcore_devices") if "answers to" not in problem.message
+        problem
+        for problem in plugin.problems_of("flagcore_chips", "flagcore_devices")
+        if "answers to" not in problem.message
     )
 
 
@@ -30,8 +32,8 @@ def figures_have_sources(plugin: Subject) -> Iterator[Problem]:
         for key, fact in facts_of(chip):
             if fact.source.kind not in KINDS or not fact.source.detail.strip():
                 yield Problem(
-                    message=f"{chip.name}: {key} has the source {fact.source.kind!r} {fact.source.detail!r}",
-                    fix=f"give it a kind of {', '.join(SOURCE_KEYS)}, and what that kind must say",
+                    f"{chip.name}: {key} has the source {fact.source.kind!r} {fact.source.detail!r}",
+                    f"give it a kind of {', '.join(SOURCE_KEYS)}, and the key that the kind needs",
                 )
 
 
@@ -40,7 +42,7 @@ def source_dates_are_iso(plugin: Subject) -> Iterator[Problem]:
     for name, content in plugin.yaml_files("**/*.yaml"):
         for key, value in _dates(content):
             if not (isinstance(value, date | datetime) or DATE.fullmatch(str(value))):
-                yield Problem(message=f"{name}: {key} = {value!r} is no date", fix="write it as 2026-11-02 or 2026-11")
+                yield Problem(f"{name}: {key} = {value!r} is not a date", "write it as 2026-11-02 or 2026-11")
 
 
 def measured_figures_have_dates(plugin: Subject) -> Iterator[Problem]:
@@ -49,16 +51,16 @@ def measured_figures_have_dates(plugin: Subject) -> Iterator[Problem]:
         for key, source in _measured(content):
             if not source.get("date"):
                 yield Problem(
-                    message=f"{name}: {key} is measured, and does not say when",
-                    fix="add date: 2026-11-02, and best software and repeats; what others measured is published",
+                    f"{name}: {key} is measured, but has no date",
+                    "add date: 2026-11-02, and preferably software and repeats; measurements of others are published",
                 )
 
 
 def chip_names_are_unique(plugin: Subject) -> Iterator[Problem]:
     plugin.own_chips()
-    for problem in plugin.told("flagcore_chips"):
+    for problem in plugin.problems_of("flagcore_chips"):
         if "answers to" in problem.message:
-            yield Problem(message=problem.message, fix="keep a name or alias with the one chip that is reported so")
+            yield Problem(problem.message, "give each name or alias to one chip")
 
 
 def chip_names_differ_from_other_plugins(plugin: Subject) -> Iterator[Problem]:
@@ -66,8 +68,8 @@ def chip_names_differ_from_other_plugins(plugin: Subject) -> Iterator[Problem]:
         for name in (chip.name, *chip.aliases):
             if owner := plugin.others.owner(name):
                 yield Problem(
-                    message=f"{chip.name}: {name!r} is a name of a chip of the plugin {owner}, too",
-                    fix="give only names that this vendor's tools print",
+                    f"{chip.name}: {name!r} is also a name of a chip of the plugin {owner}",
+                    "list only names that this vendor's tools print",
                 )
 
 
@@ -76,53 +78,43 @@ def chips_are_found_by_name(plugin: Subject) -> Iterator[Problem]:
         for name in (chip.name, *chip.aliases):
             found = plugin.loaded.find_chip(name.upper())
             if found is None or found.name != chip.name:
-                yield Problem(
-                    message=f"{chip.name} is not found as {name.upper()!r}", fix="let one chip have this name"
-                )
+                yield Problem(f"{chip.name} is not found as {name.upper()!r}", "give this name to one chip only")
 
 
 def chip_names_have_no_extra_spaces(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name in (chip.name, chip.vendor, *chip.aliases):
             if not name or name != " ".join(name.split()) or not name.isprintable():
-                yield Problem(
-                    message=f"{chip.name}: the name {name!r} has other than single spaces", fix="write the words"
-                )
+                yield Problem(f"{chip.name}: the name {name!r} has extra spaces", "separate words by single spaces")
 
 
 def aliases_are_listed_once(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name, times in Counter(name.casefold() for name in chip.aliases).items():
             if times > 1:
-                yield Problem(
-                    message=f"{chip.name}: aliases has {name!r} {times} times, letter case aside",
-                    fix="keep one of them",
-                )
+                yield Problem(f"{chip.name}: aliases has {name!r} {times} times, ignoring case", "keep one of them")
 
 
 def chips_have_one_lowercase_vendor(plugin: Subject) -> Iterator[Problem]:
     vendors = sorted({chip.vendor for chip in plugin.own_chips()})
     if len(vendors) > 1 or vendors[0] != vendors[0].casefold():
-        yield Problem(
-            message=f"vendor is {', '.join(vendors)}", fix="write the same small letters in each chips/*.yaml"
-        )
+        yield Problem(f"vendor is {', '.join(vendors)}", "write the same lower-case word in each chips/*.yaml")
 
 
 def chip_files_match_chip_names(plugin: Subject) -> Iterator[Problem]:
     files = {name: content for name, content in plugin.yaml_files("chips/*.yaml") if isinstance(content, dict)}
     if not files:
-        raise Skip("the plugin ships no chips/*.yaml")
-    known = {chip.name for chip in plugin.chips}
+        raise Skip("the plugin has no chips/*.yaml")
+    names = {chip.name for chip in plugin.chips}
     for name, content in files.items():
-        said = str(content.get("chip"))
+        chip = str(content.get("chip"))
         stem = name.rpartition("/")[2].removesuffix(".yaml")
-        if stem != said.casefold().replace(" ", "-"):
+        if stem != chip.casefold().replace(" ", "-"):
+            yield Problem(f"{name}: chip is {chip}", f"name the file {chip.casefold().replace(' ', '-')}.yaml")
+        elif names and chip not in names:
             yield Problem(
-                message=f"{name}: chip is {said}", fix=f"name the file {said.casefold().replace(' ', '-')}.yaml"
-            )
-        elif known and said not in known:
-            yield Problem(
-                message=f"{name}: flagcore_chips does not tell {said}", fix="answer load_chips(PACKAGE) there"
+                f"{name}: flagcore_chips does not return {chip}",
+                "return load_chips(package) there, as VendorPlugin does",
             )
 
 

@@ -1,4 +1,4 @@
-"""Collectives: what they take, of time and of the compute beside them."""
+"""Collectives: their time and their share of the compute."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flagcore.testing.subject import Subject
 PAYLOADS = np.exp2(np.arange(10, 30)).astype(np.float64)
 ONES = np.ones(20, dtype=np.int64)
 MEASURED = 1.1
-KEPT = 0.5
-"""What the largest message keeps of the best bandwidth; where copies go through the host, a measured one kept 0.58."""
+MINIMUM_SHARE = 0.5
+"""Minimum share of the best bandwidth for the largest message; 0.58 was measured with copies through the host."""
 OVER_LINK = 1.25
-"""How much faster than its link a measured collective may look."""
+"""Tolerance of a measured collective above the rate of its link."""
 
 
 def collective_costs_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_collective_costs")
     for group in plugin.groups():
         plugin.loaded.collective_costs(group, "megatron")
-    yield from plugin.told("flagcore_collective_costs")
+    yield from plugin.problems_of("flagcore_collective_costs")
 
 
 def collective_times_grow_with_payload(plugin: Subject) -> Iterator[Problem]:
@@ -34,8 +34,8 @@ def collective_times_grow_with_payload(plugin: Subject) -> Iterator[Problem]:
         for kind in KINDS:
             if not (np.diff(costs.seconds(kind, PAYLOADS, 2 * ONES, ONES)) >= 0).all():
                 yield Problem(
-                    message=f"{chip.name}: a larger {kind} of two devices is predicted to take less time",
-                    fix="look for a wrong time (in seconds) in costs/*/collectives.yaml",
+                    f"{chip.name}: a larger {kind} of two devices is predicted to take less time",
+                    "check the times (in seconds) in costs/*/collectives.yaml",
                 )
 
 
@@ -43,11 +43,11 @@ def measured_bandwidth_does_not_fall(plugin: Subject) -> Iterator[Problem]:
     for chip, table in _tables(plugin):
         for curve in table.curves:
             rates = [size / time for size, time in zip(curve.payload_bytes, curve.seconds, strict=True)]
-            if rates[-1] < KEPT * max(rates):
+            if rates[-1] < MINIMUM_SHARE * max(rates):
                 yield Problem(
-                    message=f"{chip.name}: the curve of {curve.kind} of {curve.ranks} falls from {max(rates):.3g} to "
-                    f"{rates[-1]:.3g} bytes a second at its last point, and all that is larger follows it",
-                    fix="look at its last seconds and payload_bytes; leave out a point that something else disturbed",
+                    f"{chip.name}: the curve of {curve.kind} of {curve.ranks} falls from {max(rates):.3g} to "
+                    f"{rates[-1]:.3g} bytes a second at its last point, from which larger payloads are extrapolated",
+                    "check its last seconds and payload_bytes; leave out a disturbed point",
                 )
 
 
@@ -61,9 +61,9 @@ def measured_curves_do_not_exceed_the_link(plugin: Subject) -> Iterator[Problem]
             link = chip.link.bytes_per_second.value
             if rate > OVER_LINK * link:
                 yield Problem(
-                    message=f"{chip.name}: in the curve of {curve.kind} of {curve.ranks} a device sends {rate:.3g} "
-                    f"bytes a second, and link.bytes_per_second is {link:.3g}",
-                    fix="give seconds, and the payload of the whole tensor in bytes; or mend the rate of the link",
+                    f"{chip.name}: in the curve of {curve.kind} of {curve.ranks} a device sends {rate:.3g} "
+                    f"bytes a second, above link.bytes_per_second = {link:.3g}",
+                    "give seconds and the payload of the whole tensor in bytes, or correct the rate of the link",
                 )
 
 
@@ -73,8 +73,7 @@ def single_device_collectives_are_free(plugin: Subject) -> Iterator[Problem]:
             costs.compute_share(ONES, ONES) != 0
         ).any():
             yield Problem(
-                message=f"{chip.name}: a collective of one device takes time, or compute",
-                fix="answer 0 where ranks is 1",
+                f"{chip.name}: a collective of one device takes time, or compute", "return 0 where ranks is 1"
             )
 
 
@@ -82,9 +81,7 @@ def collectives_leave_compute_for_kernels(plugin: Subject) -> Iterator[Problem]:
     for chip, costs in _costs(plugin):
         taken = costs.compute_share(2 * ONES, ONES)
         if not ((taken >= 0) & (taken < 1)).all():
-            yield Problem(
-                message=f"{chip.name}: compute_share is not 0 to 1", fix="give a share of the device's compute"
-            )
+            yield Problem(f"{chip.name}: compute_share is not 0 to 1", "give a share of the device's compute")
 
 
 def messages_do_not_exceed_memory_bandwidth(plugin: Subject) -> Iterator[Problem]:
@@ -93,13 +90,13 @@ def messages_do_not_exceed_memory_bandwidth(plugin: Subject) -> Iterator[Problem
         seconds = costs.seconds("send", PAYLOADS[-1:], 2 * ONES[:1], ONES[:1])
         if rate is not None and PAYLOADS[-1] / seconds[0] > MEASURED * rate.value:
             yield Problem(
-                message=f"{chip.name}: a message of {PAYLOADS[-1]:g} bytes takes {seconds[0]:g} s",
-                fix="give seconds, and the payload of the whole tensor in bytes, in costs/*/collectives.yaml",
+                f"{chip.name}: a message of {PAYLOADS[-1]:g} bytes takes {seconds[0]:g} s",
+                "give seconds and the payload of the whole tensor in bytes in costs/*/collectives.yaml",
             )
 
 
 def _tables(plugin: Subject) -> list[tuple[Chip, CollectiveTable]]:
-    """Return the measured curves. Raises Skip where there are none, or none that can be used."""
+    """Return the measured curves. Raises Skip without usable ones."""
     _costs(plugin)
 
     def table(chip: Chip) -> CollectiveTable | None:

@@ -1,4 +1,4 @@
-"""Chips: whether peaks are dense. What is published with structured sparsity is twice what a model ever sees."""
+"""Chips: whether peaks are dense. Peaks with structured sparsity are twice as high."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAME = (0.9, 1.25)
 REACHED = 0.3
 """The least that large products reach of a dense peak; half of it would be all of a peak that was doubled."""
 
-SAID = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
+DENSE = re.compile(r"\bdense\b|(without|no|not) (structured )?sparsity", re.I)
 """Words of a source, or of the notes, that settle it."""
 
 
@@ -37,15 +37,15 @@ def peaks_are_dense(plugin: Subject) -> Iterator[Problem]:
         for wide, narrow in DOUBLES:
             if wide in peaks and narrow in peaks and peaks[narrow].value > SPARSE * peaks[wide].value:
                 yield Problem(
-                    message=f"{chip.name}: {narrow} = {peaks[narrow].value:g} is "
+                    f"{chip.name}: {narrow} = {peaks[narrow].value:g} is "
                     f"{peaks[narrow].value / peaks[wide].value:.1f} times {wide}",
-                    fix=f"give the dense peak of {narrow}: half of what is published with structured sparsity",
+                    f"give the dense peak of {narrow}: half of what is published with structured sparsity",
                 )
         for name in ("bf16", "fp16"):
-            if name in peaks and not _said(chip, peaks[name]) and (why := _too_fast(chip, name)):
+            if name in peaks and not _is_dense(chip, peaks[name]) and (why := _too_fast(chip, name)):
                 yield Problem(
-                    message=f"{chip.name}: {name} = {peaks[name].value:g} {why}",
-                    fix="give dense peaks, half of what is published with structured sparsity; if they are, let the "
+                    f"{chip.name}: {name} = {peaks[name].value:g} {why}",
+                    "give dense peaks, half of what is published with structured sparsity; if they are, add the "
                     "source or the notes say the word 'dense'",
                 )
 
@@ -53,11 +53,11 @@ def peaks_are_dense(plugin: Subject) -> Iterator[Problem]:
 def peak_sources_are_dense(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         for name, peak in chip.dense_flops_per_second.items():
-            told = peak.source.detail
-            if re.search(r"spars|\u7a00\u758f", told, re.I) and not SAID.search(told) and "half" not in told:
+            detail = peak.source.detail
+            if re.search(r"spars|\u7a00\u758f", detail, re.I) and not DENSE.search(detail) and "half" not in detail:
                 yield Problem(
-                    message=f"{chip.name}: {name} has the source {told[:120]!r}, which tells of sparsity",
-                    fix="give the dense peak, and say so in the source: 'dense' or 'without sparsity'",
+                    f"{chip.name}: {name} has the source {detail[:120]!r}, which mentions sparsity",
+                    "give the dense peak, and say so in the source: 'dense' or 'without sparsity'",
                 )
 
 
@@ -70,25 +70,25 @@ def large_matmuls_reach_the_peak(plugin: Subject) -> Iterator[Problem]:
             if peak and rate < REACHED * peak.value:  # NaN is not
                 share = f"{rate / peak.value:.0%} of the peak in {name}"
                 yield Problem(
-                    message=f"{chip.name}: a product of 8192 cubed reaches {share}",
-                    fix="look for a peak with sparsity, a time in another unit than us in kernels.jsonl, or a small "
+                    f"{chip.name}: a product of 8192 cubed reaches {share}",
+                    "look for a peak with sparsity, a time in another unit than us in kernels.jsonl, or a small "
                     "gemm_share in curve.yaml",
                 )
 
 
 def _too_fast(chip: Chip, name: str) -> str:
-    """Return by what a peak in 16 bits looks like one with sparsity; nothing if it does not."""
+    """Return why a 16-bit peak looks sparse; empty if it does not."""
     peaks, rate = chip.dense_flops_per_second, chip.memory_bandwidth_bytes_per_second
     peak = peaks[name].value
     if rate and INTENSITY * rate.value < peak <= PREFIX * rate.value:
-        return f"is {peak / rate.value:.0f} operations a byte of memory traffic, more than chips have"
+        return f"is {peak / rate.value:.0f} operations a byte of memory traffic, more than any known chip"
     if "fp32" in peaks and peak > OVER_FP32 * peaks["fp32"].value:
-        return f"is {peak / peaks['fp32'].value:.0f} times fp32, more than chips have"
+        return f"is {peak / peaks['fp32'].value:.0f} times fp32, more than any known chip"
     for narrow in ("fp8", "int8"):
         if narrow in peaks and SAME[0] <= peaks[narrow].value / peak <= SAME[1]:
-            return f"is what {narrow} has, in half the bits"
+            return f"equals the peak of {narrow}, which has half the bits"
     return ""
 
 
-def _said(chip: Chip, peak: Fact) -> bool:
-    return bool(SAID.search(peak.source.detail) or SAID.search(chip.notes))
+def _is_dense(chip: Chip, peak: Fact) -> bool:
+    return bool(DENSE.search(peak.source.detail) or DENSE.search(chip.notes))

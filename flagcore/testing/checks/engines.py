@@ -1,4 +1,4 @@
-"""Engines: whether and how they run, and which of their values do not."""
+"""Engines: whether and how they run, and which values do not work."""
 
 from __future__ import annotations
 
@@ -26,98 +26,98 @@ def engine_support_is_valid(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.chips:
         for engine in plugin.engines:
             plugin.loaded.engine_support(chip, engine)
-    yield from plugin.told("flagcore_engine_support")
+    yield from plugin.problems_of("flagcore_engine_support")
 
 
 def supported_engines_have_device_and_backend(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
-        if said.support is not Support.IMPOSSIBLE and not (said.device_type and said.distributed_backend):
+    for chip, engine, answer in _supports(plugin):
+        if answer.support is not Support.IMPOSSIBLE and not (answer.device_type and answer.distributed_backend):
             yield Problem(
-                message=f"flagcore_engine_support: {engine} on {chip.name} lacks device_type or distributed_backend",
-                fix="give torch's names of them: without both nothing can be run, only predicted",
+                f"flagcore_engine_support: {engine} on {chip.name} lacks device_type or distributed_backend",
+                "give torch's names: without both, nothing can run",
             )
 
 
 def untested_engines_have_a_reason(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
-        if said.support is not Support.YES and not said.reason.strip():
+    for chip, engine, answer in _supports(plugin):
+        if answer.support is not Support.YES and not answer.reason.strip():
             yield Problem(
-                message=f"flagcore_engine_support: {engine} on {chip.name} is {said.support.value!r} without a reason",
-                fix="tell why; `flag doctor` and `flag explain` print it",
+                f"flagcore_engine_support: {engine} on {chip.name} is {answer.support.value!r} without a reason",
+                "give a reason for `flag doctor` and `flag explain`",
             )
 
 
 def refused_values_have_reasons(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
-        for refused in said.refused:
+    for chip, engine, answer in _supports(plugin):
+        for refused in answer.refused:
             limits = refused.values or refused.above is not None
             if not (refused.name.isidentifier() and refused.reason.strip() and limits):
                 yield Problem(
-                    message=f"flagcore_engine_support: {engine} on {chip.name}: the refusal {refused.name!r}",
-                    fix="give a name of letters and underscores, the values, and a reason that `flag explain` prints",
+                    f"flagcore_engine_support: {engine} on {chip.name}: {refused.name!r} is incomplete",
+                    "give a name of letters and underscores, the values, and a reason for `flag explain`",
                 )
 
 
 def refused_values_exist(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
-        for refused in said.refused:
+    for chip, engine, answer in _supports(plugin):
+        for refused in answer.refused:
             if not _is_known(chip, engine, refused.knob, refused.values):
                 yield Problem(
-                    message=f"flagcore_engine_support: {engine} has no knob {refused.knob!r} with {refused.values}",
-                    fix=f"name a knob of {engine} and values that it can have (docs/spec.md, docs/spec-serve.md)",
+                    f"flagcore_engine_support: {engine} has no knob {refused.knob!r} with {refused.values}",
+                    f"name a knob of {engine} and valid values (docs/spec.md, docs/spec-serve.md)",
                 )
 
 
 def refused_values_leave_candidates(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
+    for chip, engine, answer in _supports(plugin):
         if engine != "megatron":
             continue
         for axis in workload(engine).axes(task_on(chip)):
-            gone = {value for refused in said.refused if refused.knob == axis.knob for value in refused.values}
+            gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
             if set(axis.values) <= gone:
                 yield Problem(
-                    message=f"flagcore_engine_support: every value of {axis.knob} is refused on {chip.name}",
-                    fix="an engine that does not run at all is Support.IMPOSSIBLE, with a reason",
+                    f"flagcore_engine_support: every value of {axis.knob} is refused on {chip.name}",
+                    "if the engine cannot run at all, return Support.IMPOSSIBLE with a reason",
                 )
 
 
 def forced_settings_have_reasons(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
-        for forced in said.forced:
+    for chip, engine, answer in _supports(plugin):
+        for forced in answer.forced:
             if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
                 yield Problem(
-                    message=f"flagcore_engine_support: {engine}, {chip.name} {forced.name!r} forces {forced.setting!r}",
-                    fix=f"give a name, a reason, and a setting that begins with {' or '.join(SHARED)}",
+                    f"flagcore_engine_support: {engine}, {chip.name} {forced.name!r} forces {forced.setting!r}",
+                    f"give a name, a reason, and a setting that begins with {' or '.join(SHARED)}",
                 )
 
 
 def forced_settings_are_valid(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
-        for forced in said.forced:
+    for chip, engine, answer in _supports(plugin):
+        for forced in answer.forced:
             if forced.setting.startswith(SHARED) and not _is_setting(forced.setting, forced.value):
                 yield Problem(
-                    message=f"flagcore_engine_support: {engine}, {chip.name}: {forced.name} forces {forced.setting} = "
-                    f"{forced.value!r}, which no trial can be given",
-                    fix="name a key of train.settings and a value that it can have (docs/spec.md)",
+                    f"flagcore_engine_support: {engine}, {chip.name}: {forced.name} forces {forced.setting} = "
+                    f"{forced.value!r}, which is not a valid setting",
+                    "name a key of train.settings and a valid value (docs/spec.md)",
                 )
 
 
 def visible_devices_is_a_variable_name(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, said in _said(plugin):
-        if said.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", said.visible_devices):
+    for chip, engine, answer in _supports(plugin):
+        if answer.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", answer.visible_devices):
             yield Problem(
-                message=f"flagcore_engine_support: {engine} on {chip.name}: visible_devices = {said.visible_devices!r}",
-                fix="give the name of the environment variable, such as ACME_VISIBLE_DEVICES",
+                f"flagcore_engine_support: {engine} on {chip.name}: visible_devices = {answer.visible_devices!r}",
+                "give the name of the environment variable, such as ACME_VISIBLE_DEVICES",
             )
 
 
-def _said(plugin: Subject) -> list[tuple[Chip, str, EngineSupport]]:
+def _supports(plugin: Subject) -> list[tuple[Chip, str, EngineSupport]]:
     plugin.implements("flagcore_engine_support")
     pairs = [(chip, engine) for chip in plugin.own_chips() for engine in plugin.engines]
     found = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in pairs]
     known = [each for each in found if not each[2].reason.startswith("no plugin says how")]
     if not known:
-        raise Skip("the plugin knows no engine on its chips")
+        raise Skip("the plugin supports no engine")
     return known
 
 

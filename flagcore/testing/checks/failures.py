@@ -1,4 +1,4 @@
-"""Failure patterns: what the vendor's stack writes when something breaks."""
+"""Failure patterns: log lines of failed trials."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INFO 11-20 10:00:09 [gpu_worker.py:227] Available KV cache memory: 41.3 GiB
 INFO:     127.0.0.1:52114 - "POST /v1/completions HTTP/1.1" 200 OK
 Memory usage: 61.2 GiB of 64.0 GiB (95%), temperature 61 C, throttled: no
 """.splitlines()
-"""Lines of runs in which nothing failed."""
+"""Lines of successful runs."""
 
 SECONDS = 10.0
 _TRY = """
@@ -52,7 +52,7 @@ for pattern in json.load(sys.stdin):
 def failure_patterns_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_failure_patterns")
     _patterns(plugin)
-    yield from plugin.told("flagcore_failure_patterns")
+    yield from plugin.problems_of("flagcore_failure_patterns")
 
 
 def failure_patterns_are_fast(plugin: Subject) -> Iterator[Problem]:
@@ -60,8 +60,8 @@ def failure_patterns_are_fast(plugin: Subject) -> Iterator[Problem]:
         raise Skip("the plugin has no failure patterns")
     if slow := _slow(plugin):
         yield Problem(
-            message=f"flagcore_failure_patterns: {slow!r} takes more than {SECONDS:.0f} s on a line of 8,000 letters",
-            fix="do not nest repetitions, as in (a+)+; let one part end before the next begins",
+            f"flagcore_failure_patterns: {slow!r} takes more than {SECONDS:.0f} s on a line of 8,000 characters",
+            "do not nest repetitions, as in (a+)+",
         )
 
 
@@ -70,7 +70,7 @@ def failure_examples_match(plugin: Subject) -> Iterator[Problem]:
     if not failures:
         raise Skip("quirks.yaml has no failures")
     if plugin.failed("flagcore_failure_patterns"):
-        raise Skip("flagcore_failure_patterns gives no answer that can be used")
+        raise Skip("flagcore_failure_patterns gives no usable answer")
     if plugin.chips:
         _ready(plugin)
     for place, each in enumerate(failures):
@@ -82,8 +82,8 @@ def failure_examples_match(plugin: Subject) -> Iterator[Problem]:
         if first is not each:
             other = f"the earlier pattern {first.value.pattern.pattern!r} does" if first else "none does"
             yield Problem(
-                message=f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}",
-                fix="mend pattern or example, or put the narrower of two patterns first",
+                f"quirks.yaml: failures[{place}].example is not matched by its own pattern: {other}",
+                "correct the pattern or the example, or put the narrower pattern first",
             )
 
 
@@ -91,8 +91,8 @@ def log_examples_match(plugin: Subject) -> Iterator[Problem]:
     patterns = _patterns(plugin)
     if not plugin.examples:
         if patterns and not (plugin.package_folder / "quirks.yaml").is_file():
-            raise Skip("no log lines are given: override the fixture failure_examples")
-        raise Skip("no log lines are given beside those of quirks.yaml")
+            raise Skip("there are no log lines: override the fixture failure_examples")
+        raise Skip("there are no log lines beside those of quirks.yaml")
     _ready(plugin)
     ordered = sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY)
     for line, state in plugin.examples:
@@ -100,8 +100,8 @@ def log_examples_match(plugin: Subject) -> Iterator[Problem]:
         if first is None or first.state is not state:
             found = f"as {first.state.value}" if first else "by no pattern"
             yield Problem(
-                message=f"flagcore_failure_patterns: {line!r} is matched {found}, not as {state.value}",
-                fix="mend the pattern, or the order of the patterns",
+                f"flagcore_failure_patterns: {line!r} is matched {found}, not as {state.value}",
+                "correct the pattern or the order of the patterns",
             )
 
 
@@ -111,17 +111,15 @@ def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Iterator[Problem]:
         for line in HEALTHY:
             if re.search(pattern.pattern, line):
                 yield Problem(
-                    message=f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a good run",
-                    fix="match more of what is written when it fails",
+                    f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a successful run",
+                    "match more of the failure's text",
                 )
 
 
 def failures_name_known_engines(plugin: Subject) -> Iterator[Problem]:
     for place, each in enumerate(plugin.quirks.failures):
         for word in plugin.unknown(each.scope):
-            yield Problem(
-                message=f"quirks.yaml: failures[{place}] is for {word!r}, which is unknown", fix=plugin.known_names
-            )
+            yield Problem(f"quirks.yaml: failures[{place}] is for {word!r}, which is unknown", fix=plugin.known_names)
 
 
 def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
@@ -135,16 +133,16 @@ def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
 
 
 def _slow(plugin: Subject) -> str:
-    """Return the first pattern that takes long, tried in a process of its own; nothing if none does."""
+    """Return the first slow pattern, tried in another process; empty if there is none."""
     if "slow_pattern" not in plugin.memory:
         patterns = [pattern.pattern for pattern in _patterns(plugin)]
         argv, plugin.memory["slow_pattern"] = [sys.executable, "-I", "-S", "-c", _TRY], ""
         try:
-            given = json.dumps(patterns)
-            subprocess.run(argv, input=given, capture_output=True, text=True, timeout=SECONDS, check=False)
+            text = json.dumps(patterns)
+            subprocess.run(argv, input=text, capture_output=True, text=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired as error:
-            said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-            plugin.memory["slow_pattern"] = json.loads(said.splitlines()[-1]) if said else patterns[0]
+            printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+            plugin.memory["slow_pattern"] = json.loads(printed.splitlines()[-1]) if printed else patterns[0]
     return str(plugin.memory["slow_pattern"])
 
 

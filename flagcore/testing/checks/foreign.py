@@ -19,11 +19,11 @@ def foreign_chips_get_no_answer(plugin: Subject) -> Iterator[Problem]:
         try:
             answer = plugin.ask(hook, arguments)
         except Exception as error:
-            yield Problem(message=f"{hook} raises {one_line(error)} for a chip of another vendor", fix=FIX)
+            yield Problem(f"{hook} raises {one_line(error)} for a chip of another vendor", fix=FIX)
             continue
         empty = isinstance(answer, (list, tuple, dict)) and not answer
         if answer is not None and not empty:
-            yield Problem(message=f"{hook} answers for a chip of another vendor", fix=FIX)
+            yield Problem(f"{hook} answers for a chip of another vendor", fix=FIX)
 
 
 def unknown_engines_get_no_answer(plugin: Subject) -> Iterator[Problem]:
@@ -31,6 +31,6 @@ def unknown_engines_get_no_answer(plugin: Subject) -> Iterator[Problem]:
         about = {"chip": chip, "engine": "no such engine", "engine_version": None, "kind": ""}
         if plugin.ask("flagcore_engine_support", about) is not None:
             yield Problem(
-                message=f"flagcore_engine_support answers for an unknown engine on {chip.name}",
-                fix="return None if `kind` is neither train nor serve",
+                f"flagcore_engine_support answers for an unknown engine on {chip.name}",
+                "return None if `kind` is neither train nor serve",
             )

@@ -1,4 +1,4 @@
-"""What importing the module of hooks does, tried in a process of its own: every command of flagcore pays for it."""
+"""Importing the module of hooks, tried in a process of its own: every command of flagcore imports it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DRIVERS = (
     *("torch", "torch_mlu", "torch_npu", "torch_musa", "pynvml", "pymxsml", "pyixml", "pycndev", "tensorflow", "jax"),
     *("cupy", "vllm", "sglang", "megatron", "triton"),
 )
-KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
-"""Variables that the fresh process has: in this one, the plugin was imported already."""
+REAL_VARIABLES = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "LANG", "LC_ALL")
+"""Variables that the other process has."""
 SECONDS = 5.0
-"""Far above what reading a few small files takes; flagcore's own imports are not counted."""
+"""Time limit of the import, without flagcore's own imports."""
 
 _TRY = """
 import contextlib, importlib, io, json, os, sys, threading, time
@@ -47,48 +47,47 @@ os._exit(0)
 
 
 def import_loads_no_framework(plugin: Subject) -> Iterator[Problem]:
-    said = _imported(plugin)
-    fix = "import it inside the hook that needs it, or ask it in a process of its own (vendorkit.machine)"
-    if isinstance(said, str):
-        message = f"{plugin.package}: import {plugin.hooks_module} fails alone: {said}"
-        yield Problem(message=message, fix="import what it uses in its file")
+    report = _imported(plugin)
+    fix = "import it inside the hook that needs it, or run it in another process (vendorkit.machine)"
+    if isinstance(report, str):
+        message = f"{plugin.package}: import {plugin.hooks_module} fails in a new process: {report}"
+        yield Problem(message, "import everything that the module uses")
         return
-    if said["drivers"]:
-        loads = ", ".join(said["drivers"])
-        yield Problem(message=f"{plugin.package}: import {plugin.hooks_module} loads {loads}", fix=fix)
-    for path in map(Path, said["files"]):
+    if report["drivers"]:
+        loads = ", ".join(report["drivers"])
+        yield Problem(f"{plugin.package}: import {plugin.hooks_module} loads {loads}", fix)
+    for path in map(Path, report["files"]):
         for name, line in _at_import(ast.parse(path.read_text("utf-8")).body):
-            if name in DRIVERS and name not in said["drivers"]:  # it is not installed here
-                yield Problem(message=f"{path.name}:{line} imports {name}, where there is one", fix=fix)
+            if name in DRIVERS and name not in report["drivers"]:  # it is not installed here
+                yield Problem(f"{path.name}:{line} imports {name} if it is installed", fix)
 
 
 def import_has_no_side_effects(plugin: Subject) -> Iterator[Problem]:
-    said = _imported(plugin)
-    if isinstance(said, str):
+    report = _imported(plugin)
+    if isinstance(report, str):
         return
     what = f"{plugin.package}: import {plugin.hooks_module}"
-    if said["printed"]:
+    if report["printed"]:
         yield Problem(
-            message=f"{what} prints {said['printed'][:60]!r}",
-            fix="print nothing; what a user should know is logged by a hook",
+            f"{what} prints {report['printed'][:60]!r}", "print nothing; log from a hook what users should know"
         )
-    if said["seconds"] > SECONDS and not said["drivers"]:
-        yield Problem(message=f"{what} takes {said['seconds']:.1f} s", fix="do that work in the hook that needs it")
-    for each in said["changed"] if not said["drivers"] else []:
-        fix = "change nothing that all of flagcore uses; variables for trials are the answer of flagcore_environment"
-        yield Problem(message=f"{what} changes the {each}", fix=fix)
-    if said["threads"]:
-        yield Problem(message=f"{what} starts {said['threads']} threads", fix="start nothing before a hook is asked")
+    if report["seconds"] > SECONDS and not report["drivers"]:
+        yield Problem(f"{what} takes {report['seconds']:.1f} s", "do that work in the hook that needs it")
+    for each in report["changed"] if not report["drivers"] else []:
+        fix = "change no state of the process; return variables for trials from flagcore_environment"
+        yield Problem(f"{what} changes the {each}", fix)
+    if report["threads"]:
+        yield Problem(f"{what} starts {report['threads']} threads", "start threads only in hooks")
 
 
 def _imported(plugin: Subject) -> dict[str, Any] | str:
-    """Return what a fresh process says of the import, or why it failed there."""
+    """Return the report of the other process, or why the import failed there."""
     if "imported" not in plugin.memory:
         arguments = [plugin.hooks_module, plugin.package, " ".join(DRIVERS), json.dumps([*filter(None, sys.path)])]
         argv = [sys.executable, "-c", _TRY, *arguments]
-        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        environment = {name: os.environ[name] for name in REAL_VARIABLES if name in os.environ}
         try:
-            done = subprocess.run(argv, env=kept, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
             last = (done.stdout.strip().splitlines() or ["{}"])[-1]
             wrong = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             plugin.memory["imported"] = json.loads(last) if done.returncode == 0 and "drivers" in last else wrong
@@ -99,7 +98,7 @@ def _imported(plugin: Subject) -> dict[str, Any] | str:
 
 
 def _at_import(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
-    """Yield the packages, with the line, that statements import when the module is imported."""
+    """Yield the packages that are imported with the module, with their lines."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)

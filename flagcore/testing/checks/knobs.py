@@ -1,4 +1,4 @@
-"""Knobs that the plugin brings to an engine."""
+"""Knobs that the plugin adds to an engine."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ def knobs_are_valid(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.chips:
         for engine in plugin.engines:
             plugin.loaded.knobs(chip, engine)
-    yield from plugin.told("flagcore_knobs")
+    yield from plugin.problems_of("flagcore_knobs")
 
 
 def knobs_have_help(plugin: Subject) -> Iterator[Problem]:
     for _, engine, knob in _knobs(plugin):
         if not knob.help.strip():
-            yield Problem(
-                message=f"flagcore_knobs: {knob.name} of {engine} says nothing",
-                fix="give says: a sentence that `flag explain` prints",
-            )
+            yield Problem(f"flagcore_knobs: {knob.name} of {engine} has no help", "add a sentence for `flag explain`")
 
 
 def knob_names_differ_from_engine_knobs(plugin: Subject) -> Iterator[Problem]:
@@ -35,8 +32,8 @@ def knob_names_differ_from_engine_knobs(plugin: Subject) -> Iterator[Problem]:
         own = {axis.knob for axis in workload(engine).axes(task_on(chip))} if engine == "megatron" else set()
         if knob.name in own:
             yield Problem(
-                message=f"flagcore_knobs: {knob.name} is a knob of {engine} on all chips",
-                fix="give it another name, such as one that begins with the vendor's",
+                f"flagcore_knobs: {knob.name} is already a knob of {engine}",
+                "rename it, for example with the vendor as prefix",
             )
 
 
@@ -46,8 +43,8 @@ def knob_effects_have_intervals(plugin: Subject) -> Iterator[Problem]:
             for what, factor in (("time", effect.time), ("memory", effect.memory)):
                 if factor.value != 1.0 and factor.low == factor.high:
                     yield Problem(
-                        message=f"flagcore_knobs: {knob.name} of {engine} scales {what} by {factor.value:g} for sure",
-                        fix="give low and high, the ends of an 80% interval: what others published is a guess here",
+                        f"flagcore_knobs: {knob.name} of {engine} scales {what} without an interval",
+                        "give low and high, the ends of an 80% interval",
                     )
 
 
@@ -57,8 +54,8 @@ def knob_effects_have_sources(plugin: Subject) -> Iterator[Problem]:
         estimated = knob.source is not None and knob.source.kind == "estimated"
         if knob.effect_source is None and not estimated and any(each != Factor() for each in factors):
             yield Problem(
-                message=f"flagcore_knobs: {knob.name} of {engine} does not say where its factors are from",
-                fix="give effect: {kind: estimated, method: WHY}, or the source that published these very figures",
+                f"flagcore_knobs: {knob.name} of {engine} has factors without a source",
+                "add effect: {kind: estimated, method: WHY}, or the source of these figures",
             )
 
 
@@ -68,8 +65,8 @@ def knobs_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
     for each in all_knobs(plugin.package):
         for word in (*({each.engine} - set(plugin.engines)), *sorted(set(each.chips) - chips)):
             yield Problem(
-                message=f"knobs.yaml: {each.knob.name} is of {word!r}",
-                fix=f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml",
+                f"knobs.yaml: {each.knob.name} is for {word!r}, which is unknown",
+                f"engines are {', '.join(plugin.engines)}; chips are those of chips/*.yaml",
             )
 
 
@@ -78,5 +75,5 @@ def _knobs(plugin: Subject) -> list[tuple[Chip, str, Knob]]:
     pairs = [(chip, engine) for chip in plugin.own_chips() for engine in plugin.engines]
     found = [(chip, engine, knob) for chip, engine in pairs for knob in plugin.loaded.knobs(chip, engine)]
     if not found:
-        raise Skip("the plugin brings no knob to an engine")
+        raise Skip("the plugin adds no knobs")
     return found

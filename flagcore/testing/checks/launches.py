@@ -1,4 +1,4 @@
-"""Launches: what the plugin changes of a trial before it starts."""
+"""Launches: changes to a trial before it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagcore.testing.subject import Subject
 
 KEEP = {"KEEP": "me"}
 SECONDS = 30.0
-"""How long a trial may take to begin."""
+"""Time limit for the start of a trial."""
 
 
 def prepared_launch_runs_the_command(plugin: Subject) -> Iterator[Problem]:
@@ -26,13 +26,11 @@ def prepared_launch_runs_the_command(plugin: Subject) -> Iterator[Problem]:
         prepared = plugin.loaded.prepare_launch(launch, task)
         if not " ".join(prepared.argv).endswith("echo the command"):
             yield Problem(
-                message=f"flagcore_prepare_launch makes argv {' '.join(prepared.argv)!r} of 'echo the command'",
-                fix="put a wrapper before launch.argv, and leave the rest",
+                f"flagcore_prepare_launch turns 'echo the command' into {' '.join(prepared.argv)!r} as argv",
+                "put a wrapper before launch.argv and keep the rest",
             )
         if prepared.folder != launch.folder or prepared.directory != launch.directory:
-            yield Problem(
-                message="flagcore_prepare_launch changes the folder of the trial", fix="use replace(launch, ...)"
-            )
+            yield Problem("flagcore_prepare_launch changes the folder of the trial", "use replace(launch, ...)")
 
 
 def prepared_launch_keeps_variables(plugin: Subject) -> Iterator[Problem]:
@@ -41,8 +39,8 @@ def prepared_launch_keeps_variables(plugin: Subject) -> Iterator[Problem]:
     for task in plugin.tasks():
         if plugin.loaded.prepare_launch(launch, task).environment.get("KEEP") != "me":
             yield Problem(
-                message="flagcore_prepare_launch drops a variable of launch.environment",
-                fix="add to it: replace(launch, environment={**launch.environment, ...})",
+                "flagcore_prepare_launch drops a variable of launch.environment",
+                "extend it: replace(launch, environment={**launch.environment, ...})",
             )
 
 
@@ -57,25 +55,25 @@ def prepared_launch_keeps_limits(plugin: Subject) -> Iterator[Problem]:
             or prepared.memory_limit_bytes > 2**30
         ):
             yield Problem(
-                message="flagcore_prepare_launch widens timeout_seconds or memory_limit_bytes of a trial",
-                fix="leave the limits, or lower them: they are the user's",
+                "flagcore_prepare_launch raises timeout_seconds or memory_limit_bytes of a trial",
+                "keep or lower the limits: they are the user's",
             )
 
 
 def prepared_launch_can_be_stopped(plugin: Subject) -> Iterator[Problem]:
     with tempfile.TemporaryDirectory() as folder:
-        begun = Path(folder, "begun")
-        code = f"import time; open({str(begun)!r}, 'w').close(); time.sleep(60)"
+        started = Path(folder, "begun")
+        code = f"import time; open({str(started)!r}, 'w').close(); time.sleep(60)"
         sleeper = Launch(argv=(sys.executable, "-S", "-c", code), folder=folder)
         for task in itertools.islice(plugin.tasks(), 1):
             running = launcher("local").start(plugin.loaded.prepare_launch(sleeper, task))
             until = time.monotonic() + SECONDS
-            while not begun.exists() and running.poll() is None and time.monotonic() < until:
+            while not started.exists() and running.poll() is None and time.monotonic() < until:
                 time.sleep(0.01)
-            alive = begun.exists() and running.poll() is None
+            alive = started.exists() and running.poll() is None
             ended = running.stop()
             if not alive or ended.ended_by != "request":
                 yield Problem(
-                    message=f"flagcore_prepare_launch: a sleeping trial ended by {ended.ended_by} ({ended.code})",
-                    fix="a wrapper must start the command, stay its parent, and be there on this machine",
+                    f"flagcore_prepare_launch: a sleeping trial ended by {ended.ended_by} ({ended.code})",
+                    "a wrapper must exist here, start the command and stay its parent",
                 )

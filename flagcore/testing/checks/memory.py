@@ -1,4 +1,4 @@
-"""Memory models: from what tensors take to what the device shows."""
+"""Memory models: from allocated memory to what the device reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flagcore.testing.subject import Subject
 LEAST_BYTES = 2**20
 """Less is a figure in MiB or GiB."""
 IDLE_SHARE = 0.25
-"""Of a device's memory, what context, libraries and collective buffers may take at most."""
+"""Maximum share of a device's memory for context, libraries and collective buffers."""
 
 
 def memory_use_grows_with_allocation(plugin: Subject) -> Iterator[Problem]:
@@ -26,14 +26,14 @@ def memory_use_grows_with_allocation(plugin: Subject) -> Iterator[Problem]:
     for chip, model in _models(plugin):
         reserved = model.reserved_bytes(allocated)
         used = model.device_used_bytes(reserved)
-        for told, method in (
+        for monotonic, method in (
             ((reserved >= allocated).all() and (np.diff(reserved) >= 0).all(), "reserved_bytes"),
             ((used >= reserved).all() and (np.diff(used) >= 0).all(), "device_used_bytes"),
         ):
-            if not told:
+            if not monotonic:
                 yield Problem(
-                    message=f"{chip.name}: {method} of the memory model falls below what it is given, or as that grows",
-                    fix="add to what it is given, or multiply by at least 1",
+                    f"{chip.name}: {method} of the memory model returns less than its argument, or falls as that grows",
+                    "add to the argument, or multiply by at least 1",
                 )
 
 
@@ -43,8 +43,8 @@ def memory_budget_is_respected(plugin: Subject) -> Iterator[Problem]:
         capacity = model.capacity_bytes() if model else None
         if capacity is None or capacity > 10**9:
             yield Problem(
-                message=f"{chip.name}: capacity_bytes() is {capacity} where the user gives a budget of 1e9",
-                fix="take group.memory_bytes where it is given, the chip's memory_bytes elsewhere",
+                f"{chip.name}: capacity_bytes() is {capacity} with a user's budget of 1e9",
+                "use group.memory_bytes if it is set, else the chip's memory_bytes",
             )
 
 
@@ -53,8 +53,8 @@ def capacity_is_at_most_chip_memory(plugin: Subject) -> Iterator[Problem]:
         capacity = model.capacity_bytes()
         if chip.memory_bytes and capacity is not None and capacity > chip.memory_bytes.value:
             yield Problem(
-                message=f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {chip.memory_bytes.value:g}",
-                fix="a device has no more than the driver reports; give GiB and GB their own bytes",
+                f"{chip.name}: capacity_bytes() is {capacity:g}, memory_bytes {chip.memory_bytes.value:g}",
+                "use the bytes that the driver reports; GiB and GB differ",
             )
 
 
@@ -64,8 +64,8 @@ def idle_memory_is_small(plugin: Subject) -> Iterator[Problem]:
         most = IDLE_SHARE * (chip.memory_bytes.value if chip.memory_bytes else 2**35)
         if used != 0 and not LEAST_BYTES <= used <= most:
             yield Problem(
-                message=f"{chip.name}: device_used_bytes(0) = {used:g}",
-                fix="context, libraries and collective buffers take some hundreds of MiB to some GiB: give bytes",
+                f"{chip.name}: device_used_bytes(0) = {used:g}",
+                "context, libraries and collective buffers take hundreds of MiB to a few GiB: give bytes",
             )
 
 
@@ -73,7 +73,7 @@ def workspace_is_in_bytes(plugin: Subject) -> Iterator[Problem]:
     for chip, model in _models(plugin):
         workspace = model.workspace_bytes()
         if not 0 <= workspace <= 2**32:
-            yield Problem(message=f"{chip.name}: workspace_bytes() = {workspace:g}", fix="it is some MiB: give bytes")
+            yield Problem(f"{chip.name}: workspace_bytes() = {workspace:g}", "it is a few MiB: give bytes")
 
 
 def larger_micro_batches_need_more_memory(plugin: Subject) -> Iterator[Problem]:
@@ -84,8 +84,8 @@ def larger_micro_batches_need_more_memory(plugin: Subject) -> Iterator[Problem]:
         columns = {knob: np.concatenate([row[knob] for row in rows]) for knob in rows[0]}
         if not (np.diff(engine.predict(task, columns, made).device_used_bytes) >= 0).all():
             yield Problem(
-                message=f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory",
-                fix="look for a part of the memory model that shrinks as its argument grows",
+                f"{task.cluster.chips}: a larger micro_batch_size is predicted to need less memory",
+                "find the part of the memory model that shrinks as its argument grows",
             )
 
 

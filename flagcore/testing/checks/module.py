@@ -1,4 +1,4 @@
-"""The module of hooks: that it loads, what it knows of flagcore, and that it answers the same again."""
+"""The plugin itself: that it loads, what it imports, and that its answers are reproducible."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def plugin_loads(plugin: Subject) -> Iterator[Problem]:
     for failure in plugin.loaded.failures:
         if failure.stage in ("discover", "load", "check"):
             yield Problem(
-                message=f"{plugin.name}: {failure.reason}",
-                fix="mend the function in the module that the entry point names; docs/hooks.md has all hooks",
+                f"{plugin.name}: {failure.reason}",
+                "correct the object that the entry point names; docs/hooks.md lists all hooks",
             )
 
 
@@ -35,8 +35,8 @@ def imports_only_public_modules(plugin: Subject) -> Iterator[Problem]:
             stranger = root.startswith("flagcore_") and root != package
             if stranger or (root == "flagcore" and room and room not in ROOMS):
                 yield Problem(
-                    message=f"{path.name}:{line} imports {name}",
-                    fix=f"a plugin knows flagcore's {', '.join(ROOMS)} alone, and no other plugin",
+                    f"{path.name}:{line} imports {name}",
+                    f"import only flagcore's {', '.join(ROOMS)}, and no other plugin",
                 )
 
 
@@ -44,23 +44,21 @@ def answers_are_reproducible(plugin: Subject) -> Iterator[Problem]:
     again = LoadedPlugins.of({plugin.name: plugin.hooks})
     for hook, first, second in _answers(plugin, again):
         if first != second:
-            yield Problem(
-                message=f"{hook} answers otherwise when it is asked again", fix="let it depend on nothing else"
-            )
+            yield Problem(f"{hook} gives another answer the second time", "compute it from the arguments only")
 
 
 def chips_can_be_pickled(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.chips:
         try:
             if pickle.loads(pickle.dumps(chip)) != chip:
-                yield Problem(message=f"chip {chip.name} is another one after pickle", fix="use plain dicts and tuples")
+                yield Problem(f"chip {chip.name} differs after pickle", "use plain dicts and tuples")
         except Exception as error:
-            yield Problem(message=f"chip {chip.name} cannot be pickled: {error}", fix="use plain dicts and tuples")
+            yield Problem(f"chip {chip.name} cannot be pickled: {error}", "use plain dicts and tuples")
 
 
 def _answers(plugin: Subject, again: LoadedPlugins) -> Iterator[tuple[str, object, object]]:
     first = plugin.loaded
-    yield "flagcore_chips", [_told(chip) for chip in first.chips()], [_told(chip) for chip in again.chips()]
+    yield "flagcore_chips", [_stable(chip) for chip in first.chips()], [_stable(chip) for chip in again.chips()]
     for chip in plugin.chips:
         group = plugin.group(chip)
         yield "flagcore_topology", first.topology(group), again.topology(group)
@@ -71,15 +69,15 @@ def _answers(plugin: Subject, again: LoadedPlugins) -> Iterator[tuple[str, objec
             yield "flagcore_failure_patterns", patterns, again.failure_patterns(chip, engine)
 
 
-def _told(chip: Chip) -> object:
-    """Return what must not change: a figure may, where it is this machine's own clock."""
+def _stable(chip: Chip) -> object:
+    """Return what must not change; a figure may, such as this machine's clock."""
     return chip.name, chip.vendor, chip.aliases, chip.devices_per_node, [key for key, _ in facts_of(chip)]
 
 
 def _modules(folder: Path) -> list[Path]:
     found = sorted(folder.rglob("*.py"))
     if not (folder / "__init__.py").is_file():
-        raise Skip("the plugin is a single module, not a package")
+        raise Skip("the plugin is a module, not a package")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Chips: whether their figures can be meant in base units, and in one direction."""
+"""Chips: whether figures are plausible in base units and in one direction."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def figures_are_plausible(plugin: Subject) -> Iterator[Problem]:
             low, high = next(limits for start, limits in RANGES.items() if key.startswith(start))
             if not low <= fact.value <= high:
                 yield Problem(
-                    message=f"{chip.name}: {key} = {fact.value:g} is not in {low:g} to {high:g}",
-                    fix="write bytes, bytes per second or flops per second, without prefixes; YAML wants 3.0e+14",
+                    f"{chip.name}: {key} = {fact.value:g} is not in {low:g} to {high:g}",
+                    "write bytes, bytes per second or flops per second, without prefixes; YAML wants 3.0e+14",
                 )
 
 
@@ -49,24 +49,24 @@ def narrow_formats_are_not_slower(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         peaks = chip.dense_flops_per_second
         for wide, narrow in NARROWER:
-            known = wide in peaks and narrow in peaks and "emulated" not in chip.notes
-            if known and peaks[narrow].value < 0.999 * peaks[wide].value:
+            comparable = wide in peaks and narrow in peaks and "emulated" not in chip.notes
+            if comparable and peaks[narrow].value < 0.999 * peaks[wide].value:
                 yield Problem(
-                    message=f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}",
-                    fix="look the two peaks up again; a format that the chip has to emulate is so called in notes",
+                    f"{chip.name}: {narrow} = {peaks[narrow].value:g} is below {wide} = {peaks[wide].value:g}",
+                    "check both peaks; if the chip emulates a format, say so in notes",
                 )
 
 
 def fp16_and_bf16_peaks_are_similar(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         peaks = chip.dense_flops_per_second
-        told = "emulated" in chip.notes or "half the rate" in chip.notes
-        if "bf16" in peaks and "fp16" in peaks and not told:
+        explained = "emulated" in chip.notes or "half the rate" in chip.notes
+        if "bf16" in peaks and "fp16" in peaks and not explained:
             ratio = peaks["bf16"].value / peaks["fp16"].value
             if not LIKE[0] <= ratio <= LIKE[1]:
                 yield Problem(
-                    message=f"{chip.name}: bf16 is {ratio:g} times fp16",
-                    fix="give both dense and of matrix units, or neither; if one has half the rate, notes say so",
+                    f"{chip.name}: bf16 is {ratio:g} times fp16",
+                    "give both dense and of matrix units, or neither; if one really has half the rate, say so in notes",
                 )
 
 
@@ -77,8 +77,8 @@ def peaks_match_memory_bandwidth(plugin: Subject) -> Iterator[Problem]:
         for name, peak in chip.dense_flops_per_second.items():
             if rate is not None and name in ("bf16", "fp16") and not low <= peak.value / rate.value <= high:
                 yield Problem(
-                    message=f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic",
-                    fix="one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix",
+                    f"{chip.name}: {name} does {peak.value / rate.value:g} operations a byte of memory traffic",
+                    "one of dense_flops_per_second and memory_bandwidth_bytes_per_second has a wrong prefix",
                 )
 
 
@@ -89,8 +89,8 @@ def links_are_slower_than_memory(plugin: Subject) -> Iterator[Problem]:
         if link and rate and link.bytes_per_second.value > LINK_SHARE * rate.value:
             share = link.bytes_per_second.value / rate.value
             yield Problem(
-                message=f"{chip.name}: link.bytes_per_second is {share:.2g} of memory_bandwidth_bytes_per_second",
-                fix="give bytes, not bits, that one device sends in one direction",
+                f"{chip.name}: link.bytes_per_second is {share:.2g} of memory_bandwidth_bytes_per_second",
+                "give bytes, not bits, that one device sends in one direction",
             )
 
 
@@ -103,8 +103,8 @@ def network_is_slower_than_the_link(plugin: Subject) -> Iterator[Problem]:
         ):
             if card and rate and card.value > share * rate.value and "same fabric" not in chip.notes:
                 yield Problem(
-                    message=f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}",
-                    fix="give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are "
+                    f"{chip.name}: nic_bytes_per_second = {card.value:g} is not below {key} = {rate.value:g}",
+                    "give one device's share in bytes, not bits: 400 Gb/s are 5.0e+10; if links and network are "
                     "one fabric, notes say the words 'same fabric'",
                 )
 
@@ -113,8 +113,8 @@ def link_latency_is_in_seconds(plugin: Subject) -> Iterator[Problem]:
     for chip in plugin.own_chips():
         if chip.link and not 1e-8 <= chip.link.latency_seconds <= 1e-3:
             yield Problem(
-                message=f"{chip.name}: link.latency_seconds = {chip.link.latency_seconds:g}",
-                fix="a small message takes some 1.0e-6 to 1.0e-4 seconds; leave it out if nobody measured it",
+                f"{chip.name}: link.latency_seconds = {chip.link.latency_seconds:g}",
+                "a small message takes about 1.0e-6 to 1.0e-4 seconds; leave it out if unmeasured",
             )
 
 
@@ -123,6 +123,6 @@ def link_domains_divide_nodes(plugin: Subject) -> Iterator[Problem]:
         size, node = chip.link.domain_size if chip.link else None, chip.devices_per_node
         if size is not None and (size < 1 or (size % node and node % size)):
             yield Problem(
-                message=f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}",
-                fix="give how many consecutive devices the link joins: a share of a node, or whole nodes",
+                f"{chip.name}: link.domain_size = {size} does not divide devices_per_node = {node}",
+                "give how many consecutive devices the link joins: a share of a node, or whole nodes",
             )

@@ -1,4 +1,4 @@
-"""Pruning rules: what is not worth a trial."""
+"""Pruning rules: candidates that are not worth a trial."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pruning_rules_are_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_pruning_rules")
     for task in plugin.tasks():
         plugin.loaded.pruning_rules(task)
-    yield from plugin.told("flagcore_pruning_rules")
+    yield from plugin.problems_of("flagcore_pruning_rules")
 
 
 def pruning_rules_have_messages(plugin: Subject) -> Iterator[Problem]:
@@ -31,8 +31,8 @@ def pruning_rules_have_messages(plugin: Subject) -> Iterator[Problem]:
         for rule in rules:
             if not rule.name.isidentifier() or not rule.message.strip():
                 yield Problem(
-                    message=f"flagcore_pruning_rules: the rule {rule.name!r} says {rule.message!r}",
-                    fix="give it a name of letters and underscores, and a sentence that `flag explain` shows",
+                    f"flagcore_pruning_rules: the rule {rule.name!r} has the message {rule.message!r}",
+                    "give it a name of letters and underscores, and a sentence for `flag explain`",
                 )
 
 
@@ -43,13 +43,13 @@ def pruning_rules_leave_candidates(plugin: Subject) -> Iterator[Problem]:
             pruned = prune(space, predictions, workload("megatron"), (rule,), ())
             if pruned.broken_rules:
                 yield Problem(
-                    message=f"flagcore_pruning_rules: {'; '.join(map(str, pruned.broken_rules))}",
-                    fix="answer an array of True and False, one a candidate, from the columns of knobs",
+                    f"flagcore_pruning_rules: {'; '.join(map(str, pruned.broken_rules))}",
+                    "return an array of booleans, one a candidate, computed from the columns of knobs",
                 )
             elif not pruned.open_rows.size:
                 yield Problem(
-                    message=f"flagcore_pruning_rules: {rule.name} leaves no candidate of a small model on 8 devices",
-                    fix="prune only what is worse than something that is left",
+                    f"flagcore_pruning_rules: {rule.name} leaves no candidate of a small model on 8 devices",
+                    "prune only candidates that are worse than a remaining one",
                 )
 
 
@@ -65,11 +65,11 @@ def pruning_rules_judge_single_candidates(plugin: Subject) -> Iterator[Problem]:
                 )
                 same = np.array_equal(whole, np.concatenate(pieces))
             except Exception:
-                continue  # a rule that breaks is told by another check
+                continue  # another check reports it
             if not same:
                 yield Problem(
-                    message=f"flagcore_pruning_rules: {rule.name} judges candidates otherwise in pieces",
-                    fix="let the answer of a row depend on this row alone: no mean, no minimum, no sorting",
+                    f"flagcore_pruning_rules: {rule.name} depends on the other candidates",
+                    "judge each row by itself: no mean, no minimum, no sorting",
                 )
 
 

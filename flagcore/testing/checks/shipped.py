@@ -1,4 +1,4 @@
-"""What the plugin ships as data: quirks, how mature each part is, and what is still to be filled in."""
+"""Data files: quirks, maturity, and placeholders."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from flagcore.vendorkit.fields import SOURCE_KEYS
 from flagcore.vendorkit.quirks import Quirk
 
 MARK = "TODO"
-"""Stands in a file of `flag plugins new` where the author has something to fill in."""
+"""Marks a placeholder in files of `flag plugins new`."""
 
 
 def quirks_have_sources(plugin: Subject) -> Iterator[Problem]:
     for where, quirk in _quirks(plugin):
         if quirk.source.kind not in SOURCE_KEYS or not quirk.source.detail.strip():
-            yield Problem(message=f"quirks.yaml: the source of {where} is empty", fix="say where it is from")
+            yield Problem(f"quirks.yaml: the source of {where} is empty", "say where it is from")
 
 
 def quirks_name_known_engines_and_chips(plugin: Subject) -> Iterator[Problem]:
     for where, quirk in _quirks(plugin):
         for word in plugin.unknown(quirk.scope):
-            yield Problem(message=f"quirks.yaml: {where} is for {word!r}, which is unknown", fix=plugin.known_names)
+            yield Problem(f"quirks.yaml: {where} is for {word!r}, which is unknown", plugin.known_names)
 
 
 def quirks_are_used(plugin: Subject) -> Iterator[Problem]:
@@ -40,18 +40,18 @@ def quirks_are_used(plugin: Subject) -> Iterator[Problem]:
             for quirk in plugin.quirks.refused:
                 if quirk.scope.includes(chip, engine, None, kind_of(engine)) and quirk.value not in refused:
                     yield Problem(
-                        message=f"flagcore_engine_support: {chip.name} lacks {quirk.value.name} of quirks.yaml",
-                        fix="return the entries of quirks.yaml there, as VendorPlugin does",
+                        f"flagcore_engine_support: {chip.name} lacks {quirk.value.name} of quirks.yaml",
+                        "return the entries of quirks.yaml there, as VendorPlugin does",
                     )
 
 
 def maturity_is_given(plugin: Subject) -> Iterator[Problem]:
     plugin.own_chips()
     if plugin.loaded.maturity(plugin.loaded.plugins[0]) is None:
-        yield from plugin.told("flagcore_maturity")
+        yield from plugin.problems_of("flagcore_maturity")
         yield Problem(
-            message="flagcore_maturity says nothing: `flag plugins list` cannot tell what its facts stand on",
-            fix="write maturity.yaml, and answer maturity(PACKAGE) of flagcore.vendorkit.maturity",
+            "flagcore_maturity returns None, so `flag plugins list` cannot show how well founded the facts are",
+            "write maturity.yaml, and return its content as VendorPlugin does",
         )
 
 
@@ -59,16 +59,20 @@ def maturity_names_known_chips(plugin: Subject) -> Iterator[Problem]:
     chips = {chip.name for chip in plugin.own_chips()}
     for claim in _claims(plugin):
         for name in sorted(set(claim.chips) - chips):
-            yield Problem(message=f"maturity.yaml: {claim.what!r} names {name!r}", fix="name chips of chips/*.yaml")
+            yield Problem(
+                f"maturity.yaml: {claim.what!r} names the unknown chip {name!r}", "name chips of chips/*.yaml"
+            )
 
 
 def maturity_covers_all_chips(plugin: Subject) -> Iterator[Problem]:
-    said = {name for claim in _claims(plugin) if claim.what.startswith("facts of the chips") for name in claim.chips}
+    maturity = {
+        name for claim in _claims(plugin) if claim.what.startswith("facts of the chips") for name in claim.chips
+    }
     for chip in plugin.own_chips():
-        if chip.name not in said:
+        if chip.name not in maturity:
             yield Problem(
-                message=f"maturity.yaml: {chip.name} is missing in the claim 'facts of the chips'",
-                fix="list every chip there, under run_on_hardware, checked_on_transcripts or from_documents",
+                f"maturity.yaml: {chip.name} is missing in 'facts of the chips'",
+                "list every chip there, under run_on_hardware, checked_on_transcripts or from_documents",
             )
 
 
@@ -76,22 +80,20 @@ def maturity_names_existing_transcripts(plugin: Subject) -> Iterator[Problem]:
     named = [name for claim in plugin.maturity.checked_on_transcripts for name in claim.files]
     present = {each.name for each in plugin.transcripts}
     for name in sorted(present ^ set(named)):
-        where = "is claimed in maturity.yaml, but is missing" if name in named else "is in no claim of maturity.yaml"
-        yield Problem(
-            message=f"tests/smi/{name} {where}", fix="let checked_on_transcripts name each file of tests/smi once"
-        )
+        where = "is missing, but maturity.yaml names it" if name in named else "is not named in maturity.yaml"
+        yield Problem(f"tests/smi/{name} {where}", "name each file of tests/smi once under checked_on_transcripts")
 
 
 def measured_kernels_are_claimed(plugin: Subject) -> Iterator[Problem]:
     run = {name.casefold() for claim in plugin.maturity.run_on_hardware for name in claim.chips}
     there = sorted({path.parent.name for path in plugin.package_folder.glob("costs/*/provenance.yaml")})
     if not there:
-        raise Skip("no measured kernels are shipped")
+        raise Skip("there are no measured kernels")
     for name in there:
         if name not in run:
             yield Problem(
-                message=f"maturity.yaml: run_on_hardware does not name {name}, whose kernels costs/{name} has",
-                fix="claim the kernel times there, with software and date",
+                f"maturity.yaml: run_on_hardware lacks {name}, although costs/{name} has measured kernels",
+                "add the kernel times there, with software and date",
             )
 
 
@@ -110,8 +112,10 @@ def claimed_costs_are_shipped(plugin: Subject) -> Iterator[Problem]:
         ("kernel times", "curve.yaml or kernels.jsonl", named("kernel times"), kernels),
     ):
         for name in sorted(claimed ^ shipped):
-            missing = f"claims {what} of {name}" if name in claimed else f"does not claim the {what} of {name}"
-            yield Problem(message=f"maturity.yaml {missing}: costs/{name} and {file}", fix="let claim and files agree")
+            missing = f"names {what} of {name}" if name in claimed else f"does not name the {what} of {name}"
+            yield Problem(
+                f"maturity.yaml {missing}: costs/{name} and {file} disagree", "correct maturity.yaml or the files"
+            )
 
 
 def no_placeholders_are_left(plugin: Subject) -> Iterator[Problem]:
@@ -132,8 +136,8 @@ def _to_fill_in(plugin: Subject) -> Iterator[str]:
 
 
 def _claims(plugin: Subject) -> tuple[Claim, ...]:
-    said = plugin.maturity
-    return (*said.run_on_hardware, *said.checked_on_transcripts, *said.from_documents)
+    maturity = plugin.maturity
+    return (*maturity.run_on_hardware, *maturity.checked_on_transcripts, *maturity.from_documents)
 
 
 def _quirks(plugin: Subject) -> Iterator[tuple[str, Quirk[Any]]]:

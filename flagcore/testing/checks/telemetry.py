@@ -1,4 +1,4 @@
-"""Telemetry: what is read of devices during trials."""
+"""Telemetry: the figures read from devices during trials."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flagcore.testing import fakes
 from flagcore.testing.problem import Problem, Skip
 from flagcore.testing.subject import Subject
 
-KNOWN: Mapping[str, tuple[float, float]] = {
+RANGES: Mapping[str, tuple[float, float]] = {
     "memory_used_bytes": (0, 2**42),
     "power_watts": (0, 5000),
     "power_limit_watts": (1, 5000),
@@ -19,32 +19,32 @@ KNOWN: Mapping[str, tuple[float, float]] = {
     "load_average": (0, 1e5),
     "throttled": (0, 1),
 }
-"""Names of figures with their range; a name ends in its unit."""
+"""Range of each figure; a name ends in its unit."""
 
 
 def telemetry_names_are_known(plugin: Subject) -> Iterator[Problem]:
     for device, sample in _samples(plugin):
         for name, value in sample.items():
-            if not any(name == known or name.startswith(f"{known}_") for known in KNOWN):
+            if not any(name == prefix or name.startswith(f"{prefix}_") for prefix in RANGES):
                 yield Problem(
-                    message=f"flagcore_telemetry of device {device.index}: {name} is no known figure",
-                    fix=f"the names are {', '.join(KNOWN)}",
+                    f"flagcore_telemetry of device {device.index}: {name} is an unknown figure",
+                    f"the names are {', '.join(RANGES)}",
                 )
             elif isinstance(value, bool) or not isinstance(value, (int, float)):
                 yield Problem(
-                    message=f"flagcore_telemetry of device {device.index}: {name} = {value!r} is no number",
-                    fix="leave out what the tool does not tell (N/A)",
+                    f"flagcore_telemetry of device {device.index}: {name} = {value!r} is not a number",
+                    "leave out what the tool does not report (N/A)",
                 )
 
 
 def telemetry_is_plausible(plugin: Subject) -> Iterator[Problem]:
     for device, sample in _samples(plugin):
         for name, value in sample.items():
-            low, high = next((limits for known, limits in KNOWN.items() if name.startswith(known)), (-1e30, 1e30))
+            low, high = next((limits for prefix, limits in RANGES.items() if name.startswith(prefix)), (-1e30, 1e30))
             if isinstance(value, (int, float)) and not low <= value <= high:
                 yield Problem(
-                    message=f"flagcore_telemetry of device {device.index}: {name} = {value:g}, not {low:g} to {high:g}",
-                    fix="give bytes, watts, degrees, shares of 1 and hertz",
+                    f"flagcore_telemetry of device {device.index}: {name} = {value:g}, not {low:g} to {high:g}",
+                    "give bytes, watts, degrees, shares of 1 and hertz",
                 )
 
 
@@ -52,8 +52,8 @@ def telemetry_has_memory_in_use(plugin: Subject) -> Iterator[Problem]:
     for device, sample in _samples(plugin):
         if "memory_used_bytes" not in sample:
             yield Problem(
-                message=f"flagcore_telemetry of device {device.index} tells no memory_used_bytes",
-                fix="read it from the same output: trials are judged by what the device shows",
+                f"flagcore_telemetry of device {device.index} lacks memory_used_bytes",
+                "read it from the same output: trials are judged by what the device reports",
             )
 
 
@@ -61,7 +61,7 @@ def telemetry_is_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_telemetry")
     for chip in plugin.chips:
         plugin.loaded.telemetry(Device(index=0, chip=chip.name))
-    yield from plugin.told("flagcore_telemetry")
+    yield from plugin.problems_of("flagcore_telemetry")
 
 
 def telemetry_accepts_chip_aliases(plugin: Subject) -> Iterator[Problem]:
@@ -72,19 +72,19 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Iterator[Problem]:
         for name in sorted({*chip.aliases, chip.name.lower(), f"{chip.vendor} {chip.name}"}):
             if plugin.loaded.telemetry(Device(index=0, chip=name)) is None:
                 yield Problem(
-                    message=f"flagcore_telemetry answers for {chip.name}, but not for the same chip as {name!r}",
-                    fix="ask chip.answers_to(device.chip) of each of your chips",
+                    f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}",
+                    "compare names with chip.has_name(device.chip)",
                 )
 
 
 def _samples(plugin: Subject) -> list[tuple[Device, Mapping[str, float]]]:
-    """Return a reading of each device that is here or, without one, of the first transcript with known chips."""
+    """Return a reading of each device of this machine, or else of the first transcript with known chips."""
     plugin.implements("flagcore_telemetry")
     if "samples" not in plugin.memory:
         plugin.memory["samples"] = _read(plugin)
     found: list[tuple[Device, Mapping[str, float]]] = plugin.memory["samples"]
     if not found:
-        raise Skip("no device of a known chip is here, nor in a transcript that lists it with its memory")
+        raise Skip("there is no device of a prefix chip, neither here nor in a transcript with its memory")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Topologies: over which levels devices talk."""
+"""Topologies: the levels over which devices communicate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def topology_is_valid(plugin: Subject) -> Iterator[Problem]:
     plugin.implements("flagcore_topology")
     for group in plugin.groups():
         plugin.loaded.topology(group)
-    yield from plugin.told("flagcore_topology")  # the levels were checked when they were answered
+    yield from plugin.problems_of("flagcore_topology")  # the levels were checked when they were answered
 
 
 def outer_levels_are_not_faster(plugin: Subject) -> Iterator[Problem]:
@@ -24,9 +24,9 @@ def outer_levels_are_not_faster(plugin: Subject) -> Iterator[Problem]:
         for outer in others:  # one between may be slower: what goes to another node need not cross a host's bridge
             if outer.bytes_per_second > 1.001 * inner.bytes_per_second:
                 yield Problem(
-                    message=f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
+                    f"{group.chip.name}, {group.nodes} x {group.devices_per_node}: level {outer.name} has "
                     f"{outer.bytes_per_second:g} B/s, {inner.name} inside it {inner.bytes_per_second:g}",
-                    fix="give what one device sends over each level; nic_bytes_per_second is its share in bytes",
+                    "give what one device sends over each level; nic_bytes_per_second is its share in bytes",
                 )
 
 
@@ -36,6 +36,6 @@ def level_names_are_unique(plugin: Subject) -> Iterator[Problem]:
         names = [level.name for level in found.levels] if found else []
         if len(set(names)) != len(names) or not all(names):
             yield Problem(
-                message=f"flagcore_topology: the levels of {group.chip.name} are called {', '.join(names)}",
-                fix="give each level a name; measured curves say by it where they hold",
+                f"flagcore_topology: the levels of {group.chip.name} are named {', '.join(names)}",
+                "give each level its own name; measured curves refer to it",
             )

@@ -1,4 +1,4 @@
-"""Transcripts of the vendor's tools, in `tests/smi`: read whole, cut and garbled."""
+"""Transcripts of the vendor's tools in tests/smi: complete, truncated and garbled."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from flagcore.testing.subject import Subject
 from flagcore.testing.transcripts import FOLDER, SOURCES, Transcript
 
 PIECES = 36
-"""Places at which transcripts are cut, and times that they are garbled, all together; each has at least six."""
+"""Truncated and garbled variants of all transcripts together; each has at least six."""
 SLOW_SECONDS = 1.0
-"""Where detection takes as long, a few pieces must do: each starts the vendor's own libraries."""
+"""A detection that takes this long is tried on fewer variants."""
 
 
 def transcripts_have_sources(plugin: Subject) -> Iterator[Problem]:
     listed = {each.name for each in plugin.transcripts}
     present = {path.name for path in (plugin.source / FOLDER).iterdir()} - {SOURCES}
     for name in sorted(present - listed):
-        yield Problem(message=f"{FOLDER / SOURCES} has no line for {name}", fix="say there where it was printed")
+        yield Problem(f"{FOLDER / SOURCES} has no entry for {name}", "say there where it was printed")
     for name in sorted(listed - present):
-        yield Problem(
-            message=f"{FOLDER / name} is missing, but {SOURCES} lists it", fix="add the file, or drop the line"
-        )
+        yield Problem(f"{FOLDER / name} is missing, but {SOURCES} lists it", "add the file, or remove the entry")
     for each in plugin.transcripts:
         if not each.source.strip():
-            yield Problem(message=f"{FOLDER / SOURCES}: {each.name} has no source", fix="say where it was printed")
+            yield Problem(f"{FOLDER / SOURCES}: {each.name} has no source", "say where it was printed")
 
 
 def transcripts_are_parsed(plugin: Subject) -> Iterator[Problem]:
@@ -41,8 +39,8 @@ def transcripts_are_parsed(plugin: Subject) -> Iterator[Problem]:
         wanted = [listed for listed in each.lists for _ in range(listed.devices)]
         if len(found) != len(wanted) or not all(one.matches(is_) for one, is_ in zip(wanted, found, strict=True)):
             yield Problem(
-                message=f"{FOLDER / each.name}: flagcore_devices reads {_shown(found)}",
-                fix=f"mend the parser, or what {SOURCES} says that the file lists",
+                f"{FOLDER / each.name}: flagcore_devices returns {_shown(found)}",
+                f"correct the parser, or `lists` in {SOURCES}",
             )
 
 
@@ -51,17 +49,17 @@ def truncated_transcripts_add_no_devices(plugin: Subject) -> Iterator[Problem]:
         lines = [match.end() for match in re.finditer("\n", each.text)]
         ends = [len(each.text) * place // pieces for place in range(0, pieces, 2)]
         ends += [lines[len(lines) * place // pieces] for place in range(1, pieces, 2)]
-        sure = {_who(device) for device in (*whole, *fakes.without_tools(plugin))}
+        expected = {_who(device) for device in (*whole, *fakes.without_tools(plugin))}
         for end in ends:
             try:
                 found = fakes.devices(plugin, {each.tool: fakes.prints(each.text[:end])})
             except Exception as error:
-                yield _raised(each, f"cut after {end} letters", error)
+                yield _raised(each, f"truncated after {end} characters", error)
                 break
-            if strange := [device for device in found if _who(device) not in sure]:
+            if strange := [device for device in found if _who(device) not in expected]:
                 yield Problem(
-                    message=f"{FOLDER / each.name}, cut after {end} letters: flagcore_devices tells {_shown(strange)}",
-                    fix="a device whose lines are not all there is not sure: leave it out",
+                    f"{FOLDER / each.name}, truncated after {end} characters: {_shown(strange)}",
+                    "leave out a device with incomplete lines",
                 )
                 break
 
@@ -82,8 +80,8 @@ def garbled_transcripts_add_no_devices(plugin: Subject) -> Iterator[Problem]:
             most = len(whole) + len(fakes.without_tools(plugin))
             if len(found) > most or len({device.index for device in found}) != len(found):
                 yield Problem(
-                    message=f"{FOLDER / each.name}, garbled ({seed}): flagcore_devices tells {_shown(found)}",
-                    fix="leave out rows that share an index, or that are not of the form you know",
+                    f"{FOLDER / each.name}, garbled ({seed}): flagcore_devices returns {_shown(found)}",
+                    "leave out rows that share an index or have an unknown format",
                 )
                 break
 
@@ -96,14 +94,14 @@ def transcript_names_match_one_chip(plugin: Subject) -> Iterator[Problem]:
             if listed.other:
                 continue
             seen = True
-            answering = [chip.name for chip in plugin.chips if chip.answers_to(listed.chip)]
+            answering = [chip.name for chip in plugin.chips if chip.has_name(listed.chip)]
             if len(answering) != 1:
                 yield Problem(
-                    message=f"{FOLDER / each.name} lists {listed.chip!r}, which is a name of {len(answering)} chips",
-                    fix="add it to the aliases of its chip, or mark it other: true in sources.yaml",
+                    f"{FOLDER / each.name} lists {listed.chip!r}, a name of {len(answering)} chips",
+                    "add it to the aliases of its chip, or mark it other: true in sources.yaml",
                 )
     if not seen:
-        raise Skip("the transcripts list only chips that the plugin does not know")
+        raise Skip("the transcripts list only unknown chips")
 
 
 def _whole(plugin: Subject) -> Iterator[tuple[Transcript, tuple[Device, ...], int]]:
@@ -121,8 +119,8 @@ def _who(device: Device) -> tuple[int, str, int | None]:
 
 def _raised(each: Transcript, how: str, error: Exception) -> Problem:
     return Problem(
-        message=f"{FOLDER / each.name}, {how}: flagcore_devices raises {type(error).__name__}: {str(error)[:120]}",
-        fix="what cannot be read is no device: skip the line, and answer those that are sure",
+        f"{FOLDER / each.name}, {how}: flagcore_devices raises {type(error).__name__}: {str(error)[:120]}",
+        "skip lines that cannot be parsed",
     )
 
 

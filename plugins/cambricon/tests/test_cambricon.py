@@ -29,7 +29,7 @@ def test_power_is_not_taken_for_memory() -> None:
 
 
 def test_megatron_needs_torch_mlu_before_the_first_tensor() -> None:
-    support = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], "megatron", None)
+    support = plugin.flagcore_engine_support(plugin.flagcore_chips()[0], "megatron", None, "train")
     assert support is not None
     assert (support.device_type, support.distributed_backend, support.preload) == ("mlu", "cncl", ("torch_mlu",))
 
@@ -42,7 +42,7 @@ def test_an_engine_that_says_that_it_does_not_run_on_a_chip_is_quoted() -> None:
     reasons = {
         chip.name: support.reason
         for chip in plugin.flagcore_chips()
-        if (support := plugin.flagcore_engine_support(chip, "vllm", None)) is not None
+        if (support := plugin.flagcore_engine_support(chip, "vllm", None, "serve")) is not None
     }
     assert "newer than the MLU370" in reasons["MLU370-X8"]
     assert "newer than the MLU370" not in reasons["MLU590-M9"]

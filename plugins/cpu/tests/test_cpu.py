@@ -95,7 +95,7 @@ def test_peak_follows_the_instruction_set(
     chip = this_machine(known_chip(), processor)
     assert chip.dense_flops_per_second["fp32"].value == pytest.approx(fp32 * 2e9 * 1.4)
     assert chip.dense_flops_per_second["fp32"].source.kind == "estimated"
-    assert chip.answers_to("example cpu")
+    assert chip.has_name("example cpu")
     assert ("emulated" in chip.notes) == (bf16 < fp32)
 
 
@@ -130,8 +130,8 @@ def test_more_ranks_than_cores_share_the_memory() -> None:
 
 def test_megatron_runs_on_gloo_with_one_thread_a_rank() -> None:
     chip = known_chip()
-    support = plugin.flagcore_engine_support(chip, "megatron")
-    environment = plugin.flagcore_environment(chip, "megatron")
+    support = plugin.flagcore_engine_support(chip, "megatron", None, "train")
+    environment = plugin.flagcore_environment(chip, "megatron", None, None, "train")
     assert support is not None
     assert (support.device_type, support.distributed_backend, support.shared_devices) == ("cpu", "gloo", True)
     assert environment is not None
@@ -149,15 +149,11 @@ def test_a_reading_of_the_machine_has_memory_and_load() -> None:
 @pytest.mark.parametrize("engine", ["llamacpp", "vllm", "sglang"])
 def test_a_server_runs_on_cores_that_instances_share_and_chooses_its_threads_itself(engine: str) -> None:
     chip = known_chip()
-    support = plugin.flagcore_engine_support(chip, engine)
+    support = plugin.flagcore_engine_support(chip, engine, None, "serve")
     assert support is not None
     assert support.shared_devices
     assert support.visible_devices is None
-    assert "OMP_NUM_THREADS" not in (plugin.flagcore_environment(chip, engine) or {})
-
-
-def test_threads_of_llamacpp_that_wait_do_not_spin() -> None:
-    assert (plugin.flagcore_environment(known_chip(), "llamacpp") or {})["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_NUM_THREADS" not in (plugin.flagcore_environment(chip, engine, None, None, "serve") or {})
 
 
 def read(folder: Path, blocks: list[str]) -> Processor | None:

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory import training as memory
-from flagcore.engines.megatron.memory.kept_activations import Kinds
+from flagcore.engines.megatron.memory.stage_activations import Kinds
 from flagcore.engines.megatron.parallel import pipeline
 from flagcore.engines.megatron.parallel.layout import Layout
 from flagcore.engines.megatron.parallel.options import DEFAULTS, Options, StageLayers
@@ -230,12 +230,12 @@ def test_levels_of_recompute_of_experts_save_more_each() -> None:
         {"moe_act", "router", "moe_fc1", "shared_experts"},
         {"moe"},
     )
-    held = [
+    kept = [
         memory.training_memory(
             train(DEEPSEEK_16B, options=Options(recompute_modules=frozenset(level))),
             layout(data=8, expert=8, selective=1),
         ).activation[0]
         for level in levels
     ]
-    assert held == sorted(held, reverse=True)
-    assert len(set(held)) == 4
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 4

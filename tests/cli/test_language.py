@@ -1,0 +1,73 @@
+"""`flag` in Chinese: help, tables and usage errors; data formats stay English."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flagcore.i18n import choose
+from flagcore.i18n.width import columns
+from tests.cli.conftest import FLAG, Project, Ran
+
+Flag = Callable[..., Ran]
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+@pytest.fixture(autouse=True)
+def _chinese(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FLAGCORE_LANG", "zh_CN.UTF-8")
+    yield
+    choose("en")
+
+
+def test_help_and_usage_errors_are_chinese(flag: Flag) -> None:
+    lines = flag("tune", "--help").out.splitlines()
+    assert lines[0].startswith("用法")
+    assert max(map(columns, lines)) <= 80
+    assert CHINESE.search(flag("--help").out)
+    ran = flag("tuen")
+    assert ran.code == 2
+    assert CHINESE.search(ran.err)
+    assert "'tune'" in ran.err
+
+
+def test_tables_are_chinese_and_aligned(flag: Flag, project: Project) -> None:
+    heading, rule, *rows = flag("estimate", project.spec()).out.splitlines()
+    assert CHINESE.search(heading)
+    ends = [match.end() for match in re.finditer("-+", rule)]
+    for line in (heading, *rows):
+        narrow = "".join(letter + "\0" * (columns(letter) - 1) for letter in line)
+        assert all(narrow[end : end + 2].strip() == "" for end in ends)
+
+
+def test_data_formats_are_english(flag: Flag, project: Project) -> None:
+    spec = project.spec()
+    for form in ("json", "csv", "yaml", "jsonl"):
+        assert not CHINESE.search(flag("estimate", spec, "--format", form).out)
+    assert json.loads(flag("explain", spec, "--json").out)["counts"]
+
+
+def test_an_unknown_language_is_invalid_usage(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLAGCORE_LANG", "klingon")
+    ran = flag("--help")
+    assert (ran.code, ran.out) == (2, "")
+    assert "FLAGCORE_LANG = 'klingon'" in ran.err
+
+
+@pytest.mark.process
+def test_a_terminal_that_cannot_encode_chinese_gets_english(project: Project) -> None:
+    ran = project.run("--help", PYTHONIOENCODING="ascii")
+    assert ran.code == 0
+    assert ran.out.startswith("Usage: flag")
+
+
+def test_english_loads_no_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLAGCORE_LANG")
+    code = f"{FLAG[2].rpartition(';')[0]}; from flagcore import i18n; i18n._('x'); print(i18n._catalogue('en'))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "NullTranslations" in ran.stdout
