@@ -101,7 +101,7 @@ def read(files: Sequence[str]) -> list[Points]:
     made: dict[tuple[object, ...], tuple[Costs, NodeGroup]] = {}
     with loaded_plugins(()) as loaded:
         for place, line in enumerate(lines):
-            job = read_job(line, plugins.ENGINES)
+            job = read_job(line, plugins.engines())
             chip, devices = loaded.find_chip(job.chip), min(job.devices_per_node, job.devices)
             key = (chip.name, job.devices, job.work.engine)
             if key not in made:

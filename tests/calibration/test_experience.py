@@ -14,9 +14,9 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.plugins import ENGINES
 from flagcore.spec import read_job
 from tests import small
+from tests.small import ENGINES
 
 
 @pytest.fixture
