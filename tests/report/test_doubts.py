@@ -9,6 +9,7 @@ import pytest
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
+from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.report.plan_text import MAX_RIVALS, plan_text
 from flagcore.stages.learn import learn
 
@@ -26,6 +27,7 @@ def trial(number: int, mbs: int, step: float, role: Role = Role.SEARCH) -> Trial
 def plan(trials: list[Trial], rivals: int) -> Plan:
     search_state = learn(trials)
     return Plan(
+        knobs=BY_NAME,
         chip="x",
         devices=1,
         objective="tokens_per_second_per_device",
