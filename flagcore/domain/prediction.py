@@ -1,4 +1,4 @@
-"""Predictions of candidates: by columns, and one row."""
+"""Predictions of candidates, by columns and one row, and the passes of their pipelines."""
 
 from __future__ import annotations
 
@@ -192,3 +192,27 @@ def of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
     """Return one candidate's components; those that it does not have are left out."""
     table = {name: {key: float(values[row]) for key, values in figures.items()} for name, figures in components.items()}
     return {name: figures for name, figures in table.items() if any(figures.values())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of one micro-batch on each pipeline stage of one candidate, in order; all its virtual stages together.
+
+    `backward_s` has recomputation, and the gradients of activations and weights; `weight_s` is what of it the
+    gradients of weights take, which some schedules run apart; empty where that is not known. `paired_s` is a forward
+    and a backward of two micro-batches that run together, empty where none do. `send_s` is one message from a stage
+    to the next, `sender_waits` says that its sender computes nothing meanwhile. `weight_share` is the share of a
+    micro-batch's activations that waits for the gradients of weights, as a schedule is planned. `schedule` is a name
+    of `flagcore.physics.schedules.catalogue`.
+    """
+
+    schedule: str
+    microbatches: int
+    virtual: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...] = ()
+    paired_s: tuple[float, ...] = ()
+    send_s: float
+    sender_waits: bool
+    weight_share: float = 0.4

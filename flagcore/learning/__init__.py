@@ -1,7 +1,7 @@
 """Learns the ratio of measured to predicted figures, with its uncertainty."""
 
+from flagcore.learning.chances import chance_to_gain, expected_gain
 from flagcore.learning.features import features
-from flagcore.learning.gain import chance_to_gain, expected_gain
 from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.ratios import Belief, Ratios
 

@@ -21,9 +21,16 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
-from flagcore.plugins.capture_warnings import capture_warnings
 from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, stdout_to_stderr
+from flagcore.plugins.installed import (
+    BadPlugin,
+    PluginFailure,
+    capture_warnings,
+    installed,
+    one_line,
+    origin,
+    stdout_to_stderr,
+)
 from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
 from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 

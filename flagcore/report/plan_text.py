@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
-from flagcore.domain.objective import told as figure_of
+from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE, objective_value
 from flagcore.domain.plan import Plan, failed_repeats, measured_over
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
 from flagcore.i18n import _, ngettext
@@ -67,7 +66,7 @@ def learned_table(plan: Plan) -> str:
 
 def _figure(plan: Plan, seconds: float) -> str:
     """Return the time of a step, or the serving objective."""
-    return f"{figure_of(plan.objective, seconds) if serving_text.serves(plan) else seconds:.4g}"
+    return f"{objective_value(plan.objective, seconds) if serving_text.serves(plan) else seconds:.4g}"
 
 
 def far(share: float) -> str:
@@ -228,9 +227,9 @@ def _noise(plan: Plan) -> list[str]:
 def _middle(plan: Plan, seconds: float) -> str:
     """Return the objective of the best for the median time of its runs."""
     if serving_text.serves(plan):
-        return serving_text.objective_text(plan.objective, figure_of(plan.objective, seconds))
+        return serving_text.objective_text(plan.objective, objective_value(plan.objective, seconds))
     assert plan.best is not None
-    return f"{figure_of(TOKENS_PER_SECOND_PER_DEVICE, seconds, plan.best.measurement):,.0f} tokens/s/device"
+    return f"{objective_value(TOKENS_PER_SECOND_PER_DEVICE, seconds, plan.best.measurement):,.0f} tokens/s/device"
 
 
 def _name(plan: Plan, trial: Trial) -> str:

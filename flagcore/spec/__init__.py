@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
-    from flagcore.domain.job import Job
     from flagcore.domain.knob import Knob
     from flagcore.domain.model import Model
-    from flagcore.domain.spec import Spec
+    from flagcore.domain.spec import Job, Spec
     from flagcore.errors import SpecError
     from flagcore.spec.knobs import Engines
 
@@ -72,6 +71,6 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Mapping[str, Any] | SpecError]:
     """Yield the record of each line of a job file that has one, or the error that names `file` and the line."""
-    from flagcore.spec.job_lines import job_lines
+    from flagcore.spec.jobs import job_lines
 
     return job_lines(stream, file=file)

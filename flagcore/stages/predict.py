@@ -8,7 +8,7 @@ import numpy as np
 
 from flagcore.contracts import Costs, Workload, memory_components
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
-from flagcore.domain.objective import told
+from flagcore.domain.objective import objective_value
 from flagcore.domain.prediction import ModelPart, Prediction, Predictions, RankPrediction
 from flagcore.domain.serving import ServeSpec, nested
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
@@ -116,8 +116,8 @@ def _served(objective: str, prediction: Prediction) -> dict[str, object]:
     data = nested({name: figure for name, figure in prediction.figures.items() if name not in cache})
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if seconds is not None and low is not None and high is not None:
-        bounds = sorted((told(objective, low), told(objective, high)))
-        data["objective"] = {"value": told(objective, seconds), "low": bounds[0], "high": bounds[1]}
+        bounds = sorted((objective_value(objective, low), objective_value(objective, high)))
+        data["objective"] = {"value": objective_value(objective, seconds), "low": bounds[0], "high": bounds[1]}
         data["step_time_s"] = {"value": seconds, "low": low, "high": high}
     return data | {"memory": _memory(prediction) | cache}
 

@@ -15,7 +15,7 @@ from flagcore.domain.search_state import DOES_NOT_FIT, Pruned
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError
-from flagcore.learning.memory import least_share
+from flagcore.learning.chances import least_share
 
 CHUNK = 1 << 16
 """Candidates per call of a rule."""

@@ -14,7 +14,7 @@ from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html
 from flagcore.report.result import SCHEMA_VERSION
 from flagcore.report.text import candidate_columns, candidate_text
 from flagcore.spec import spec_as_data

@@ -26,7 +26,7 @@ from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
 from flagcore.problem import fastest
 from flagcore.report.candidate_report import candidate_report_text
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html
 from flagcore.report.result import trial as trial_record
 from flagcore.report.serving_text import limits_text
 from flagcore.stages.build import canonical

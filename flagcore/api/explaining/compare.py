@@ -21,8 +21,7 @@ from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
 from flagcore.report.comparison import compared_text
 from flagcore.report.explanation import memory_parts, part_name
-from flagcore.report.formats import lookup
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html, lookup
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"

@@ -8,14 +8,13 @@ from typing import Any
 
 from flagcore.api.common.context import load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.common.plugin_notes import knob_record, plugin_notes
 from flagcore.api.common.runs import Run
-from flagcore.api.planning.estimate import before_trials
+from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.plan import Counts, count, failed_repeats
 from flagcore.domain.trial import RUN
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import require_candidate
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html
 from flagcore.stages.prune import LEARNED
 
 

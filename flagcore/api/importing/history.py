@@ -1,8 +1,8 @@
-"""Take the trials of another tuner into a run."""
+"""Read the configuration of another tuner, and add its trials to a run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,12 +10,11 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.context import build_problem_of_spec
-from flagcore.api.common.inputs import SpecLike, spec_data
-from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths
+from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths
 from flagcore.api.explaining.candidate_parser import as_candidate
 from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
-from flagcore.contracts import HistoryReader, HistoryRow, Workload
+from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, seconds
 from flagcore.domain.secrets import secrets_within
@@ -260,3 +259,13 @@ def _doubts(trials: list[Trial]) -> list[str]:
     if 1.0 / FARTHEST < middle < FARTHEST:
         return []
     return [f"measured steps are {middle:.3g} times the predicted ones: are they milliseconds, and of this job?"]
+
+
+def read_tree(
+    directory: Path, name: str, overrides: Sequence[str] = (), *, importer: str | None = None
+) -> ImportedSpec:
+    """Return the configuration `name` in `directory`, as an installed importer reads it. Raises SpecError, UsageError.
+
+    `overrides` are a.b=c. `importer` is needed only if several are installed.
+    """
+    return plugins.importer(importer).read_tree(directory, name, overrides)

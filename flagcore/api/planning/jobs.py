@@ -17,11 +17,10 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.job import Job
 from flagcore.domain.prediction import of_row
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, IntArray, Rule
-from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
+from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job

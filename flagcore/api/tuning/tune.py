@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import SpecLike, spec_data
-from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths, with_fidelity
+from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths, with_fidelity
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn, warn_about_problem
 from flagcore.api.reporting.report import save_report, save_report_of_engines

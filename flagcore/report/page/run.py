@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from flagcore.domain.objective import SERVING, told
+from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.secrets import plain_without_secrets, without_secrets
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import _
@@ -97,7 +97,7 @@ class RunData:
             return None
         if not self.serves:
             return float(trial["measured"]["tokens_per_second_per_device"])
-        return told(self.objective, float(trial["measured"]["step_time_s"]["median"]))
+        return objective_value(self.objective, float(trial["measured"]["step_time_s"]["median"]))
 
     def predicted(self, trial: Mapping[str, Any], bound: str = "value") -> float | None:
         """Return the predicted objective of a trial, or its `low` or `high` bound; None without a prediction."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
 from flagcore.i18n import N_, _
 from flagcore.physics.schedules.catalogue import SCHEDULES
