@@ -116,7 +116,7 @@ def _answer(plan: Plan) -> str:
     if plan.baseline is not None:
         lines.append(f"  {_gain(plan, plan.best, plan.baseline)}")
     if len(plan.gains) > 1:
-        rounds = ", ".join(_share(plan, each) for each in plan.gains)
+        rounds = ", ".join(serving_text.gain_text(plan.objective, each).split()[0] for each in plan.gains)
         note = _("lowest of {count} rounds: {rounds}", count=len(plan.gains), rounds=rounds)
         proof = "" if min(plan.gains) > 0 else "; " + _("not significant: the machine was noisy")
         lines.append(f"  ({note}{proof})")
@@ -134,8 +134,7 @@ def _gain(plan: Plan, best: Trial, baseline: Trial) -> str:
         return _("this is the baseline: no candidate is predicted to be faster")
     if best.candidate == baseline.candidate:
         return _("this is the baseline: no trial was faster")
-    served = serving_text.serves(plan)
-    gain = serving_text.gain_text(plan.objective, plan.gain) if served else f"{plan.gain:+.1%} tokens/s"
+    gain = serving_text.gain_text(plan.objective, plan.gain)
     mark = "" if plan.fidelity == RUN else "~"
     return _("{gain} vs baseline: {baseline}", gain=mark + gain, baseline=values)
 
@@ -176,10 +175,6 @@ def _speed(best: Trial) -> str:
         measured=step - measured.modelled_s,
         modelled=measured.modelled_s,
     )
-
-
-def _share(plan: Plan, gain: float) -> str:
-    return serving_text.gain_text(plan.objective, gain).split()[0] if serving_text.serves(plan) else f"{gain:+.1%}"
 
 
 def _served_speed(plan: Plan) -> str:

@@ -154,6 +154,8 @@ def front_table(plan: Plan) -> str:
 
 def gain_text(objective: str, gain: float) -> str:
     """Return a speedup as the change of the objective: an increase of a rate, or a decrease of a latency."""
+    if objective not in SERVING:
+        return f"{gain:+.1%} tokens/s"
     if is_rate(objective):
         return f"{gain:+.1%} {heading(objective)}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from flagcore.domain.knob import Knob
-    from flagcore.domain.model import Model
     from flagcore.domain.spec import Job, Spec
     from flagcore.errors import SpecError
     from flagcore.spec.knobs import Engines
 
 
 def read_spec(path: Path, engines: Engines) -> Spec:
-    """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to the file's folder.
-
-    Raises SpecError.
-    """
+    """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to its folder. Raises SpecError."""
     return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=engines)
 
 
@@ -50,16 +46,6 @@ def json_schema(engines: Engines) -> dict[str, Any]:
     from flagcore.spec.serve_schema import json_schema as schema
 
     return schema(engines)
-
-
-def read_model(source: str | Mapping[str, object], base: Path) -> Model:
-    """Read a model: the path of a Hugging Face directory or config.json, or an inline shape in Megatron names.
-
-    A relative path starts at `base`. Raises SpecError.
-    """
-    from flagcore.spec.models import model_from
-
-    return model_from(source, base=base)
 
 
 def read_job(line: Mapping[str, object], engines: Engines) -> Job:

@@ -105,9 +105,11 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     if kind == "serve":
         return _served(line, engines)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
+    knobs: tuple[Knob, ...] = ()
     if isinstance(data.get("train"), dict):
         data["train"] = {"engine": _default_engine(engines), **data["train"]}
-    knobs = _knobs_of(data.get("train"), engines)
+        name = data["train"]["engine"]
+        knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
     _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
     _whole_cluster(data.get("cluster"))
     record = checked(_record_of(knobs), data)
@@ -115,40 +117,36 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     if record.rank is not None and record.rank >= devices:
         problem = f"must be below cluster.devices = {devices}"
         raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {devices - 1}")
-    model, train, candidate = record.model, record.train, candidate_of(record.candidate, knobs)
+    train, candidate = record.train, candidate_of(record.candidate, knobs)
     settings = settings_of(train, knobs) | settings_of(train.settings, knobs)
     settings |= settings_of(record.candidate, knobs, exclude=candidate)
+    own = {"engine", "seq_length", "global_batch_size", "precision", "attention", "implementation"}
     return Job(
-        id=record.id,
-        kind=record.kind,
-        model=model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
-        chip=record.cluster.chip,
-        devices=devices,
-        devices_per_node=record.cluster.devices_per_node,
-        nic_bytes_per_second=record.cluster.nic_bytes_per_second,
-        work=TrainSpec(
-            engine=train.engine,
-            seq_length=train.seq_length,
-            global_batch_size=train.global_batch_size,
-            precision=train.precision,
-            attention=train.attention,
-            implementation=train.implementation,
-            settings=settings,
-        ),
+        **_common(record),
+        work=TrainSpec(**train.model_dump(include=own), settings=settings),
         candidate=candidate,
         rank=record.rank,
         notes=train.notes if isinstance(train.notes, str) else "",
     )
 
 
+def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
+    """Return the fields of a job that all kinds of records have."""
+    model, cluster = record.model, record.cluster
+    return {
+        "id": record.id,
+        "kind": record.kind,
+        "model": model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
+        "chip": cluster.chip,
+        "devices": _devices(cluster),
+        "devices_per_node": cluster.devices_per_node,
+        "nic_bytes_per_second": cluster.nic_bytes_per_second,
+    }
+
+
 def _default_engine(engines: Engines) -> str:
     """Return the training engine of records that name none: the first of those that are installed."""
     return next((name for name, engine in engines.items() if engine.kind == "train"), "")
-
-
-def _knobs_of(train: object, engines: Engines) -> tuple[Knob, ...]:
-    name = train.get("engine") if isinstance(train, dict) else None
-    return knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
 
 
 def _served(line: Mapping[str, object], engines: Engines) -> Job:
@@ -164,7 +162,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
         data["serve"] = {**serve, "precision": "nvfp4"}
     _whole_cluster(data.get("cluster"))
     record = checked(_ServeRecord, data)
-    model, serve = record.model, record.serve
+    serve = record.serve
     if (serve.concurrency is None) == (serve.request_rate is None):
         fix = "give one of the two"
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
@@ -178,13 +176,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
         request_rate=None if rate is None else float(rate),
     )
     return Job(
-        id=record.id,
-        kind=record.kind,
-        model=model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
-        chip=record.cluster.chip,
-        devices=_devices(record.cluster),
-        devices_per_node=record.cluster.devices_per_node,
-        nic_bytes_per_second=record.cluster.nic_bytes_per_second,
+        **_common(record),
         work=ServeSpec(
             engine=serve.engine,
             loads=(load,),

@@ -1,4 +1,4 @@
-"""The types of single values, with their bounds, and amounts with units. A number beyond its bounds is a typing error."""
+"""The types of single values, with their bounds, and amounts with units. A number beyond them is a slip."""
 
 from __future__ import annotations
 

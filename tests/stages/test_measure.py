@@ -196,7 +196,7 @@ def test_a_trial_that_surely_loses_is_stopped_and_its_steps_are_kept(tmp_path: P
     assert done.measurement is not None
     assert done.measurement.partial
     why = "its fastest step took 1.6 s, more than 1.5 times the 1 s of trial 0"
-    assert done.reason == f"surely slower than the best: {why}"
+    assert why in (done.reason or "")
 
 
 @pytest.mark.parametrize("steps", [(9.0,), (9.0, 9.0), (9.0, 9.0, EARLY_STOP_RATIO), (0.1, 9.0), ()])

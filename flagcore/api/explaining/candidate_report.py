@@ -108,9 +108,9 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     to_change = changes(snapshot, meant, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
-    task = snapshot.task
+    task, asked_for, kind = snapshot.task, name.strip().casefold(), "trial" if snapshot.run else "candidate"
     return CandidateReport(
-        name="the candidate" if named else _told_name(snapshot, name.strip().casefold()),
+        name="the candidate" if named else f"{kind} {asked_for}" if asked_for.isdecimal() else asked_for,
         where=str(snapshot.where),
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -163,10 +163,6 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     if not 1 <= number <= order.size:
         raise UsageError(f"{snapshot.where} has no candidate {number}; those that are left are 1 to {order.size:,}")
     return snapshot.problem.space.candidate(int(order[number - 1]))
-
-
-def _told_name(snapshot: Snapshot, name: str) -> str:
-    return f"{'trial' if snapshot.run else 'candidate'} {name}" if name.isdecimal() else name
 
 
 def _no_best(snapshot: Snapshot) -> str:

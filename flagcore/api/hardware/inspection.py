@@ -22,7 +22,8 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
     with loaded_plugins(without) as loaded:
         found = loaded.devices()
         if not found:
-            raise NoDevice(f"no device found by the installed plugins ({', '.join(_names(loaded)) or 'none'})")
+            names = ", ".join(plugin.name for plugin in loaded.plugins)
+            raise NoDevice(f"no device found by the installed plugins ({names or 'none'})")
         return [_device(loaded, device) for device in found]
 
 
@@ -177,7 +178,3 @@ def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any
         return _part(wanted.name, purpose, None, mend)
     fits = wanted.specifier.contains(found, prereleases=True)
     return {"name": wanted.name, "for": purpose, "version": found, "ok": fits, "mend": "" if fits else mend}
-
-
-def _names(loaded: plugins.LoadedPlugins) -> list[str]:
-    return [plugin.name for plugin in loaded.plugins]

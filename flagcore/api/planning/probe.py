@@ -23,7 +23,7 @@ from flagcore.problem import Problem, build_problem, fastest, require_candidate,
 from flagcore.spec import spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
-from flagcore.stages.predict import GIB, rank_record, record
+from flagcore.stages.predict import in_gib, rank_record, record
 from flagcore.stages.probe import probe as probe_candidate
 
 
@@ -159,8 +159,5 @@ def rank_probe_record(probed: RankProbe) -> dict[str, Any]:
     if probed.measured is not None:
         figures = asdict(probed.measured)
         data["stage"] = figures.pop("stage")
-        data["measured"] = {
-            name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
-            for name, value in figures.items()
-        }
+        data["measured"] = in_gib(figures)
     return {**data, "predicted": rank_record(probed.predicted), "duration_s": probed.duration_s}

@@ -14,7 +14,7 @@ from flagcore.api.common.context import Snapshot, load_snapshot, run_home
 from flagcore.api.common.runs import SPEC, count_trials, read_run
 from flagcore.api.common.warnings import warn
 from flagcore.contracts import Workload
-from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.plan import summarize
 from flagcore.domain.secrets import secrets_of, secrets_within
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
@@ -97,7 +97,9 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
             notes.append(f"{more} more trials have ended since this result." if more > 0 else "")
             notes.append("" if usable else f"What result.json does not keep is left out: {why}")
         elif not found or more > 0:
-            found, usable = result(_so_far(understood), str(folder)), {}
+            task, space = understood.task, understood.problem.space
+            plan = summarize(task, space, understood.pruned, understood.search_state, because="")
+            found, usable = result(plan, str(folder)), {}
             notes.append("This run is in progress, or was killed: the report covers the trials that have ended.")
         if understood is not None and not usable:
             usable = _predicted_again(understood, found)
@@ -122,11 +124,6 @@ def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None
     except FlagError as error:
         return None, str(error)
     return found, ""
-
-
-def _so_far(snapshot: Snapshot) -> Plan:
-    """Return the plan of the trials that have ended."""
-    return summarize(snapshot.task, snapshot.problem.space, snapshot.pruned, snapshot.search_state, because="")
 
 
 def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
             trace["line"] = {**trace["line"], "width": width}
             traces.append(trace)
     for series, each in enumerate(one for one in runs if not one.again):
-        marks = [(number(lookup(each.point, f"{latency}.{name}")), _share(name)) for name in STATISTICS[1:]]
+        marks = [(number(lookup(each.point, f"{latency}.{name}")), float(name[1:]) / 100.0) for name in STATISTICS[1:]]
         there = [(x, y) for x, y in marks if x is not None]
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
     values = [float(x) for trace in traces for x in trace["x"] if x is not None]
@@ -154,10 +154,6 @@ def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], lis
         x += [*both, None]
         y += [*(float(share) for share in np.linspace(0.0, 1.0, len(both))), None]
     return x[:-1], y[:-1]
-
-
-def _share(statistic: str) -> float:
-    return float(statistic.removeprefix("p")) / 100.0
 
 
 def _summary(latency: str, runs: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:

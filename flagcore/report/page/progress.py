@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from flagcore.domain.objective import is_rate
 from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import _
@@ -27,7 +24,7 @@ def progress(run: RunData) -> Section | None:
         spent += float(trial["duration_s"])
         figure = run.figure(trial)
         if trial["number"] in first:
-            if figure is not None and trial["state"] == "measured" and not _broken(trial):
+            if figure is not None and trial["state"] == "measured" and not trial["measured"].get("broken"):
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
             if best is not None:
                 steps.append((spent, best))
@@ -86,7 +83,3 @@ def _improvement(run: RunData, first: float, last: float) -> str:
     if start == end:
         return _("The first measured trial was the fastest: {value} {unit}.", value=start, unit=run.unit)
     return _("The best improved from {start} to {end} {unit}.", start=start, end=end, unit=run.unit)
-
-
-def _broken(trial: Mapping[str, Any]) -> bool:
-    return bool((trial["measured"] or {}).get("broken"))
