@@ -97,6 +97,7 @@ test-browser: setup
 # The pages as a site, in build/site, that is read without a network. A link that leads nowhere is an error.
 docs: setup
 	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)')
+	$(BIN)/flag schema > examples/spec.schema.json
 	$(BIN)/python docs/site/cli_page.py
 	$(BIN)/python docs/site/engine_tables.py
 	$(BIN)/python docs/site/vendor_pages.py

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from flagcore import api
-from flagcore.plugins import ENGINES
+from flagcore.plugins import engines
 from flagcore.spec import read_spec
 
 TRIALS = 12
@@ -50,7 +50,7 @@ def main() -> None:
                 layers=layers, devices=devices, batch=batch, python=sys.executable, program=program, trials=TRIALS
             )
             spec.write_text(text)
-            read_spec(spec, ENGINES)
+            read_spec(spec, engines())
             figures[name] = _tuned(spec, Path(folder, name), by_hand)
     print(json.dumps({"machine": f"{platform.machine()}, {os.cpu_count()} cores", "by_hand_s": by_hand, **figures}))
 

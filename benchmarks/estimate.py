@@ -135,7 +135,7 @@ def _stages(data: Figures) -> Figures:
     from flagcore.stages.rank import rank, search_context
     from flagcore.strategies.learned import STRATEGY
 
-    spec = parse_spec(data, file="benchmark", base=Path(), engines=plugins.ENGINES)
+    spec = parse_spec(data, file="benchmark", base=Path(), engines=plugins.engines())
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
         found = discover(spec, loaded)

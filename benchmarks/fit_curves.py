@@ -217,7 +217,7 @@ def _together(layouts: Sequence[Layout]) -> Layout:
 
 
 def _posed(record: Mapping[str, Any], workload: Workload, find_chip: Callable[[str], Any]) -> tuple[Task, Columns]:
-    job = read_job(record, plugins.ENGINES)
+    job = read_job(record, plugins.engines())
     devices = min(job.devices_per_node, job.devices)
     group = NodeGroup(chip=find_chip(job.chip), nodes=job.devices // devices, devices_per_node=devices)
     spec = Spec(model=job.model, cluster=ClusterSpec(chip=group.chip.name), work=job.work)

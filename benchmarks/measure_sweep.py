@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="only what the file has already")
     given = parser.parse_args()
     data = spec_as_data(given.spec)
-    spec = parse_spec(data, file=str(given.spec), base=given.spec.parent, engines=plugins.ENGINES)
+    spec = parse_spec(data, file=str(given.spec), base=given.spec.parent, engines=plugins.engines())
     workload = plugins.workload(spec.train.engine)
     with loaded_plugins(()) as loaded:
         problem = build_problem(spec, loaded, workload)

@@ -2,7 +2,7 @@
 
     python benchmarks/serving_fit.py RECORDS.jsonl [MORE.jsonl ...] [--rounds 5] [--write LEFT_OUT.jsonl]
 
-RECORDS are job records with a `measured` part (docs/cli.md, `estimate --jobs`). All parameters are fitted together, by
+RECORDS are job records with a `measured` part (docs/job-records.md). All parameters are fitted together, by
 Gauss-Newton on the logarithms of TPOT (and, of vLLM, with little weight, TTFT) in closed form, with weights that fall
 with the error (soft L1) and priors around estimates. They are one set an engine and one a family of chips: none is of a
 row, a model or a chip. Printed are the parameters, and the errors of each (chip, model) without any of its rows in the
@@ -101,7 +101,7 @@ def read(files: Sequence[str]) -> list[Points]:
     made: dict[tuple[object, ...], tuple[Costs, NodeGroup]] = {}
     with loaded_plugins(()) as loaded:
         for place, line in enumerate(lines):
-            job = read_job(line, plugins.ENGINES)
+            job = read_job(line, plugins.engines())
             chip, devices = loaded.find_chip(job.chip), min(job.devices_per_node, job.devices)
             key = (chip.name, job.devices, job.work.engine)
             if key not in made:

@@ -84,7 +84,7 @@ def read_sweeps(records: Iterable[Mapping[str, Any]], loaded: LoadedPlugins) -> 
     for record in records:
         measured = record.get("measured") or {}
         if measured.get("step_time_s") or measured.get("oom"):
-            job = read_job(record, plugins.ENGINES)
+            job = read_job(record, plugins.engines())
             alone = job.model, job.chip, job.devices, job.devices_per_node, job.work, job.notes, _extras(job)
             capacity = (record.get("provenance") or {}).get("memory_bytes_per_device")
             told = {"source": record.get("source", ""), "capacity": capacity}

@@ -18,6 +18,10 @@ from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
+from flagcore.plugins import engines
+
+ENGINES = engines()
+"""The installed engines."""
 
 SOURCE = Source(kind="datasheet", detail="made up for these tests")
 CHIP = Chip(

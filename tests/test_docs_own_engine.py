@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.contracts import SearchSpace
+from flagcore.contracts import SearchSpace, Workload
 
 PAGE = (Path(__file__).parent.parent / "docs" / "write-an-engine.md").read_text("utf-8")
 FILES = dict(re.findall(r"\*\*`([^`]+)`\*\*\n\n```\w+\n(.*?)```", PAGE, re.DOTALL))
@@ -44,6 +44,9 @@ def test_the_training_engine_is_tuned(folder: Path) -> None:
     assert result["gain"] == pytest.approx(1.5, abs=0.1)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py")])
-def test_files_are_valid_python(name: str) -> None:
-    compile(FILES[name], name, "exec")
+@pytest.mark.parametrize("name", ["acme_train.py", "acme_serving.py"])
+def test_engine_has_the_members_of_its_protocol(name: str) -> None:
+    module = {"__name__": name.removesuffix(".py")}
+    exec(compile(FILES[name], name, "exec"), module)
+    members = {member for part in Workload.__mro__ for member in vars(part) if not member.startswith("_")}
+    assert {member for member in members if not hasattr(module["WORKLOAD"], member)} == set()

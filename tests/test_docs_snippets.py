@@ -24,11 +24,11 @@ from click.testing import CliRunner
 
 from flagcore.cli.main import flag
 from flagcore.domain.spec import TrainSpec
-from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec, read_spec
 from flagcore.spec.serving import engines_of, only
 from tests.pages import BLOCKS, PAGES, ROOT, TEXT, Block, blocks_of
 from tests.shown import SHOWN
+from tests.small import ENGINES
 
 pytestmark = pytest.mark.xdist_group("docs snippets")
 

@@ -333,7 +333,7 @@ def test_probes_before_the_first_run_go_to_the_fastest_predicted_whatever_the_st
     fastest = bench.tune("estimate", FOUR_DEVICES, max_trials=1).plan.best
     assert fastest is not None
     assert [probe.candidate for probe in plan.probes] == [fastest.candidate]
-    assert plan.trials[1].chosen_because == "the next of the grid"
+    assert "grid" in (plan.trials[1].chosen_because or "")
 
 
 def test_ranks_of_a_candidate_are_probed_on_as_many_devices_as_there_are(bench: Bench) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,11 @@ def try_out(wheels: list[str], folder: Path) -> None:
     _run(str(programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wheels)
     shutil.copy(EXAMPLE, folder)
     _run(str(programs / "flag"), "plugins", "list", cwd=folder)
-    _run(str(programs / "flag"), "estimate", EXAMPLE.name, "--top", "3", cwd=folder)
+    command = [str(programs / "flag"), "estimate", EXAMPLE.name, "--top", "3"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr, sep="\n")
+    if done.returncode or re.search(r"^plugin \w+ ", done.stderr, re.MULTILINE):
+        sys.exit("the example cannot be estimated, or a plugin failed: see above")
 
 
 def _run(*command: str, cwd: Path = ROOT) -> None:

@@ -16,8 +16,8 @@ VALUES = {"int": "whole number", "share": "above 0, at most 1", "flag": "true, f
 
 
 def page(text: str) -> str:
-    """Return the page with its tables made again."""
-    return BLOCK.sub(lambda found: _block(found[1]), text)
+    """Return the page with the tables of all installed engines made again."""
+    return BLOCK.sub(lambda found: _block(found[1]) if found[1] in ENGINES else found[0], text)
 
 
 def _block(name: str) -> str:

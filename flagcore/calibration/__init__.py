@@ -1,4 +1,4 @@
-"""Calibrations: what was measured on devices of this user, kept between runs, and the costs that it makes."""
+"""Measurements on the user's devices, stored between runs, and the costs that they give."""
 
 from flagcore.calibration.costs import collective_table, kernel_table
 from flagcore.calibration.experience import Experience

@@ -15,7 +15,7 @@ from flagcore.vendorkit.cost_file import Reading, read_kernel
 
 
 def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTable:
-    """Return the kernel times of `chip`; what was not measured follows `curve`. Raises RunError for a bad row."""
+    """Return the kernel times of `chip`; times that were not measured follow `curve`. Raises RunError for a bad row."""
     try:
         kernels = tuple(read_kernel(row, Reading()) for row in calibration.rows if "kernel" in row)
     except (ValueError, TypeError, KeyError) as error:
@@ -24,9 +24,9 @@ def kernel_table(calibration: Calibration, chip: Chip, curve: Curve) -> KernelTa
 
 
 def collective_table(calibration: Calibration) -> CollectiveTable | None:
-    """Return the collectives among the devices of one node; None where none was measured. Raises RunError.
+    """Return the collectives among the devices of one node; None if none was measured. Raises RunError.
 
-    A smaller message takes no longer than a larger one; where one did, the machine was disturbed.
+    A smaller message that took longer than a larger one was disturbed and gets the larger one's time.
     """
     points: dict[tuple[str, int], dict[float, float]] = {}
     try:

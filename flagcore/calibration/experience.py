@@ -1,6 +1,6 @@
-"""What trials were measured at, kept between runs as job records: one file a run, in the user's data folder.
+"""Measured trials, stored between runs as job records: one file per run, in the user's data folder.
 
-Measurements are kept, not errors of predictions: these are worked out anew with the model of the day.
+The files have measurements, not errors of predictions, which depend on the version of the model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Experience:
 
     @classmethod
     def of_user(cls) -> Experience:
-        """Return that in FLAGCORE_HOME, beside the calibrations."""
+        """Return the one in FLAGCORE_HOME, next to the calibrations."""
         return cls(Calibrations.of_user().folder.parent / "experience")
 
-    def keep(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
-        """Write what a run measured, in one step, in place of what it wrote before. Raises RunError.
+    def save(self, run: str, task: Task, trials: Iterable[Trial]) -> Path | None:
+        """Write the measurements of a run, atomically, in place of earlier ones. Raises RunError.
 
-        Of servers under several load points, or a trace, nothing is kept: a record has one load.
+        Servers under several load points or a trace are not stored: a record has one load.
         """
         work = task.spec.work
         if isinstance(work, ServeSpec) and (len(work.loads) > 1 or work.loads[0].trace):
@@ -54,30 +54,30 @@ class Experience:
         return path
 
     def records(self, chip: Chip, engine: str, *, but: str | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield the records of a chip and an engine, those of the latest run first, without those of the run `but`.
+        """Yield the records of a chip and an engine, latest run first, without those of the run `but`.
 
-        What cannot be read is passed over: nothing depends on it.
+        Unreadable files are skipped.
         """
         for path in sorted(self.folder.glob("*.jsonl"), key=_age, reverse=True):
             if path.stem == but:
                 continue
             with suppress(OSError, ValueError):
                 lines = [json.loads(line) for line in read_regular(path).splitlines()]
-                yield from (line for line in lines if _is_of(line, chip, engine))
+                yield from (line for line in lines if _matches(line, chip, engine))
 
     def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete what runs measured on the chip of that name and return their files. Raises RunError."""
-        gone = []
+        """Delete the measurements on the chip of that name and return their files. Raises RunError."""
+        deleted = []
         for path in sorted(self.folder.glob("*.jsonl")):
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 lines = [json.loads(line) for line in read_regular(path).splitlines()]
                 if any(line["cluster"]["chip"].casefold() == chip.casefold() for line in lines):
-                    gone.append(path)
-        delete_files(gone)
-        return tuple(gone)
+                    deleted.append(path)
+        delete_files(deleted)
+        return tuple(deleted)
 
 
-def _is_of(line: Any, chip: Chip, engine: str) -> bool:
+def _matches(line: Any, chip: Chip, engine: str) -> bool:
     with suppress(KeyError, TypeError, AttributeError):
         if line[line["kind"]]["engine"] == engine:
             return same_chip(line["cluster"]["chip"], line["measured"]["chip_aliases"], chip)
@@ -95,7 +95,9 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     group, work, measured = task.cluster.groups[0], task.spec.work, trial.measurement
     assert measured is not None
     used = measured.device_used_bytes
-    kind, job = ("serve", _served(work, measured)) if isinstance(work, ServeSpec) else ("train", _trained(work))
+    kind, job = (
+        ("serve", _serve_fields(work, measured)) if isinstance(work, ServeSpec) else ("train", _train_fields(work))
+    )
     return {
         "id": f"{run}/{trial.number}",
         "kind": kind,
@@ -117,7 +119,7 @@ def _record(run: str, task: Task, trial: Trial) -> dict[str, Any]:
     }
 
 
-def _trained(work: TrainSpec) -> dict[str, Any]:
+def _train_fields(work: TrainSpec) -> dict[str, Any]:
     return {
         "seq_length": work.seq_length,
         "global_batch_size": work.global_batch_size,
@@ -130,7 +132,7 @@ def _trained(work: TrainSpec) -> dict[str, Any]:
     }
 
 
-def _served(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
+def _serve_fields(work: ServeSpec, measured: Measurement) -> dict[str, Any]:
     load = work.loads[0]
     return {
         "engine": work.engine,

@@ -1,4 +1,4 @@
-"""Calibrations as files: one a chip, driver and version of torch, in the user's data folder."""
+"""Calibrations as files: one per chip, driver and version of torch, in the user's data folder."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from flagcore.errors import RunError
 from flagcore.files import read_regular
 
 HOME_VARIABLE = "FLAGCORE_HOME"
-"""An environment variable: the folder in which flagcore keeps what it knows between runs."""
+"""Environment variable with the folder in which flagcore stores data between runs."""
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured on `devices` devices of one chip: `rows` of kernels and collectives, as plain data.
+    """Measurements on `devices` devices of one chip: `rows` of kernels and collectives, as plain data.
 
-    `aliases` are the chip's at that time; for a plain CPU they name the processor. `how` says with what, `date` is
-    ISO 8601. `others` is the share of the processors that others took meanwhile, 0 to 1; None where it was not kept.
-    `facts` are those of a chip that no plugin catalogues; None for one that some plugin does.
+    `aliases` are the chip's at that time; for a CPU they name the processor. `how` is the tool, `date` is ISO 8601.
+    `others` is the share of the CPUs that other processes used meanwhile, 0 to 1; None if unknown. `facts` are those of
+    a chip that is in no plugin's catalogue, else None.
     """
 
     chip: str
@@ -43,12 +43,12 @@ class Calibration:
 
     @property
     def file_name(self) -> str:
-        """Return the name of its file: a new calibration of the same things takes its place."""
+        """Return the name of its file, which a new calibration of the same devices replaces."""
         parts = (self.chip, *self.aliases[:1], f"driver {self.driver or 'none'}", f"torch {self.torch}")
         return "--".join(map(_slug, parts)) + ".json"
 
-    def is_of(self, chip: Chip) -> bool:
-        """Return whether it was measured on `chip`: the same name, and, where both say more, the same processor."""
+    def matches(self, chip: Chip) -> bool:
+        """Return whether it was measured on `chip`; see `same_chip`."""
         return same_chip(self.chip, self.aliases, chip)
 
 
@@ -68,27 +68,27 @@ class Calibrations:
         return cls(data / "flagcore" / "calibrations")
 
     def all(self) -> tuple[tuple[Path, Calibration], ...]:
-        """Return every file that can be read with what it holds, the newest first. Raises RunError for the folder."""
+        """Return the readable calibrations with their files, newest first. Raises RunError for the folder."""
         return self._read()[0]
 
     def unreadable(self) -> tuple[tuple[Path, RunError], ...]:
-        """Return every file that cannot be read with the reason. Raises RunError for the folder."""
+        """Return the unreadable files with the reasons. Raises RunError for the folder."""
         return self._read()[1]
 
     def find(self, chip: Chip, torch: str | None = None) -> tuple[Path, Calibration] | None:
-        """Return the newest calibration of `chip`, one with this version of torch before all others.
+        """Return the newest calibration of `chip`, preferably with this version of torch.
 
-        Raises RunError where a file of this chip, by its name, cannot be read; those of other chips do not matter.
+        Raises RunError if a file named after this chip cannot be read.
         """
         good, bad = self._read()
         for path, error in bad:
             if _named_for(path, chip):
                 raise error
-        found = [pair for pair in good if pair[1].is_of(chip)]
+        found = [pair for pair in good if pair[1].matches(chip)]
         return next((pair for pair in found if pair[1].torch == torch), found[0] if found else None)
 
-    def ready(self) -> None:
-        """Raise RunError unless a calibration can be kept."""
+    def check_writable(self) -> None:
+        """Raise RunError unless a calibration can be written."""
         draft = self.folder / f"{os.getpid()}.draft"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,19 +97,19 @@ class Calibrations:
         except OSError as error:
             raise _unwritable(self.folder, error) from None
 
-    def keep(self, calibration: Calibration) -> Path:
-        """Write a calibration in one step and return its file. Raises RunError."""
+    def save(self, calibration: Calibration) -> Path:
+        """Write a calibration atomically and return its file. Raises RunError."""
         path = self.folder / calibration.file_name
         replace_file(path, _text(calibration))
         return path
 
     def forget(self, chip: str) -> tuple[Path, ...]:
-        """Delete the calibrations of the chip of that name, read or not, and return their files. Raises RunError."""
+        """Delete the calibrations of that chip, also unreadable ones, and return their files. Raises RunError."""
         good, bad = self._read()
-        gone = [path for path, calibration in good if calibration.chip.casefold() == chip.casefold()]
-        gone += [path for path, _ in bad if path.stem.split("--")[0] == _slug(chip)]
-        delete_files(gone)
-        return tuple(gone)
+        deleted = [path for path, calibration in good if calibration.chip.casefold() == chip.casefold()]
+        deleted += [path for path, _ in bad if path.stem.split("--")[0] == _slug(chip)]
+        delete_files(deleted)
+        return tuple(deleted)
 
     def _read(self) -> tuple[tuple[tuple[Path, Calibration], ...], tuple[tuple[Path, RunError], ...]]:
         try:
@@ -128,7 +128,7 @@ class Calibrations:
 
 
 def same_chip(name: str, aliases: Iterable[str], chip: Chip) -> bool:
-    """Return whether `chip` is what something was measured on: the same name, and, if both say it, processor."""
+    """Return whether a measurement is of `chip`: equal names and, unless both have no aliases, a shared alias."""
     names = {alias.casefold() for alias in aliases}, {alias.casefold() for alias in chip.aliases}
     return name.casefold() == chip.name.casefold() and (names[0] == names[1] or bool(names[0] & names[1]))
 

@@ -37,10 +37,10 @@ def devices_command(form: str, without: tuple[str, ...]) -> None:
 @click.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of a spec, for editors and validators."""
-    from flagcore.plugins import ENGINES
+    from flagcore.plugins import engines
     from flagcore.spec import json_schema
 
-    click.echo(json.dumps(json_schema(ENGINES), indent=2))
+    click.echo(json.dumps(json_schema(engines()), indent=2))
 
 
 @click.command("doctor")

@@ -17,7 +17,7 @@ class Candidate:
 
     @classmethod
     def of(cls, values: Mapping[str, KnobValue]) -> Candidate:
-        """Make a candidate from a mapping, keeping its order."""
+        """Return a candidate with the values of a mapping, in its order."""
         return cls(tuple(values.items()))
 
     def as_dict(self) -> dict[str, KnobValue]:

@@ -1,4 +1,4 @@
-"""What is known of a chip, and where each figure comes from."""
+"""Chips: figures with their sources, and names."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from enum import Enum
 
 
 class Support(Enum):
-    """Whether something works. Unknown is not no: it is reported, and may be measured."""
+    """Whether something works. UNKNOWN is reported and may be tried."""
 
     YES = "yes"
     IMPOSSIBLE = "the hardware cannot"
     NOT_YET = "the plugin does not yet"
-    UNKNOWN = "nobody has said"
+    UNKNOWN = "untested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a figure is from. `kind` is measured, datasheet, published or estimated; `detail` says how or where."""
+    """Origin of a figure. `kind` is measured, datasheet, published or estimated; `detail` says how or where."""
 
     kind: str
     detail: str
@@ -35,12 +35,12 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How neighbouring devices are joined.
+    """The connection between neighbouring devices.
 
-    `bytes_per_second` is what one device can send in one direction to all its peers together.
+    `bytes_per_second` is the rate of one device in one direction, to all its peers together.
     `topology` is one word: switch, mesh, pcie, ring or shared-memory. `domain_size` is the number of
-    consecutive devices that the link joins: an island of a node, or a rack (None: all devices of a node).
-    `copy_engine` says that collectives run on engines beside the compute units and take nothing from kernels.
+    consecutive devices that the link connects: an island of a node, or a rack (None: all devices of a node).
+    `copy_engine` says that collectives run on engines beside the compute units and do not slow down kernels.
     `peer_access` False means that devices cannot reach each other's memory: copies go through the host.
     `switch_reduces` says that the switch adds up what devices send, so an all-reduce leaves the domain only once.
     """
@@ -61,7 +61,7 @@ class Chip:
 
     `aliases` are the strings under which drivers and frameworks report it. `dense_flops_per_second` maps a
     precision (`fp32 tf32 bf16 fp16 fp8 int8`) to the peak without sparsity. `host_bytes_per_second` is what the
-    interface to the host carries in one direction. A figure that nobody published or measured is absent, never guessed.
+    interface to the host carries in one direction. A figure that was neither published nor measured is absent.
     """
 
     name: str
@@ -77,15 +77,15 @@ class Chip:
     nic_bytes_per_second: Fact | None = None
     notes: str = ""
 
-    def answers_to(self, name: str) -> bool:
-        """Return whether `name` is this chip's name or one of its aliases; see `spellings` for what does not matter."""
+    def has_name(self, name: str) -> bool:
+        """Return whether `name` is the chip's name or an alias, up to the differences that `spellings` ignores."""
         return bare(name) in self.spellings
 
     @property
     def spellings(self) -> frozenset[str]:
-        """The chip's name and aliases as letters and digits, each with the vendor's name before it and without.
+        """The chip's normalized name and aliases, each with and without the vendor's name.
 
-        Letter case, spaces and dashes differ between tools, and some leave out the vendor; nothing else is forgiven.
+        Tools differ in letter case, spaces and dashes, and some omit the vendor; other differences count.
         """
         vendor = bare(self.vendor)
         names = {bare(name).removeprefix(vendor) or vendor for name in (self.name, *self.aliases)}
@@ -94,7 +94,7 @@ class Chip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator that was found on this machine. `memory_bytes` is what the driver reports for it."""
+    """One accelerator of this machine. `memory_bytes` is what the driver reports."""
 
     index: int
     chip: str
@@ -104,50 +104,49 @@ class Device:
 
 
 def with_network(chip: Chip, nic_bytes_per_second: float | None) -> Chip:
-    """Return `chip` with a network of the user's own; None leaves it as it is."""
+    """Return `chip` with the network rate that the user gives, if any."""
     if nic_bytes_per_second is None:
         return chip
     return replace(chip, nic_bytes_per_second=Fact(value=nic_bytes_per_second, source=Source(kind="user", detail="")))
 
 
-NEAR = 0.72
-"""A chip's name is near a word if so much of both is the same, letter case, spaces and dashes aside."""
+MIN_SIMILARITY = 0.72
+"""Similarity (0 to 1) of normalized names from which a chip is suggested."""
 
 
 def nearest(word: str, chips: Iterable[Chip], most: int = 4) -> tuple[str, ...]:
-    """Return the names of the chips that `word` may have meant, the likeliest first.
+    """Return the names of the chips that `word` may mean, most similar first.
 
-    These are the ones with a name or alias of which `word` is a part, or which is a part of it; where there is none,
-    those that are spelt alike. The vendor's name, which most drivers put first, says nothing of the chip.
+    These are the chips with a name or alias that contains `word` or is contained in it; if there is none, those with a
+    similar name. The vendor's name is ignored.
     """
     parts, alike = [], []
     for chip in chips:
         vendor = bare(chip.vendor)
-        wanted, *names = (bare(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
+        given, *names = (bare(name).removeprefix(vendor) for name in (word, chip.name, *chip.aliases))
         family = bare(chip.name.split("-")[0])
-        nearness = max(SequenceMatcher(None, wanted, name).ratio() for name in (*names, family))
-        if len(wanted) > 1 and any(wanted in name or name in wanted for name in names if name):
-            parts.append((-SequenceMatcher(None, wanted, names[0]).ratio(), chip.name))
-        elif nearness >= NEAR:
+        nearness = max(SequenceMatcher(None, given, name).ratio() for name in (*names, family))
+        if len(given) > 1 and any(given in name or name in given for name in names if name):
+            parts.append((-SequenceMatcher(None, given, names[0]).ratio(), chip.name))
+        elif nearness >= MIN_SIMILARITY:
             alike.append((-nearness, chip.name))
     return tuple(name for _, name in sorted(parts or alike)[:most])
 
 
-MOST_LISTED = 20
-"""As many chips are named in one message."""
+MAX_LISTED = 20
+"""Chips named in one message."""
 
 
-def unknown_chip(word: str, chips: Iterable[Chip]) -> str:
-    """Return how to go on where no chip answers to `word`: the names near it, else all if they are few, and where to
-    find aliases."""
+def unknown_chip_hint(word: str, chips: Iterable[Chip]) -> str:
+    """Return a hint for an unknown chip: similar names, or all of them if they are few."""
     known = tuple(chips)
     near, listed = " or ".join(nearest(word, known)), ", ".join(sorted(chip.name for chip in known)) or "none"
-    if not near and len(known) > MOST_LISTED:
+    if not near and len(known) > MAX_LISTED:
         return f"`flag plugins chips` lists all {len(known)} chips, with aliases"
     hint = f"did you mean {near}?" if near else f"known chips: {listed};"
     return f"{hint} `flag plugins chips` lists all, with aliases"
 
 
 def bare(name: str) -> str:
-    """Return the letters, digits and plus signs of a name in small letters, by which chips' names are compared."""
+    """Return the letters, digits and plus signs of a name in lower case; names of chips are compared so."""
     return "".join(letter for letter in name.casefold() if letter.isalnum() or letter == "+")[:64]

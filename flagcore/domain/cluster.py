@@ -1,4 +1,4 @@
-"""The machines that a job runs on: node groups, and how traffic between devices travels."""
+"""The machines of a job: node groups, and the levels of the network between devices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from flagcore.domain.chip import Chip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """One level of a topology, from the inside out.
+    """One level of a topology.
 
-    A group of `devices` consecutive devices talks over it; each sends `bytes_per_second` in one direction (on an
-    outer level: across it, all at once), and a message costs `latency_seconds` before its first byte. What follows
-    says how collectives use it:
+    It connects groups of `devices` consecutive devices; each sends `bytes_per_second` in one direction (on an
+    outer level: across it, all at once), and a message takes `latency_seconds` before its first byte.
 
-    `hop_seconds` is what each further step of a pipelined ring costs; None: a sixteenth of the latency.
+    `hop_seconds` is the time of each further step of a pipelined ring; None: a sixteenth of the latency.
     `efficiency` is the share of the rate that large messages reach. `pair_share` is the share of a device's rate
-    that one pair of devices has (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` says how the rate falls
-    when n devices use the level: as (2/n) to this power. `reduces` says that the level adds up what its devices send,
+    of one pair of devices (1 behind a switch, 1/(n-1) in a full mesh of n). `crowding` says how the rate falls
+    when n devices use the level: as (2/n) to this power. `reduces` means that the level sums what its devices send,
     so that only sums leave it. `compute_share` is the share of the device's compute that a running collective takes
     from kernels beside it.
     """
@@ -65,7 +64,7 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A list of node groups, usually one; ranks go through them in their order."""
+    """Node groups, usually one. Ranks are assigned to them in order."""
 
     groups: tuple[NodeGroup, ...]
 
@@ -76,13 +75,13 @@ class Cluster:
 
     @property
     def chips(self) -> str:
-        """The chip's name or, with the devices of each, the names of several."""
+        """The name of the chip; of several chips, each with its number of devices."""
         if len(self.groups) == 1:
             return self.groups[0].chip.name
         return " + ".join(f"{group.chip.name} ({group.devices})" for group in self.groups)
 
     def peak_flops(self, precision: str) -> float | None:
-        """Return the peak flops per second of one device, the mean of all; None if one is not known."""
+        """Return the peak flops per second of a device, the mean of all; None if one is unknown."""
         known = [group.chip.dense_flops_per_second.get(precision) for group in self.groups]
         shares = [group.devices / self.devices for group in self.groups]
         peaks = [share * peak.value for share, peak in zip(shares, known, strict=True) if peak is not None]

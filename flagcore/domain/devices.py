@@ -1,8 +1,7 @@
-"""Which device of a job holds the others up.
+"""Detects devices that slow down a job.
 
-All ranks of a synchronous job have the same step time, for they wait for each other: what tells them apart is what a
-device does alone. That is the speed test that each rank makes at the end of a trial, a fixed product, all at once and
-each by itself; and the clock that the management tool shows meanwhile.
+All ranks of a synchronous job have the same step time, since they wait for each other. Devices are compared by the
+speed test at the end of a trial, a fixed matrix product on each rank, and by the clock that the vendor's tool reports.
 """
 
 from __future__ import annotations
@@ -11,31 +10,31 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 
-SLOWER = 1.25
-"""A device stands out whose speed test takes as many times the median of the others: chips of one kind differ by a few
+SLOW_RATIO = 1.25
+"""A device is slow if its speed test takes this many times the median of the others; equal chips differ by a few
 percent."""
 
-SLOWER_CORES = 2.0
-"""The same for cores of a plain processor, which other work disturbs."""
+SLOW_CORE_RATIO = 2.0
+"""The same for CPU cores, which other processes disturb."""
 
-LOWER = 0.85
-"""Or whose clock is at most this share of the median of the others: one that is throttled."""
+LOW_CLOCK_RATIO = 0.85
+"""A device is throttled if its clock is at most this share of the median of the others."""
 
 SPEED_TEST, CLOCK = "speed_test_s", "clock_hertz"
 
 
 def slow_devices(
-    devices: Sequence[Mapping[str, float]], devices_per_node: int, slower: float = SLOWER
+    devices: Sequence[Mapping[str, float]], devices_per_node: int, slower: float = SLOW_RATIO
 ) -> tuple[str, ...]:
-    """Return a line for each device that stands out. `devices` have figures by name, and `device`, their number over
-    all nodes. One alone stands out from nobody."""
+    """Return a line for each slow or throttled device. `devices` have figures by name, and `device`, their number over
+    all nodes."""
     lines = []
     for name, worse in ((SPEED_TEST, partial(_slower, slower)), (CLOCK, _lower)):
         known = [(int(each["device"]), float(each[name])) for each in devices if each.get(name, 0.0) > 0.0]
         for place, (number, figure) in enumerate(known):
             others = [other for at, (_, other) in enumerate(known) if at != place]
-            if others and (told := worse(figure, median(others))):
-                lines.append(f"device {number % devices_per_node} of node {number // devices_per_node} {told}")
+            if others and (text := worse(figure, median(others))):
+                lines.append(f"device {number % devices_per_node} of node {number // devices_per_node} {text}")
     return tuple(lines)
 
 
@@ -46,4 +45,8 @@ def _slower(slower: float, figure: float, others: float) -> str:
 
 def _lower(figure: float, others: float) -> str:
     ratio = figure / others
-    return f"runs at {ratio:.2g}x the median clock of the others ({figure / 1e9:.3g} GHz)" if ratio <= LOWER else ""
+    return (
+        f"runs at {ratio:.2g}x the median clock of the others ({figure / 1e9:.3g} GHz)"
+        if ratio <= LOW_CLOCK_RATIO
+        else ""
+    )

@@ -1,4 +1,4 @@
-"""How well an engine runs on a chip, and what it needs there."""
+"""Support for an engine on a chip."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flagcore.domain.chip import Support
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Values that do not work on a chip, and why. They become a legality rule of that name.
+    """Values that do not work on a chip, with the reason. They become a legality rule of that name.
 
     `knob` is a knob, `precision`, `attention` or `implementation` of the job, or a setting that all candidates share:
-    `settings.NAME` of training, `engine_args.NAME` of a server. Of a knob that counts, what is `above` is refused, too.
+    `settings.NAME` of training, `engine_args.NAME` of a server. Numbers greater than `above` are refused, too.
     """
 
     name: str
@@ -25,9 +25,9 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forced:
-    """The one value of a shared setting that works on a chip, and why.
+    """The only value of a shared setting that works on a chip, with the reason.
 
-    It is given to trials where the user says nothing of it; another value is refused by a rule of that name. `setting`
+    Trials get it if the user does not set it; another value is refused by a rule of that name. `setting`
     is `settings.NAME` of a training command, or `engine_args.NAME` of a server.
     """
 
@@ -39,14 +39,14 @@ class Forced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSupport:
-    """What a plugin says about one engine on one of its chips.
+    """A plugin's answer about one engine on one of its chips.
 
     `device_type` is torch's name of the device, `distributed_backend` torch.distributed's name of the
     collectives, `preload` the modules to import before the first tensor. `shared_devices`
-    says that processes may outnumber devices and live in the machine's own memory, as on a plain CPU.
-    Without a device type and a backend nothing can be run, only predicted. `visible_devices` is the environment
-    variable that tells a process which devices it may use, by their numbers with commas; None where there is none.
-    `notes` are sentences that a user should read: what no rule can say.
+    means that processes may outnumber devices and use the machine's own memory, as on a CPU.
+    Without a device type and a backend, candidates are predicted but not run. `visible_devices` is the environment
+    variable with the comma-separated numbers of the devices that a process may use; None if there is none.
+    `notes` are sentences for the user.
     """
 
     support: Support

@@ -1,4 +1,4 @@
-"""Why a launch failed: from who ended it, what it wrote, and its exit code."""
+"""Classifies a failed launch by what ended it, its log and its exit code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ LONGEST_LINE, LONGEST_REASON = 4096, 300
 
 
 def classify(ended: Exit, log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialState, str]:
-    """Return the state of a failed trial and one line with the reason, from its log and exit."""
+    """Return the state of a failed trial and its reason in one line."""
     lines = [shown for line in log.splitlines() if (shown := _printable(line))]
     last = lines[-1][:LONGEST_REASON] if lines else "(none)"
     if ended.ended_by == "timeout":
-        allowed = "all that max_time_per_task, or the rest of max_time, allows"
+        allowed = "the limit by max_time_per_task or the rest of max_time"
         return TrialState.TIMED_OUT, f"still running after {ended.duration_s:.0f} s, {allowed}; last line: {last}"
     if ended.ended_by == "memory":
         peak = (ended.peak_memory_bytes or 0) / 2**30
         return TrialState.OUT_OF_MEMORY, f"its processes grew to {peak:.2f} GiB, over the memory budget"
     if ended.ended_by == "disk":
-        return TrialState.FAILED, "it wrote more than the limit into its folder, or filled the disk"
+        return TrialState.FAILED, "it exceeded the disk limit of its folder, or filled the disk"
     if ended.ended_by == "guard":
-        return TrialState.FAILED, "the process that guards it was killed, so it was ended"
+        return TrialState.FAILED, "its guard process was killed"
     if ended.ended_by == "request":
         return TrialState.INTERRUPTED, "ended on request"
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):
@@ -46,7 +46,7 @@ def _printable(line: str) -> str:
 
 
 def log_tail(folder: str) -> str:
-    """Return the ends of stdout and stderr as text; bytes that are no text are replaced."""
+    """Return the ends of stdout and stderr; bytes that are not UTF-8 are replaced."""
     parts = []
     for name in ("stdout.log", "stderr.log"):
         try:

@@ -1,4 +1,4 @@
-"""What a launcher is asked to start, and how it ended."""
+"""What a launcher starts, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flagcore.domain.trial import TrialState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One trial, ready to start: no shell, no inherited surprises.
+    """One trial, ready to start without a shell.
 
-    `folder` receives `stdout.log`, `stderr.log`, `launch.json` and whatever the program writes.
+    `folder` receives `stdout.log`, `stderr.log`, `launch.json` and the files of the program.
     `environment` is added to the launcher's own. `memory_limit_bytes` bounds the whole tree of
     processes on one node (None: no limit), `timeout_seconds` its wall-clock time. `ready` are URLs of a server that is
     started for users: it is ready when all of them answer 200, and is reached at the root of the first.
@@ -32,9 +32,8 @@ class Launch:
 class Exit:
     """How a launch ended. `code` is the exit status, negative for a signal.
 
-    `ended_by` says who ended it: None (itself), `timeout`, `memory`, `disk`, `request`, or `guard` if what
-    watched over it was itself killed.
-    `peak_memory_bytes` is the largest memory of the whole tree that was seen.
+    `ended_by` is None (the program itself), `timeout`, `memory`, `disk`, `request`, or `guard` if the guard process was
+    killed. `peak_memory_bytes` is the largest observed memory of all processes.
     """
 
     code: int

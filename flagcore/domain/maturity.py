@@ -1,4 +1,4 @@
-"""How well founded what a plugin says is."""
+"""Evidence for what a plugin states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One thing that is said of some chips. `by` is a tool, or software with its date; `files` are transcripts."""
+    """One statement about some chips. `by` is a tool, or software with its date; `files` are transcripts."""
 
     what: str
     chips: tuple[str, ...]
@@ -17,7 +17,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maturity:
-    """What of a plugin was run on real devices, checked on transcripts of others, or taken from documents."""
+    """What was run on real devices, checked on transcripts of others, or taken from documents."""
 
     run_on_hardware: tuple[Claim, ...] = ()
     checked_on_transcripts: tuple[Claim, ...] = ()
@@ -26,7 +26,7 @@ class Maturity:
 
     @property
     def word(self) -> str:
-        """The best of them in one word."""
+        """The strongest evidence in one word."""
         if self.run_on_hardware:
             return "hardware"
         return "transcripts" if self.checked_on_transcripts else "documents"

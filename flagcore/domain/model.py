@@ -1,4 +1,4 @@
-"""The shape of a transformer, in Megatron-core's field names."""
+"""The shape of a transformer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Model:
 
     `ffn_hidden_size` is the width of a dense layer's FFN, `moe_ffn_hidden_size` that of one routed expert,
     `moe_shared_expert_intermediate_size` the total width of the shared experts. A size that a model does
-    not have is None (MLA, MoE) or 0 (layers of a kind).
+    not have is None (MLA, MoE) or 0 (numbers of layers).
     """
 
     name: str

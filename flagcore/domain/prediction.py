@@ -193,13 +193,13 @@ def of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Seconds of one micro-batch on each pipeline stage of one candidate, in order; all its virtual stages together.
+    """Seconds of one micro-batch on each pipeline stage of a candidate, all virtual stages together.
 
-    `backward_s` has recomputation, and the gradients of activations and weights; `weight_s` is what of it the
-    gradients of weights take, which some schedules run apart; empty where that is not known. `paired_s` is a forward
-    and a backward of two micro-batches that run together, empty where none do. `send_s` is one message from a stage
-    to the next, `sender_waits` says that its sender computes nothing meanwhile. `weight_share` is the share of a
-    micro-batch's activations that waits for the gradients of weights, as a schedule is planned. `schedule` is a name
+    `backward_s` includes recomputation and both gradients; `weight_s` is its part for the gradients of weights, which
+    some schedules run separately (empty: unknown). `paired_s` is a forward and a backward of two micro-batches that
+    overlap (empty: none do). `send_s` is one message between neighbouring stages, `sender_waits` whether its sender is
+    idle meanwhile. `weight_share` is the share of a micro-batch's activations that is kept until the gradients of
+    weights are computed. `schedule` is a name
     of `flagcore.physics.schedules.catalogue`.
     """
 

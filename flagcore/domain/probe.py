@@ -1,4 +1,4 @@
-"""What one device measured when it played ranks of a world that was not there."""
+"""Probes: one device runs single ranks of a larger job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from flagcore.domain.trial import TrialState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
-    """One rank's own figures: bytes, and medians of seconds with the interquartile range of the steps that count.
+    """Figures of one rank: bytes, and medians and interquartile ranges of seconds over the timed steps.
 
-    `compute_time_s` is forward and backward of a whole step without waiting for anybody. Where `microbatches_run` is
-    less than `microbatches`, it is scaled up from those that were run. `static_bytes` is what stays allocated between
-    steps. `reserved_bytes` is None where there is no caching allocator. `device_used_bytes` lacks the buffers of
-    collectives, since none ran.
+    `compute_time_s` is forward and backward of a whole step without communication. If `microbatches_run` is less than
+    `microbatches`, it is scaled up. `static_bytes` stay allocated between steps. `reserved_bytes` is None without a
+    caching allocator. `device_used_bytes` is without the buffers of collectives, since none ran.
     """
 
     stage: int
@@ -39,9 +38,9 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProbe:
-    """The probe of one global rank: what was measured, or why there is nothing. Memory that ran out is a result.
+    """The probe of one global rank: the measurement, or the reason without one. Running out of memory is a result.
 
-    `device` is the place of the device that played it among those that were free.
+    `device` is the index of the device that ran it among the free ones.
     """
 
     rank: int
@@ -62,17 +61,17 @@ class Probe:
 
     @property
     def measured(self) -> tuple[RankMeasurement, ...]:
-        """What was measured, a rank each."""
+        """The measurements of the ranks that have one."""
         return tuple(rank.measured for rank in self.ranks if rank.measured is not None)
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether a rank needs more than a device has."""
+        """Whether a rank ran out of memory."""
         return any(rank.state is TrialState.OUT_OF_MEMORY for rank in self.ranks)
 
     @property
     def duration_s(self) -> float:
-        """Seconds that all took, side by side: those of the device that was busy the longest."""
+        """Seconds of all ranks on devices in parallel: those of the busiest device."""
         busy: dict[int, float] = {}
         for rank in self.ranks:
             busy[rank.device] = busy.get(rank.device, 0.0) + rank.duration_s

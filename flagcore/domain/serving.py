@@ -1,4 +1,4 @@
-"""What clients ask of a server, and what a served answer is judged by."""
+"""Serving jobs: loads, figures and bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EngineArg: TypeAlias = bool | int | float | str | None
 
 STATISTICS = ("mean", "p50", "p90", "p99")
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-"""Seconds to the first token; per token after the first, of each request; between two pieces of an answer; in all."""
+"""Seconds to the first token; per further token of a request; between two chunks of a response; of a request."""
 RATES = (
     "output_tokens_per_s",
     "total_tokens_per_s",
@@ -18,15 +18,15 @@ RATES = (
     "goodput_requests_per_s",
     "output_tokens_per_s_per_device",
 )
-"""Of the whole cluster, but the last. Goodput counts the requests that keep the SLO."""
+"""Rates of the whole cluster, the last one per device. Goodput counts requests that meet the SLO."""
 
 
 USUAL_CLIENTS = 64
-"""Requests in flight where nobody says how many, nor how often or when they come."""
+"""Default number of requests in flight."""
 
 
 def nested(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures by name, those of a latency together: `ttft_s.p50` as `ttft_s` with `p50`."""
+    """Return figures grouped by latency: `ttft_s.p50` becomes `p50` of `ttft_s`."""
     data: dict[str, Any] = {}
     for name, figure in figures.items():
         of, _, statistic = name.partition(".")
@@ -44,10 +44,9 @@ class Load:
     Either `concurrency` requests are in flight all the time (closed loop), or they arrive at `request_rate` a second
     (open loop), infinity for all at once; the gaps are gamma-distributed with shape `burstiness`, 1 is Poisson.
 
-    A length is drawn evenly from `range_ratio` x length to length, as FlagScale and SGLang mean it; with
-    `range_spread` from (1 - spread) x length to (1 + spread) x length, as vLLM means its ratio. `prefix_len` tokens
-    before the prompt are the same in all requests. A `trace` gives lengths, and arrival times where it has them.
-    `num_prompts` None is a steady state without end, which can be predicted, not run.
+    A length is uniform from `range_ratio` x length to length or, with `range_spread`, from (1 - spread) x length to
+    (1 + spread) x length. `prefix_len` tokens before the prompt are the same in all requests. A `trace` gives lengths,
+    and arrival times if it has them. `num_prompts` None is a steady state, which can be predicted but not run.
     """
 
     input_len: int = 1024
@@ -68,11 +67,11 @@ class Load:
 class ServeSpec:
     """The serving job. `slo` are upper bounds by figure: `ttft_s.p99` to seconds; all load points count.
 
-    `engine_args` are the engine's own flags, the same for all candidates, in its spelling without dashes. `weights` is
-    what the engine loads: a Hugging Face directory or a GGUF file; None can be predicted, not run. `command` starts
-    one server in `directory`, None means the engine's own program. `cards` bounds the devices that a candidate may
-    use, None is all of them. `engine_version` None is the installed one. Each load point is sent `repeats` times in one
-    launch, by flagcore's own client or, with one load point, by the command `client`, which leaves a `report`.
+    `engine_args` are flags of the engine without dashes, the same for all candidates. `weights` is a Hugging Face
+    directory or a GGUF file; None can be predicted but not run. `command` starts one server in `directory`; None is the
+    engine's own program. `cards` is the maximum number of devices of a candidate; None: all. `engine_version` None is
+    the installed one. Each load point is sent `repeats` times, by flagcore's client or, with one load point, by the
+    command `client`, which writes a `report`.
     """
 
     engine: str

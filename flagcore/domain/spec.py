@@ -122,11 +122,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One record. `candidate` has the knobs that were given; an absent one has its engine's default.
+    """One record. `candidate` has the given knobs; others have the engine's default.
 
-    `chip` is a name or an alias of a chip, `nic_bytes_per_second` its network where the record says it, `rank` the
-    global rank whose own figures are wanted.
-    `work` is what was done. `notes` is what its source says of the engine's settings in its own words.
+    `chip` is a name or an alias, `nic_bytes_per_second` the network if the record gives it, `rank` the global rank to
+    predict. `notes` are the source's own words on the engine's settings.
     """
 
     id: str

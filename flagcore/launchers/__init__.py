@@ -1,1 +1,1 @@
-"""Where trials run: each launcher starts one, waits for it and ends it."""
+"""Launchers start a trial, wait for it and end it."""

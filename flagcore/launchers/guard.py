@@ -1,10 +1,9 @@
-"""The guard: a small process between flagcore and one trial, so that a trial leaves nothing behind.
+"""The guard: a small process between flagcore and one trial, so that no process of a trial is left over.
 
-`local.py` runs this file as a script; it needs the standard library alone and starts in about 20 ms. The
-guard starts the trial in a session of its own, holds its limits, and reports how it ended. It is a child
-subreaper (prctl(2)): an orphan below it becomes its child, so that no descendant can leave, whatever sessions
-it opens; `waitpid` saying that there is no child left is the proof that nothing is left. It ends the trial
-when the pipe from flagcore closes, which happens however flagcore dies. Linux only.
+`local.py` runs this file as a script; it imports only the standard library and starts in about 20 ms. The guard starts
+the trial in its own session, enforces its limits and reports how it ended. It is a child subreaper (prctl(2)): orphaned
+descendants become its children, so none can escape by opening a session, and none is left when `waitpid` reports no
+child. It ends the trial when the pipe from flagcore closes, however flagcore dies. Linux only.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ import sys
 import time
 
 GRACE_SECONDS = 2.0
-"""From SIGTERM to SIGKILL after a timeout or a request. None if flagcore is gone or a limit is broken."""
+"""Seconds from SIGTERM to SIGKILL after a timeout or a request; otherwise SIGKILL is sent at once."""
 LINGER_SECONDS = 0.5
-"""What descendants get to end by themselves after the trial's first process has ended."""
+"""Seconds that descendants have to end after the trial's first process has ended."""
 GIVE_UP_SECONDS = 10.0
-"""How long SIGKILL may take (a process stuck in a driver) before the verdict is given all the same."""
+"""Seconds after SIGKILL until the guard reports the trial as ended, even if a process is stuck in a driver."""
 FREE_DISK_FLOOR_BYTES = 64 << 20
-"""A trial that leaves less free space than this in its folder is ended."""
+"""A trial is ended if less disk space than this is free."""
 PERIOD_SECONDS = 0.1
 PAUSE_PER_COST = 400
+"""Seconds between two checks per second of CPU time that one takes."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NEVER = float("inf")
 
 
 def write_json(path: str, record: object) -> None:
-    """Write `record` so that a reader sees all of it or nothing."""
+    """Write `record` atomically."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(record, file, indent=1)
     os.replace(path + ".new", path)
@@ -73,81 +73,81 @@ def sum_bytes(text: bytes, *names: bytes) -> int:
     return sum(int(text[at + skip :].split(None, 1)[0]) << 10 for at, skip in starts if at >= 0)
 
 
-class Pace:
-    """Says when a look is due: so rarely that it takes a quarter percent of a core, but every `longest` seconds."""
+class Throttle:
+    """Limits how often a check runs: at most a quarter percent of a core, but at least every `longest` seconds."""
 
     def __init__(self, longest: float) -> None:
         self.longest, self.due_at = longest, 0.0
 
     def due(self) -> bool:
-        """Return whether the next look may start."""
+        """Return whether the next check may start."""
         return time.monotonic() >= self.due_at
 
     def rest(self, started: float) -> None:
-        """Put off the next look. `started` was the `time.process_time()` when this one began."""
+        """Schedule the next check. `started` is the `time.process_time()` when this one began."""
         pause = (time.process_time() - started) * PAUSE_PER_COST
         self.due_at = time.monotonic() + min(pause, self.longest)
 
 
 class Tree:
-    """All descendants of this guard. A stranger can never become one, so each process is placed once."""
+    """All descendants of this guard. Other processes never become descendants, so each process is classified once."""
 
     def __init__(self) -> None:
-        self.mine: set[int] = set()
+        self.members: set[int] = set()
         self.settled: set[int] = set()
-        self.others: set[int] = set()
-        self.pace = Pace(1.0)
+        self.outsiders: set[int] = set()
+        self.pace = Throttle(1.0)
 
-    def look(self) -> None:
-        """Find new descendants. `settled` are those of the look before: a vfork(2) child shows its parent's memory."""
+    def scan(self) -> None:
+        """Find new descendants. `settled` are those of the last scan: a vfork(2) child shows its parent's memory."""
         started = time.process_time()
         present = all_processes()
-        self.mine &= present
-        self.others &= present
-        self.settled = self.mine.copy()
-        for pid in present - self.mine - self.others:
-            self._place(pid)
+        self.members &= present
+        self.outsiders &= present
+        self.settled = self.members.copy()
+        for pid in present - self.members - self.outsiders:
+            self._classify(pid)
         self.pace.rest(started)
 
     def end(self, number: int) -> None:
-        """Send a signal to every descendant; SIGKILL also to their groups, which no fork can slip through."""
-        self.mine, self.others = set(), set()
-        self.look()
-        for pid in self.mine:
-            kin = family(pid)
-            if number == signal.SIGKILL and kin and kin[1] not in (0, os.getpgrp()):
-                send(kin[1], number, group=True)
+        """Send a signal to every descendant; SIGKILL also to their groups, so that no new child escapes."""
+        self.members, self.outsiders = set(), set()
+        self.scan()
+        for pid in self.members:
+            ids = family(pid)
+            if number == signal.SIGKILL and ids and ids[1] not in (0, os.getpgrp()):
+                send(ids[1], number, group=True)
             send(pid, number)
 
-    def _place(self, pid: int) -> None:
+    def _classify(self, pid: int) -> None:
         guard, line = os.getpid(), []
-        while pid not in self.mine and pid not in self.others:
+        while pid not in self.members and pid not in self.outsiders:
             line.append(pid)
-            kin = family(pid)
-            if kin is None:
+            ids = family(pid)
+            if ids is None:
                 return
-            pid = kin[0]
+            pid = ids[0]
             if pid in (0, guard):
                 break
-        (self.mine if pid == guard or pid in self.mine else self.others).update(line)
+        (self.members if pid == guard or pid in self.members else self.outsiders).update(line)
 
 
 class Memory:
     """The memory of the tree in bytes: anonymous and shared pages and swap, without file caches.
 
-    Adding up RssAnon + RssShmem + VmSwap (proc_pid_status(5)) costs microseconds, but a page that processes
-    share counts once for each. The proportional figures of smaps_rollup do not, but cost 10 ms a GB. So what
-    is counted twice is read off now and then, and whenever the limit seems broken, and taken off the sum.
+    The sum of RssAnon + RssShmem + VmSwap (proc_pid_status(5)) takes microseconds, but counts a shared page once per
+    process. The proportional figures of smaps_rollup are exact, but take 10 ms per GB. So they are read now and then,
+    and whenever the limit seems exceeded, and what is counted twice is subtracted from the sum.
     """
 
     def __init__(self) -> None:
         self.peak = 0
         self.shared = 0
         self.known: set[int] = set()
-        self.pace, self.exact_pace = Pace(1.0), Pace(60.0)
+        self.pace, self.exact_pace = Throttle(1.0), Throttle(60.0)
 
     def over(self, limit: float, pids: set[int]) -> bool:
-        """Weigh the processes and return whether they take more than `limit` bytes."""
+        """Return whether the processes use more than `limit` bytes."""
         started = time.process_time()
         resident = {pid: self._resident(pid) for pid in pids}
         self.pace.rest(started)
@@ -177,20 +177,20 @@ class Memory:
 
 
 def free_disk_bytes(folder: str) -> int:
-    """Return how much the user may still write into `folder`."""
+    """Return the disk space that is free for the user in `folder`."""
     space = os.statvfs(folder)
     return space.f_bavail * space.f_frsize
 
 
 class Disk:
-    """What the trial's folder takes on disk, its logs included."""
+    """The size of the trial's folder on disk, logs included."""
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self.limit = folder, limit
-        self.pace = Pace(5.0)
+        self.pace = Throttle(5.0)
 
     def full(self) -> bool:
-        """Return whether the folder takes more than the limit, or hardly any space is left."""
+        """Return whether the folder exceeds the limit, or little disk space is free."""
         started = time.process_time()
         used, free = self._used(), NEVER
         with contextlib.suppress(OSError):
@@ -212,12 +212,12 @@ class Disk:
 
 
 def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes) -> int:
-    """Start the trial's first process in a session of its own and return its id. Raises OSError with what and why."""
-    guard, (told, tell) = os.getpid(), os.pipe()
+    """Start the trial's first process in its own session and return its id. Raises OSError with the reason."""
+    guard, (read_end, write_end) = os.getpid(), os.pipe()
     pid = os.fork()
     if pid:
-        os.close(tell)
-        with open(told, "rb") as answer:
+        os.close(write_end)
+        with open(read_end, "rb") as answer:
             problem = answer.read()
         if problem:
             raise OSError(os.fsdecode(problem))
@@ -231,14 +231,14 @@ def start(argv: list[bytes], environment: dict[bytes, bytes], directory: bytes) 
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("500")  # where the machine runs out of memory, the trial goes first, not the tuner
+            file.write("500")  # if the machine runs out of memory, the trial is killed before the tuner
         task = b"cannot enter the directory " + directory
         os.chdir(directory)
         task = b"cannot run " + argv[0]
         os.execvpe(argv[0], argv, environment)
     except BaseException as error:
         reason = error.strerror if isinstance(error, OSError) else repr(error)
-        os.write(tell, task + b": " + os.fsencode(str(reason)))
+        os.write(write_end, task + b": " + os.fsencode(str(reason)))
     finally:
         os._exit(127)
 
@@ -250,7 +250,7 @@ class Trial:
         self.first, self.started_at = first, time.monotonic()
         self.ends_at, self.memory_limit = self.started_at + timeout, memory_limit
         self.tree, self.memory, self.disk = Tree(), Memory(), Disk(folder, disk_limit)
-        self.tree.mine = {first}
+        self.tree.members = {first}
         self.term_at = self.kill_at = NEVER
         self.code: int | None = None
         self.ended_by: str | None = None
@@ -266,7 +266,7 @@ class Trial:
             self.term_at, self.kill_at = (now if grace else NEVER), now + grace
 
     def alive(self) -> bool:
-        """Reap what has ended. Return whether a process is left."""
+        """Reap ended processes. Return whether one is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -282,7 +282,7 @@ class Trial:
                     self.ends_at = NEVER
 
     def act(self) -> float:
-        """Do what is due now, and return the seconds until something may be due again."""
+        """Run the checks that are due and return the seconds until the next one."""
         now = time.monotonic()
         if now >= self.kill_at:
             self.tree.end(signal.SIGKILL)
@@ -296,7 +296,7 @@ class Trial:
 
     def _check_limits(self, now: float) -> None:
         if self.tree.pace.due():
-            self.tree.look()
+            self.tree.scan()
         if now >= self.ends_at:
             self.end("timeout", GRACE_SECONDS)
         elif self.memory.pace.due() and self.memory.over(self.memory_limit, self.tree.settled):
@@ -315,7 +315,7 @@ class Trial:
 
 
 def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
-    """Return when no process of the trial is left (or SIGKILL was in vain for too long)."""
+    """Return when no process of the trial is left, or SIGKILL had no effect for too long."""
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(signals, select.POLLIN)
@@ -332,7 +332,7 @@ def watch(trial: Trial, control: int, signals: int, parent: int) -> None:
 
 
 def signals_as_bytes() -> int:
-    """Return a descriptor that gives a byte for each child that ended and each request to end."""
+    """Return a descriptor that receives a byte for each ended child and each request to end."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -343,7 +343,7 @@ def signals_as_bytes() -> int:
 
 
 def begin(control: int) -> Trial | None:
-    """Read an order and start its trial; None if flagcore died before it was complete. Raises OSError."""
+    """Read an order and start its trial; None if flagcore died before sending all of it. Raises OSError."""
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
         raise OSError("this system has no child subreaper (prctl), without which processes could be left behind")
     order = b""
@@ -364,21 +364,21 @@ def main(control: int, report: int, parent: int) -> None:
     signals = signals_as_bytes()
     try:
         trial = begin(control)
-        word: dict[str, object] = {"first": trial.first if trial else 0}
+        message: dict[str, object] = {"first": trial.first if trial else 0}
     except OSError as error:
-        trial, word = None, {"problem": str(error)}
-    tell(report, word)
+        trial, message = None, {"problem": str(error)}
+    write_line(report, message)
     if trial:
         watch(trial, control, signals, parent)
         with contextlib.suppress(OSError):
             write_json(os.path.join(trial.disk.folder, "exit.json"), trial.verdict())
-        tell(report, trial.verdict())
+        write_line(report, trial.verdict())
 
 
-def tell(report: int, word: dict[str, object]) -> None:
-    """Write one line to flagcore, if it is still there."""
+def write_line(report: int, message: dict[str, object]) -> None:
+    """Write one line to flagcore, if it still runs."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(report, json.dumps(word).encode() + b"\n")
+        os.write(report, json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

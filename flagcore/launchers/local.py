@@ -1,4 +1,4 @@
-"""The local launcher: starts a trial on this machine, through a guard that ends it in any event."""
+"""The local launcher starts a trial on this machine, through a guard process that ends it in any case."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import BinaryIO
 
 from flagcore.contracts import Launcher
 from flagcore.domain.launch import Exit, Launch
-from flagcore.domain.secrets import plain_without_secrets, words_without_secrets
+from flagcore.domain.secrets import redact_arguments, redact_data
 from flagcore.errors import LaunchError
 from flagcore.launchers import guard
 
 MARKER = "FLAGCORE_LAUNCH"
-"""An environment variable of each trial, by which its processes are found should the guard be killed."""
+"""Environment variable of each trial, by which its processes are found if the guard is killed."""
 START_SECONDS = 60.0
 LONGEST_WAIT_SECONDS = 86400.0
 
@@ -61,7 +61,7 @@ class LocalRunning:
         if self._exit is None:
             with contextlib.suppress(TimeoutError):
                 verdict = self._read_line(seconds)
-                self._exit = Exit(**json.loads(verdict)) if verdict else self._without_verdict()
+                self._exit = Exit(**json.loads(verdict)) if verdict else self._end_without_guard()
                 self.close()
         return self._exit
 
@@ -77,21 +77,21 @@ class LocalRunning:
         return ended
 
     def close(self) -> None:
-        """Let go of the guard, which ends what still runs, and wait for its exit."""
+        """Disconnect from the guard, which then ends the trial, and wait for its exit."""
         for descriptor in (self._control, self._report):
             os.close(descriptor)
         self._guard.wait()
 
     def confirm_start(self, program: str) -> None:
-        """Wait for the guard's word that the program runs. Raises LaunchError if it does not."""
+        """Wait until the guard reports that the program runs. Raises LaunchError if it does not."""
         try:
-            word = json.loads(self._read_line(START_SECONDS) or b"{}")
+            message = json.loads(self._read_line(START_SECONDS) or b"{}")
         except TimeoutError:
             self._guard.kill()
-            word = {"problem": f"the guard process did not answer in {START_SECONDS:.0f} s"}
-        self.pid = word.get("first", 0)
+            message = {"problem": f"the guard process did not answer in {START_SECONDS:.0f} s"}
+        self.pid = message.get("first", 0)
         if not self.pid:
-            problem = word.get("problem", f"the guard process died; see {self._folder}/stderr.log")
+            problem = message.get("problem", f"the guard process died; see {self._folder}/stderr.log")
             raise LaunchError(f"cannot start {program!r}: {problem}")
 
     def _read_line(self, seconds: float) -> bytes:
@@ -109,8 +109,8 @@ class LocalRunning:
         line, _, self._received = self._received.partition(b"\n")
         return line
 
-    def _without_verdict(self) -> Exit:
-        """End what a killed guard has left: its trial's session, and whoever carries the marker."""
+    def _end_without_guard(self) -> Exit:
+        """End the processes that a killed guard left: those of the trial's session, and those with the marker."""
         deadline = time.monotonic() + guard.GIVE_UP_SECONDS
         while (left := self._survivors()) and time.monotonic() < deadline:
             for pid in left:
@@ -138,9 +138,9 @@ class LocalLauncher:
     def start(self, launch: Launch) -> LocalRunning:
         """Start `launch` in a session of its own.
 
-        Its environment is flagcore's with `launch.environment` on top, and MASTER_ADDR and a free MASTER_PORT
-        of its own where `launch.environment` gives none. `launch.json` keeps what was started, without
-        secrets, `exit.json` how it ended. Raises LaunchError if it cannot be started.
+        Its environment is flagcore's with `launch.environment` on top, and MASTER_ADDR and a free MASTER_PORT unless
+        given. `launch.json` records the launch without secrets, `exit.json` how it ended. Raises LaunchError if it
+        cannot be started.
         """
         marker = secrets.token_hex(8)
         environment = {"MASTER_ADDR": "127.0.0.1", MARKER: marker, **launch.environment}
@@ -170,20 +170,20 @@ class LocalLauncher:
 
 LAUNCHER: Launcher = LocalLauncher()
 
-NOWHERE = "/dev/null/none"
-"""A folder that cannot be: nothing is written there, and no disk is watched."""
+NO_FOLDER = "/dev/null/none"
+"""A folder that cannot exist: nothing is written, and no disk limit applies."""
 
 
-def attend(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
-    """Start `launch` for users: output goes to two descriptors, nothing is kept, nothing is bounded.
+def start_for_users(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
+    """Start `launch` for users: without limits or files, its output goes to two descriptors.
 
-    It ends when this process does, however that is. Raises LaunchError if it cannot be started.
+    It ends with this process. Raises LaunchError if it cannot be started.
     """
     marker = secrets.token_hex(8)
     free = replace(launch, timeout_seconds=float("inf"), memory_limit_bytes=None, disk_limit_bytes=1 << 62)
     environment = {MARKER: marker, **launch.environment}
-    order = _encode_order(free, environment, NOWHERE, os.path.abspath(launch.directory or launch.folder))
-    running = _start_guard(stdout, stderr, NOWHERE, marker, order)
+    order = _encode_order(free, environment, NO_FOLDER, os.path.abspath(launch.directory or launch.folder))
+    running = _start_guard(stdout, stderr, NO_FOLDER, marker, order)
     try:
         running.confirm_start(launch.argv[0])
     except BaseException:
@@ -193,7 +193,7 @@ def attend(launch: Launch, stdout: int, stderr: int) -> LocalRunning:
 
 
 def _new_log(folder: str, name: str) -> BinaryIO:
-    """Open an empty log. What has its name, a pipe perhaps, is removed first: opening that could wait for ever."""
+    """Create an empty log. An existing file is removed first: opening a named pipe would block."""
     path = os.path.join(folder, name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -201,7 +201,7 @@ def _new_log(folder: str, name: str) -> BinaryIO:
 
 
 def _encode_order(launch: Launch, environment: Mapping[str, str], folder: str, directory: str) -> bytes:
-    """Return what the guard needs, its length first. marshal, because both ends are one Python and it keeps bytes."""
+    """Return the order for the guard, preceded by its length. Both ends run the same Python, so marshal is safe."""
     if not launch.argv:
         raise LaunchError("cannot start a trial without a program: argv is empty")
     argv = [_encode(text, f"argument {index}") for index, text in enumerate(launch.argv)]
@@ -211,7 +211,7 @@ def _encode_order(launch: Launch, environment: Mapping[str, str], folder: str, d
     }
     for key in environment:
         if not key or "=" in key:
-            raise LaunchError(f"cannot start {launch.argv[0]!r}: {key!r} is no name of an environment variable")
+            raise LaunchError(f"cannot start {launch.argv[0]!r}: {key!r} is not a name of an environment variable")
     limits = (launch.timeout_seconds, launch.memory_limit_bytes, launch.disk_limit_bytes)
     where = (_encode(directory, "the directory"), _encode(folder, "the folder"))
     order = marshal.dumps((argv, {**os.environb, **added}, *where, *limits))
@@ -229,7 +229,7 @@ def _encode(text: str, what: str) -> bytes:
 
 
 def _prepare(launch: Launch, environment: Mapping[str, str], folder: str, directory: str) -> None:
-    """Make the folder, with `launch.json` in it. Raises OSError."""
+    """Create the folder with `launch.json`. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     free = guard.free_disk_bytes(folder)
     if free < guard.FREE_DISK_FLOOR_BYTES:
@@ -237,8 +237,8 @@ def _prepare(launch: Launch, environment: Mapping[str, str], folder: str, direct
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, "exit.json"))
     record = {
-        "argv": list(words_without_secrets(launch.argv)),
-        "environment": plain_without_secrets(environment),
+        "argv": list(redact_arguments(launch.argv)),
+        "environment": redact_data(environment),
         "directory": directory,
         "timeout_seconds": launch.timeout_seconds,
         "memory_limit_bytes": launch.memory_limit_bytes,
@@ -251,31 +251,31 @@ def _prepare(launch: Launch, environment: Mapping[str, str], folder: str, direct
 def _start_guard(
     stdout: BinaryIO | int, stderr: BinaryIO | int, folder: str, marker: str, order: bytes
 ) -> LocalRunning:
-    """Start a guard that hands its own stdout and stderr to the trial, and give it the order. Raises OSError.
+    """Start a guard, whose stdout and stderr the trial inherits, and send it the order. Raises OSError.
 
-    Of all descriptors it gets only its own two pipe ends, and nobody else gets flagcore's: a pipe that another
-    trial held open would not tell of flagcore's death.
+    It inherits only its own two pipe ends, and no other process inherits flagcore's: a pipe that another trial held
+    open would not close when flagcore dies.
     """
     pipes: list[int] = []
     try:
         for _ in range(2):
             pipes += os.pipe()
-        control, told, report, tell = pipes[1], pipes[0], pipes[2], pipes[3]
+        control, guard_reads, report, guard_writes = pipes[1], pipes[0], pipes[2], pipes[3]
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, str(told), str(tell), str(os.getpid())],
+            [sys.executable, "-I", "-S", guard.__file__, str(guard_reads), str(guard_writes), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             cwd="/",
             start_new_session=True,
-            pass_fds=(told, tell),
+            pass_fds=(guard_reads, guard_writes),
         )
     except BaseException:
         for descriptor in pipes:
             os.close(descriptor)
         raise
-    os.close(told)
-    os.close(tell)
+    os.close(guard_reads)
+    os.close(guard_writes)
     with contextlib.suppress(BrokenPipeError):
         while order:
             order = order[os.write(control, order) :]

@@ -37,7 +37,7 @@ def measure(job: Job, number: int, listener: socket.socket) -> None:
         torch.set_num_threads(job.threads)
     bench = Bench(job.kind, number, job.devices > 1)
     if job.devices > 1:
-        _meet(job, number, listener)
+        _join(job, number, listener)
     scale = job.seconds - bench.agree(time.perf_counter() - start) - 1.0
     if job.devices == 1:
         scale /= 1.0 - SHARES["collectives"]
@@ -93,7 +93,7 @@ def _collectives(bench: Bench, job: Job, seconds: float) -> list[dict[str, Any]]
     return rows
 
 
-def _meet(job: Job, number: int, listener: socket.socket) -> None:
+def _join(job: Job, number: int, listener: socket.socket) -> None:
     host, port = listener.getsockname()
     if job.backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks for the address of this host's name

@@ -5,11 +5,11 @@ What is broken is left out and reported as a `PluginFailure`.
 """
 
 from flagcore.plugins.entry_points import (
-    ENGINES,
     IMPORTERS,
     LAUNCHERS,
     STRATEGIES,
     WORKLOADS,
+    engines,
     importer,
     kind_of,
     launcher,
@@ -24,7 +24,6 @@ from flagcore.plugins.loader import Plugin
 
 __all__ = [
     "DISABLE_VARIABLE",
-    "ENGINES",
     "GROUP",
     "IMPORTERS",
     "LAUNCHERS",
@@ -33,6 +32,7 @@ __all__ = [
     "LoadedPlugins",
     "Plugin",
     "PluginFailure",
+    "engines",
     "importer",
     "kind_of",
     "launcher",

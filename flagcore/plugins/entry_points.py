@@ -34,13 +34,13 @@ def workload(name: str, key: str = "engine") -> Workload:
     return found
 
 
-def workload_of(work: TrainSpec | ServeSpec) -> Workload:
-    """Return the engine that does `work`.
+def workload_of(work: TrainSpec | ServeSpec, among: Mapping[str, Workload] | None = None) -> Workload:
+    """Return the engine that does `work`, from `among` if it is there.
 
     Raises like `workload`, and SpecError for an engine of the other kind.
     """
     kind = "serve" if isinstance(work, ServeSpec) else "train"
-    found = workload(work.engine, f"{kind}.engine")
+    found = among[work.engine] if among and work.engine in among else workload(work.engine, f"{kind}.engine")
     if found.kind != kind:
         does = {"serve": "trains", "train": "serves"}[kind]
         problem, fix = f"is an engine that {does}", f"give an engine that {kind}s, or a section {does[:-1]}"
@@ -49,28 +49,34 @@ def workload_of(work: TrainSpec | ServeSpec) -> Workload:
 
 
 class _Engines(Mapping[str, Workload]):
-    """The installed engines by name, those of flagcore itself first. An engine is imported when it is looked up."""
+    """Engines by name, those of flagcore itself first. Each is loaded when it is looked up, once."""
+
+    def __init__(self) -> None:
+        points = installed(WORKLOADS).points
+        own = {name for name, each in points.items() if any(point.value.startswith("flagcore.") for point in each)}
+        self._names = sorted(points, key=lambda name: (name not in own, name))
+        self._loaded: dict[str, Workload] = {}
 
     def __getitem__(self, name: str) -> Workload:
-        if name not in installed(WORKLOADS).points:
+        if name not in self._names:
             raise KeyError(name)
-        return workload(name)
+        if name not in self._loaded:
+            self._loaded[name] = workload(name)
+        return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(names(WORKLOADS), key=lambda name: not _is_own(name)))
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(names(WORKLOADS))
+        return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in installed(WORKLOADS).points
+        return name in self._names
 
 
-def _is_own(name: str) -> bool:
-    return any(point.value.startswith("flagcore.") for point in installed(WORKLOADS).points[name])
-
-
-ENGINES: Mapping[str, Workload] = _Engines()
+def engines() -> Mapping[str, Workload]:
+    """Return the engines that are installed now. Reading entry points takes milliseconds: call it once per command."""
+    return _Engines()
 
 
 def kind_of(engine: str) -> str:

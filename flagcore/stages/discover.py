@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 
 from flagcore.contracts import Costs, Platform, Plugins
-from flagcore.domain.chip import Chip, Device, Support, unknown_chip, with_network
+from flagcore.domain.chip import Chip, Device, Support, unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, Level, NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
@@ -45,7 +45,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         supports.append(support)
     task = Task(spec=_with_forced(spec, _joined(supports)), cluster=Cluster(groups=tuple(groups)))
     chips = [group.chip for group in groups]
-    here = [device for device in devices if any(chip.answers_to(device.chip) for chip in chips)]
+    here = [device for device in devices if any(chip.has_name(device.chip) for chip in chips)]
     read = [(device, plugins.telemetry(device)) for device in here]
     readers = [(device, reader) for device, reader in read if reader is not None]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
@@ -116,7 +116,7 @@ def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
     """Return how many devices can each play a rank at once: 1 where they share memory and time, as a plain CPU's do,
     and where somebody says which of them a trial sees.
     """
-    here = [each for each in devices if platform.task.cluster.groups[0].chip.answers_to(each.chip)]
+    here = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     told = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
     return 1 if platform.support.shared_devices or told else max(1, len(here))
 
@@ -130,7 +130,7 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     where = "serve" if isinstance(work, ServeSpec) else "train"
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
         raise NoDevice(f"no installed plugin says how {work.engine} runs on {cluster.chips}; give a {where}.command")
-    found = ((group, [each for each in devices if group.chip.answers_to(each.chip)]) for group in cluster.groups)
+    found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
         without = "`flag estimate`, or `flag tune --fidelity estimate`, plans without it"
@@ -191,9 +191,9 @@ def _joined(supports: Sequence[EngineSupport]) -> EngineSupport:
 def _named(name: str, key: str, plugins: Plugins) -> Chip:
     known = plugins.chips()
     for chip in known:
-        if chip.answers_to(name):
+        if chip.has_name(name):
             return chip
-    raise NoDevice(f"{key} = {name!r} is not known to any installed plugin; {unknown_chip(name, known)}")
+    raise NoDevice(f"{key} = {name!r} is not known to any installed plugin; {unknown_chip_hint(name, known)}")
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
@@ -202,7 +202,7 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     Raises NoDevice if there is none, or only a plain CPU where a plugin could not tell of its vendor's devices.
     """
     counts = Counter(device.chip for device in devices)
-    known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.answers_to(name)]
+    known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
     if not known:
         strange = ", ".join(counts) or "no device at all"
         raise NoDevice(
@@ -223,7 +223,7 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
 
 
 def _group(wanted: ClusterSpec, chip: Chip, devices: tuple[Device, ...], support: EngineSupport) -> NodeGroup:
-    here = [device for device in devices if chip.answers_to(device.chip)]
+    here = [device for device in devices if chip.has_name(device.chip)]
     count = wanted.devices_per_node or len(here) or chip.devices_per_node
     reported = [device.memory_bytes for device in here if device.memory_bytes]
     memory = min(reported) if reported else None

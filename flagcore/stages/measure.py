@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flagcore.contracts import Platform, Running, Telemetry, Workload
-from flagcore.domain.devices import SLOWER, SLOWER_CORES, slow_devices
+from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
 from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
 from flagcore.domain.launch import Exit
-from flagcore.domain.secrets import secrets_of, without_secrets
+from flagcore.domain.secrets import redact_text, secrets_in_environment
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState
 from flagcore.errors import FlagError
@@ -73,7 +73,7 @@ def _with_readings(measured: Measurement, readings: _Readings, platform: Platfor
         for number, figures in readings.by_device().items():
             by_device[number] = {"device": number, **by_device.get(number, {}), **figures}
     devices = tuple(by_device[number] for number in sorted(by_device))
-    slower = SLOWER_CORES if platform.support.shared_devices else SLOWER
+    slower = SLOW_CORE_RATIO if platform.support.shared_devices else SLOW_RATIO
     slow = slow_devices(devices, platform.task.cluster.groups[0].devices_per_node, slower)
     used = None if platform.support.shared_devices else readings.memory_used()
     if measured.device_used_bytes is not None:
@@ -97,7 +97,7 @@ def _outcome(
         return _checked(platform, replace(trial, measurement=measured))
     patterns = (*platform.failure_patterns, *workload.failure_patterns())
     state, reason = classify(ended, log_tail(folder), patterns)
-    return replace(trial, state=state, reason=without_secrets(reason, secrets_of(os.environ)))
+    return replace(trial, state=state, reason=redact_text(reason, secrets_in_environment(os.environ)))
 
 
 def _checked(platform: Platform, trial: Trial) -> Trial:

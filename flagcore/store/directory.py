@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flagcore.domain.secrets import plain_without_secrets, secrets_within
+from flagcore.domain.secrets import redact_data, secrets_in_data
 from flagcore.errors import RunError
 from flagcore.files import read_regular
 
@@ -58,7 +58,7 @@ class RunDirectory:
             dict(fixed.get("baseline") or {})
             task = dict(found["task"])
             int(dict(task.get("hardware") or {}).get("devices_per_node", 1))
-            return {"run": str(found["run"]), "task": plain_without_secrets(task), "fixed": fixed}
+            return {"run": str(found["run"]), "task": redact_data(task), "fixed": fixed}
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -71,11 +71,11 @@ class RunDirectory:
         Raises RunError with the difference if the folder belongs to another task.
         """
         known = self.known()
-        said = {"task": plain_without_secrets(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
+        said = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
         if known is None:
             known = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **said}
             text = json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False)
-            write(self.path / IDENTITY, text, private=bool(secrets_within(known["fixed"])))
+            write(self.path / IDENTITY, text, private=bool(secrets_in_data(known["fixed"])))
         changes = list(differences(known["task"], said["task"]))
         if changes:
             shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")

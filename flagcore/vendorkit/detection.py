@@ -101,7 +101,7 @@ class DeviceDetector:
         """Return `group` with the network adapters of this machine; None if this machine is not such a node."""
         if group.nodes == 1 or not self.topology:
             return None
-        if not any(group.chip.answers_to(row.device.chip) for row in self.listing(10.0).rows):
+        if not any(group.chip.has_name(row.device.chip) for row in self.listing(10.0).rows):
             return None
         return with_own_adapters(group, tool_output(*self.topology), root)
 

@@ -139,7 +139,7 @@ class VendorPlugin:
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         """Return a reading of a device of this vendor: memory, power, temperature and load."""
-        known = any(chip.answers_to(device.chip) for chip in self.flagcore_chips())
+        known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
         return DeviceReading(self._table, device.index) if known else None
 
 

@@ -14,9 +14,9 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
-from flagcore.plugins import ENGINES
 from flagcore.spec import read_job
 from tests import small
+from tests.small import ENGINES
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def trial(number: int, state: TrialState = TrialState.MEASURED) -> Trial:
 def test_measured_trials_are_found_again_by_chip_and_engine(kept: Experience) -> None:
     task = small.task(small.DENSE)
     chip, engine = task.cluster.groups[0].chip, task.spec.train.engine
-    kept.keep("one", task, [trial(0), trial(1, TrialState.FAILED)])
+    kept.save("one", task, [trial(0), trial(1, TrialState.FAILED)])
     (record,) = kept.records(chip, engine)
     assert (record["id"], record["measured"]["step_time_s"]) == ("one/0", 2.0)
     assert list(kept.records(chip, "another")) == []
@@ -46,14 +46,14 @@ def test_measured_trials_are_found_again_by_chip_and_engine(kept: Experience) ->
 
 
 def test_a_run_that_measured_nothing_leaves_nothing(kept: Experience) -> None:
-    assert kept.keep("one", small.task(small.DENSE), [trial(0, TrialState.FAILED)]) is None
+    assert kept.save("one", small.task(small.DENSE), [trial(0, TrialState.FAILED)]) is None
     assert not kept.folder.exists()
 
 
 def test_a_chip_is_forgotten_by_its_name_and_other_files_stay(kept: Experience) -> None:
     task = small.task(small.DENSE)
     chip = task.cluster.groups[0].chip
-    file = kept.keep("one", task, [trial(0)])
+    file = kept.save("one", task, [trial(0)])
     (kept.folder / "broken.jsonl").write_text("{")
     assert kept.forget("another") == ()
     assert kept.forget(chip.name.upper()) == (file,)
@@ -72,7 +72,7 @@ def test_a_trial_of_a_server_is_kept_as_a_job_record_with_its_load_and_version(k
     ran = trial(0)
     assert ran.measurement is not None
     measured = replace(ran.measurement, versions={"vllm": "0.32.0"})
-    kept.keep("one", task, [replace(ran, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
+    kept.save("one", task, [replace(ran, measurement=measured, candidate=Candidate.of({"max_num_seqs": 8}))])
     (record,) = kept.records(task.cluster.groups[0].chip, "vllm")
     assert record["measured"]["objective"] == "output_tokens_per_s"
     job = read_job(record, ENGINES)
@@ -87,10 +87,10 @@ def test_weights_in_a_file_go_with_the_record_and_a_folder_of_them_does_not(kept
     for place, (weights, told) in enumerate([(file, str(file)), (tmp_path, None)]):
         task = serving(Load(concurrency=4))
         work = replace(task.spec.serve, weights=str(weights))
-        kept.keep(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
+        kept.save(str(place), replace(task, spec=replace(task.spec, work=work)), [trial(0)])
         (record,) = json.loads(f"[{(kept.folder / f'{place}.jsonl').read_text().strip()}]")
         assert record["serve"].get("weights") == told
 
 
 def test_a_run_under_several_loads_is_not_kept(kept: Experience) -> None:
-    assert kept.keep("one", serving(Load(concurrency=1), Load(concurrency=8)), [trial(0)]) is None
+    assert kept.save("one", serving(Load(concurrency=1), Load(concurrency=8)), [trial(0)]) is None

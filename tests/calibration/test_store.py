@@ -36,20 +36,20 @@ def kept(tmp_path: Path) -> Calibrations:
 
 
 def test_what_is_kept_is_found_again_as_it_was(kept: Calibrations) -> None:
-    path = kept.keep(MADE)
+    path = kept.save(MADE)
     assert kept.find(X1) == (path, MADE)
     assert [file.name for file in kept.folder.iterdir()] == [path.name]
 
 
 def test_a_file_can_be_read_by_people_a_line_a_row(kept: Calibrations) -> None:
-    text = kept.keep(MADE).read_text()
+    text = kept.save(MADE).read_text()
     assert sum(line.strip().startswith('{"') for line in text.splitlines()) == len(ROWS)
     assert json.loads(text)["driver"] == "1.2"
 
 
 def test_the_load_of_others_is_kept_and_a_file_without_it_can_be_read(kept: Calibrations) -> None:
     disturbed = replace(MADE, others=0.625)
-    path = kept.keep(disturbed)
+    path = kept.save(disturbed)
     assert kept.find(X1) == (path, disturbed)
     old = json.loads(path.read_text())
     del old["others"]
@@ -64,16 +64,16 @@ def test_nothing_is_found_where_nothing_was_kept(kept: Calibrations) -> None:
 
 
 def test_a_new_calibration_takes_the_place_of_the_old_one_of_the_same_things(kept: Calibrations) -> None:
-    kept.keep(MADE)
+    kept.save(MADE)
     newer = replace(MADE, date="2026-11-21T10:00:00+00:00")
-    kept.keep(newer)
+    kept.save(newer)
     assert [calibration for _, calibration in kept.all()] == [newer]
 
 
 def test_the_calibration_of_the_installed_torch_goes_before_a_newer_one(kept: Calibrations) -> None:
     newer = replace(MADE, torch="2.11.0+acme", date="2026-11-21T10:00:00+00:00")
     for each in (MADE, newer):
-        kept.keep(each)
+        kept.save(each)
     for torch, expected in (("2.10.0+acme", MADE), ("2.11.0+acme", newer), ("2.9.0", newer), (None, newer)):
         found = kept.find(X1, torch)
         assert found is not None
@@ -82,8 +82,8 @@ def test_the_calibration_of_the_installed_torch_goes_before_a_newer_one(kept: Ca
 
 def test_two_processors_of_one_chips_name_are_told_apart(kept: Calibrations) -> None:
     cpu = replace(MADE, chip="cpu", aliases=("Brand 9",))
-    kept.keep(cpu)
-    kept.keep(replace(cpu, aliases=("Brand 7",)))
+    kept.save(cpu)
+    kept.save(replace(cpu, aliases=("Brand 7",)))
     assert len(kept.all()) == 2
     found = kept.find(Chip(name="CPU", vendor="cpu", aliases=("brand 9",)))
     assert found is not None
@@ -92,8 +92,8 @@ def test_two_processors_of_one_chips_name_are_told_apart(kept: Calibrations) -> 
 
 
 def test_forgetting_deletes_all_of_a_chip_and_nothing_else(kept: Calibrations) -> None:
-    mine = {kept.keep(MADE), kept.keep(replace(MADE, torch="2.11.0"))}
-    other = kept.keep(replace(MADE, chip="X2"))
+    mine = {kept.save(MADE), kept.save(replace(MADE, torch="2.11.0"))}
+    other = kept.save(replace(MADE, chip="X2"))
     assert set(kept.forget("x1")) == mine
     assert [path for path, _ in kept.all()] == [other]
 
@@ -108,7 +108,7 @@ def test_forgetting_deletes_all_of_a_chip_and_nothing_else(kept: Calibrations) -
     ids=["empty", "list", "no rows", "newer", "rows of numbers", "endless devices", "deep"],
 )
 def test_a_file_that_is_no_calibration_is_told_with_the_way_out(kept: Calibrations, text: str) -> None:
-    kept.keep(MADE).write_text(text)
+    kept.save(MADE).write_text(text)
     with pytest.raises(RunError, match=r"flag calibrate.*or delete the file"):
         kept.find(X1)
 
@@ -116,7 +116,7 @@ def test_a_file_that_is_no_calibration_is_told_with_the_way_out(kept: Calibratio
 def test_a_folder_that_cannot_be_written_is_told_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="set FLAGCORE_HOME"):
-        Calibrations(tmp_path / "file").keep(MADE)
+        Calibrations(tmp_path / "file").save(MADE)
 
 
 @pytest.mark.parametrize(

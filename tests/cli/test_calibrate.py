@@ -125,7 +125,7 @@ def test_forgetting_what_is_not_kept_is_wrong_usage(flag: Flag, home: Path) -> N
     ran = flag("calibrate", "--forget", "foo")
     assert ran.code == 2
     assert ran.err.startswith("flag: no calibration of 'foo' is kept in ")
-    Calibrations(home).keep(kept("H200"))
+    Calibrations(home).save(kept("H200"))
     assert "did you mean H200?" in flag("calibrate", "--forget", "h20").err
     assert "kept are those of H200" in flag("calibrate", "--forget", "foo").err
 
@@ -133,7 +133,7 @@ def test_forgetting_what_is_not_kept_is_wrong_usage(flag: Flag, home: Path) -> N
 def test_a_calibration_of_fewer_devices_than_a_node_has_is_told(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Calibrations(home).keep(kept("H200"))
+    Calibrations(home).save(kept("H200"))
     spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
     assert flag("estimate", spec, "--chip", "H200").code == 0
     assert caplog.text.count("H200 was calibrated on 2 of the 8 devices of a node") == 1
@@ -143,7 +143,7 @@ def test_a_calibration_of_fewer_devices_than_a_node_has_is_told(
 def test_a_calibration_that_others_disturbed_is_doubted_again_by_who_uses_it(
     flag: Flag, home: Path, project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Calibrations(home).keep(replace(kept("H200"), others=0.6))
+    Calibrations(home).save(replace(kept("H200"), others=0.6))
     spec = project.spec(train={"command": None}, cluster={"devices_per_node": 8, "memory_per_device": None})
     assert flag("estimate", spec, "--chip", "H200").code == 0
     assert caplog.text.count("others kept 60% of the processors busy meanwhile") == 1

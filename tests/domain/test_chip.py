@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flagcore.domain.chip import Chip, nearest, unknown_chip
+from flagcore.domain.chip import Chip, nearest, unknown_chip_hint
 
 NAMES = {"X100-SXM": ("ACME X100 80GB HBM3",), "X100-PCIe": (), "X200": (), "BI-V150": ("天垓150",)}
 CHIPS = [Chip(name=name, vendor="acme", aliases=aliases) for name, aliases in NAMES.items()]
@@ -35,10 +35,10 @@ def test_chips_near_a_word_come_likeliest_first(word: str, names: tuple[str, ...
 
 
 def test_a_word_near_none_is_answered_with_all() -> None:
-    assert unknown_chip("unobtainium", CHIPS).startswith("known chips: BI-V150, X100-PCIe, X100-SXM, X200; ")
-    assert unknown_chip("X100", CHIPS).startswith("did you mean X100-SXM or X100-PCIe? ")
+    assert unknown_chip_hint("unobtainium", CHIPS).startswith("known chips: BI-V150, X100-PCIe, X100-SXM, X200; ")
+    assert unknown_chip_hint("X100", CHIPS).startswith("did you mean X100-SXM or X100-PCIe? ")
 
 
 def test_of_many_chips_only_the_number_is_told() -> None:
     many = [replace(CHIPS[0], name=f"Y{number}", aliases=()) for number in range(21)]
-    assert unknown_chip("unobtainium", many) == "`flag plugins chips` lists all 21 chips, with aliases"
+    assert unknown_chip_hint("unobtainium", many) == "`flag plugins chips` lists all 21 chips, with aliases"

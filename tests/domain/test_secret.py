@@ -8,12 +8,12 @@ import pytest
 
 from flagcore.domain.secrets import (
     is_secret,
-    plain_without_secrets,
-    secrets_in,
-    secrets_of,
-    secrets_within,
-    without_secrets,
-    words_without_secrets,
+    redact_arguments,
+    redact_data,
+    redact_text,
+    secrets_in_arguments,
+    secrets_in_data,
+    secrets_in_environment,
 )
 
 HIDDEN = "s3cr3tv4lu3"
@@ -74,16 +74,16 @@ def test_names_of_what_is_no_secret(name: str) -> None:
     ],
 )
 def test_secrets_in_text(text: str, shown: str | None) -> None:
-    found = without_secrets(text)
+    found = redact_text(text)
     assert HIDDEN not in found
     assert shown in (None, found)
-    assert without_secrets(found) == found
+    assert redact_text(found) == found
 
 
 def test_a_known_secret_is_left_out_wherever_it_stands() -> None:
-    known = secrets_of({"HF_TOKEN": HIDDEN, "PATH": "/usr/bin", "API_KEY": "x"})
+    known = secrets_in_environment({"HF_TOKEN": HIDDEN, "PATH": "/usr/bin", "API_KEY": "x"})
     assert known == (HIDDEN,)
-    assert without_secrets(f"loading with <{HIDDEN}>", known) == "loading with <(left out)>"
+    assert redact_text(f"loading with <{HIDDEN}>", known) == "loading with <(left out)>"
 
 
 def test_plain_data_keeps_its_form() -> None:
@@ -96,13 +96,13 @@ def test_plain_data_keeps_its_form() -> None:
         "none": None,
         "points": [{"token": None}],
     }
-    shown = plain_without_secrets(data)
+    shown = redact_data(data)
     assert HIDDEN not in str(shown)
     assert shown["argv"] == ["serve", "--api-key", "(left out)", "--tp", "2"]
     assert {key: shown[key] for key in ("n", "max_tokens", "none", "points")} == {
         key: data[key] for key in ("n", "max_tokens", "none", "points")
     }
-    assert set(secrets_within(data)) == {HIDDEN}
+    assert set(secrets_in_data(data)) == {HIDDEN}
 
 
 def test_secrets_of_a_command_line() -> None:
@@ -116,6 +116,6 @@ def test_secrets_of_a_command_line() -> None:
         "API_KEY=" + HIDDEN,
         "http://a:bcdefg@h",
     ]
-    assert secrets_in(words) == [HIDDEN, HIDDEN + "2", "bcdefg"]
-    assert HIDDEN not in " ".join(words_without_secrets(words))
-    assert secrets_in(["--max-tokens", "5", "--token", "--other"]) == []
+    assert secrets_in_arguments(words) == [HIDDEN, HIDDEN + "2", "bcdefg"]
+    assert HIDDEN not in " ".join(redact_arguments(words))
+    assert secrets_in_arguments(["--max-tokens", "5", "--token", "--other"]) == []

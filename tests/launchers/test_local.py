@@ -345,7 +345,7 @@ def test_each_trial_has_a_port_of_its_own_unless_it_is_given(tmp_path: Path, mon
         ({"argv": ("/bin/true", "a\0b")}, ("argument 1", "NUL")),
         ({"argv": ("/bin/true", "x" * (1 << 18))}, ("/bin/true", "Argument list too long")),
         ({"environment": {"A": "b\0"}}, ("environment variable A", "NUL")),
-        ({"environment": {"A=B": "c"}}, ("A=B", "no name of an environment variable")),
+        ({"environment": {"A=B": "c"}}, ("A=B", "not a name of an environment variable")),
         ({"environment": {"A": "\ud800"}}, ("environment variable A", "cannot be passed")),
         ({"environment": {"A": 5}}, ("environment variable A = 5", "cannot be passed")),
         ({"directory": "/no/such/place"}, ("/no/such/place", "No such file")),

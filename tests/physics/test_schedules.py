@@ -14,7 +14,7 @@ from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, deferred, in_flight, makespan
 from flagcore.physics.schedules.execution import Pass, seconds_of
-from flagcore.physics.schedules.replay import FOLDED, orders_of, pipe_of, play
+from flagcore.physics.schedules.replay import FOLDED, orders_of, pipe_of, simulate
 
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -65,7 +65,7 @@ def passes_of(schedule: str, seconds: Seconds, *, m: int = 1, v: int = 1, **more
 
 def played(schedule: str, m: int, seconds: Seconds, send: float = 0.0, **more: Any) -> tuple[float, float]:
     """Return the time of a played step with a barrier and without."""
-    return seconds_of(play(passes_of(schedule, seconds, m=m, send_s=send, **more), m))
+    return seconds_of(simulate(passes_of(schedule, seconds, m=m, send_s=send, **more), m))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,6 +199,11 @@ def test_a_step_takes_no_less_than_its_work_or_one_pass_and_no_less_for_more_mic
             assert (found >= one_pass * (1.0 - 1e-12)).all()
         assert (found >= before * (1.0 - 1e-12)).all()
         before = found
+
+
+def test_a_step_takes_no_less_than_the_messages_of_one_pass_there_and_back() -> None:
+    seconds = {kind: [1.0] * 4 for kind in "FBW"}
+    assert closed("dualpipe", stage_times(seconds, send=50.0), 2) == pytest.approx(4 * (1 + 1) + 1 + 2 * 3 * 50.0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

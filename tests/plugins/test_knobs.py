@@ -22,7 +22,7 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
 from flagcore.learning import features
-from flagcore.plugins import ENGINES, strategy, workload_of
+from flagcore.plugins import strategy, workload_of
 from flagcore.problem import Problem, build_problem, candidate_columns
 from flagcore.spec import parse_spec
 from flagcore.stages.build import build
@@ -33,6 +33,7 @@ from flagcore.stages.prune import prune
 from flagcore.stages.rank import search_context
 from tests import small
 from tests.plugins.conftest import Install
+from tests.small import ENGINES
 
 FUSED = Effect(part="tp_comm_s", time=Factor(value=0.5, low=0.4, high=0.8))
 KNOB = Knob(
@@ -321,7 +322,7 @@ def test_the_grid_passes_over_nothing_for_what_another_value_of_a_knob_did() -> 
     choice = strategy("grid").next(seen)
     assert choice.row is not None
     assert space.candidate(choice.row).as_dict()["acme_fused"]
-    assert choice.because == "the next of the grid"
+    assert "grid" in choice.because
 
 
 SERVES = """

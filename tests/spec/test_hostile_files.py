@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.plugins import ENGINES
 from flagcore.spec import read_spec
+from tests.small import ENGINES
 
 ErrorOf = Callable[..., SpecError]
 GOOD = (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.plugins import ENGINES
 from flagcore.spec import read_job
+from tests.small import ENGINES
 
 ErrorOf = Callable[..., SpecError]
 RECORD: dict[str, Any] = {

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flagcore.plugins import ENGINES
 from flagcore.spec import json_schema, parse_spec
 from flagcore.spec.schema import document_of
 from flagcore.spec.serve_schema import ServeDocument
 from flagcore.spec.validate import describe, keys_of
+from tests.small import ENGINES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec.md", "spec-serve.md"))

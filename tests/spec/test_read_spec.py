@@ -11,8 +11,8 @@ import pytest
 from flagcore.domain.model import Model
 from flagcore.domain.spec import ClusterSpec, Control, Spec, TrainSpec
 from flagcore.errors import SpecError
-from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec, read_spec, spec_as_data
+from tests.small import ENGINES
 
 Read = Callable[..., Spec]
 Refused = Callable[..., SpecError]

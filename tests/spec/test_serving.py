@@ -10,9 +10,9 @@ import pytest
 
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.errors import SpecError
-from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec, read_job
 from flagcore.spec.serving import engines_of, only
+from tests.small import ENGINES
 from tests.spec.test_page import BASE
 
 MODEL = BASE["model"]

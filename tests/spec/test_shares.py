@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flagcore.errors import SpecError
-from flagcore.plugins import ENGINES
 from flagcore.spec import read_spec
+from tests.small import ENGINES
 
 TEXT = """
 model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, vocab_size: 100}

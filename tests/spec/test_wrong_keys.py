@@ -8,9 +8,9 @@ import pytest
 
 from flagcore.domain.knob import Effect, Knob
 from flagcore.errors import SpecError
-from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec
 from flagcore.spec.validate import MAX_PROBLEMS
+from tests.small import ENGINES
 
 Refused = Callable[..., SpecError]
 SPACE = "auto_tuner.space."

@@ -6,12 +6,12 @@ from flagcore.domain.trial import Role
 from flagcore.stages.learn import learn
 from tests.serving import trial
 
-FAST, SLOWER = trial(1, 200.0, ttft=1.5), trial(2, 150.0, ttft=0.9)
+FAST, SLOW_RATIO = trial(1, 200.0, ttft=1.5), trial(2, 150.0, ttft=0.9)
 
 
 def test_the_best_keeps_every_limit_though_another_is_faster() -> None:
-    search_state = learn((trial(0, 100.0, role=Role.BASELINE), FAST, SLOWER))
-    assert (search_state.best, search_state.fastest) == (SLOWER, FAST)
+    search_state = learn((trial(0, 100.0, role=Role.BASELINE), FAST, SLOW_RATIO))
+    assert (search_state.best, search_state.fastest) == (SLOW_RATIO, FAST)
 
 
 def test_without_a_candidate_that_keeps_the_limits_there_is_no_best() -> None:
@@ -21,6 +21,6 @@ def test_without_a_candidate_that_keeps_the_limits_there_is_no_best() -> None:
 
 def test_a_candidate_that_breaks_a_limit_in_half_of_its_runs_is_not_the_best() -> None:
     again = trial(3, 150.0, ttft=1.2, role=Role.REPEAT, slots=2)
-    assert learn((trial(0, 100.0), SLOWER, again)).best == trial(0, 100.0)
+    assert learn((trial(0, 100.0), SLOW_RATIO, again)).best == trial(0, 100.0)
     twice = trial(4, 150.0, ttft=0.8, role=Role.REPEAT, slots=2)
-    assert learn((trial(0, 100.0), SLOWER, again, twice)).best == SLOWER
+    assert learn((trial(0, 100.0), SLOW_RATIO, again, twice)).best == SLOW_RATIO

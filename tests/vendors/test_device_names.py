@@ -55,7 +55,7 @@ def test_a_name_means_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> N
     found = loaded.find_chip(name)
     assert found is not None
     assert found.name == chip
-    assert [each.name for each in loaded.chips() if each.answers_to(name)] == [chip]
+    assert [each.name for each in loaded.chips() if each.has_name(name)] == [chip]
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_a_name_means_its_chip(loaded: LoadedPlugins, name: str, chip: str) -> N
 )
 def test_a_name_that_is_not_in_a_catalogue_means_no_chip(loaded: LoadedPlugins, name: str) -> None:
     assert loaded.find_chip(name) is None
-    assert not [each.name for each in loaded.chips() if each.answers_to(name)]
+    assert not [each.name for each in loaded.chips() if each.has_name(name)]

@@ -23,7 +23,7 @@ from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
 from flagcore.learning import features
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
-from flagcore.plugins import ENGINES
+from flagcore.plugins import engines
 from flagcore.problem import Problem, candidate_columns
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical
@@ -58,6 +58,7 @@ def past(
     """Return what measured records of `chip` teach. A record that cannot be read or predicted is passed over, and so is
     one of a server that was to make another `objective` good. `knobs` are those of plugins that a record may have."""
     tasks: dict[str, list[tuple[Task, Mapping[str, Any], Mapping[str, Any]]]] = defaultdict(list)
+    known = engines()
     for record in islice(records, MOST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
             kind = record["kind"]
@@ -70,7 +71,7 @@ def past(
                 knob.parse(value, knob.name)
             names = {knob.name for knob in beside}
             own = {name: value for name, value in record["candidate"].items() if name not in names}
-            job = read_job({**record, kind: told, "candidate": own}, ENGINES)
+            job = read_job({**record, kind: told, "candidate": own}, known)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)

@@ -17,7 +17,7 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec, TrainSpec
 from flagcore.errors import FlagError
-from flagcore.plugins import ENGINES, LoadedPlugins, load_plugins
+from flagcore.plugins import LoadedPlugins, engines, load_plugins
 from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.spec import parse_spec
 from flagcore.spec.unused_keys import unused_in_space
@@ -46,10 +46,11 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
     named = {name for section in sections if isinstance(section, Mapping) for name in section}
     engine = train.get("engine") if isinstance(train, Mapping) else None
     more: Sequence[Knob] = ()
-    if named and isinstance(engine, str) and engine in ENGINES:
-        own = {knob.name for knob in ENGINES[engine].knobs}
+    known = engines()
+    if named and isinstance(engine, str) and engine in known:
+        own = {knob.name for knob in known[engine].knobs}
         more = load_plugins(without).knobs_on_any_chip(engine) if named - own else ()
-    return parse_spec(data, file=file, base=base, engines=ENGINES, plugin_knobs=more)
+    return parse_spec(data, file=file, base=base, engines=known, plugin_knobs=more)
 
 
 def warn_about_problem(problem: Problem, workload: Workload) -> None:

@@ -62,7 +62,7 @@ def calibrate(
         count = devices or len(here)
         environment = dict(loaded.environment(chip, engine))
     kept = Calibrations.of_user()
-    kept.ready()
+    kept.check_writable()
     if on_start is not None:
         on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
     warn(_too_few(chip, support, len(here), count))
@@ -87,7 +87,7 @@ def calibrate(
     made = _calibration(chip, here[0], count, found, others)
     if chip.vendor == VENDOR:
         made = replace(made, facts=facts_of(chip, support))
-    return made, kept.keep(made)
+    return made, kept.save(made)
 
 
 def calibrations() -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, .
         chip = best_chip(found, loaded, engine)
         support = loaded.engine_support(chip, engine)
         if support.device_type is not None and support.distributed_backend is not None:
-            return chip, support, tuple(device for device in found if chip.answers_to(device.chip)), engine
+            return chip, support, tuple(device for device in found if chip.has_name(device.chip)), engine
         reasons.append(support.reason)
     raise NoDevice("; ".join(reasons) or "no engine is installed that says how torch runs here")
 

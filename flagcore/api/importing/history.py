@@ -17,7 +17,7 @@ from flagcore.calibration import Experience
 from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, seconds
-from flagcore.domain.secrets import secrets_within
+from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Axis
 from flagcore.domain.spec import Task
@@ -104,11 +104,11 @@ def _keep(
         write(
             directory.path / "spec.yaml",
             as_yaml(with_absolute_paths(data, base)) + "\n",
-            private=bool(secrets_within(data)),
+            private=bool(secrets_in_data(data)),
         )
         kept = tuple(store.add(trial) for trial in trials)
         if experience:
-            Experience.of_user().keep(f"{run}-imported", problem.platform.task, kept)
+            Experience.of_user().save(f"{run}-imported", problem.platform.task, kept)
     finally:
         directory.close()
     return kept

@@ -14,7 +14,7 @@ from flagcore import plugins
 from flagcore.api.common.warnings import loaded_plugins
 from flagcore.contracts import Costs, Workload, memory_components, model_parts, require_job_records, require_prober
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.chip import unknown_chip, with_network
+from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.prediction import of_row
@@ -71,10 +71,10 @@ def _name(line: object) -> str | None:
     return name.encode("utf-8", errors="replace").decode() if isinstance(name, str) else None
 
 
-def _job(line: Line) -> Job:
+def _job(line: Line, engines: Mapping[str, Workload]) -> Job:
     if isinstance(line, SpecError):
         raise line
-    return read_job(line, plugins.ENGINES)
+    return read_job(line, engines)
 
 
 def _refused(error: FlagError) -> Answer:
@@ -112,7 +112,7 @@ class _Jobs:
     """Predicts jobs. Plugins are asked once per cluster."""
 
     def __init__(self, loaded: LoadedPlugins, with_model: bool) -> None:
-        self._loaded, self._with_model = loaded, with_model
+        self._loaded, self._with_model, self._engines = loaded, with_model, plugins.engines()
         self._platform = lru_cache(maxsize=None)(self._ask)
 
     def answers(self, lines: Sequence[Line]) -> list[Answer]:
@@ -121,7 +121,7 @@ class _Jobs:
         groups: dict[Hashable, tuple[_Platform, Workload, list[_Row]]] = {}
         for place, line in enumerate(lines):
             try:
-                self._sort(place, _job(line), groups)
+                self._sort(place, _job(line, self._engines), groups)
             except FlagError as error:
                 answers[place] = _refused(error)
         for platform, workload, rows in groups.values():
@@ -138,7 +138,7 @@ class _Jobs:
         """Put a job with those of the same task. Raises FlagError."""
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
-            hint = unknown_chip(job.chip, self._loaded.chips())
+            hint = unknown_chip_hint(job.chip, self._loaded.chips())
             raise NotModelled(f"no installed plugin knows the chip {job.chip!r}; {hint}")
         devices = min(job.devices_per_node, job.devices)
         if job.devices % devices:
@@ -146,7 +146,7 @@ class _Jobs:
             fix = f"use {job.devices - job.devices % devices} or {job.devices + devices - job.devices % devices}"
             raise SpecError(key="cluster.devices", value=job.devices, problem=problem, fix=fix)
         cluster = chip.name, job.devices // devices, devices, job.nic_bytes_per_second, job.work.engine
-        platform, workload = self._platform(*cluster), plugins.workload_of(job.work)
+        platform, workload = self._platform(*cluster), plugins.workload_of(job.work, self._engines)
         spec = Spec(model=job.model, cluster=ClusterSpec(chip=chip.name), work=job.work)
         if isinstance(job.work, ServeSpec):
             spec = replace(spec, objective="output_tokens_per_s")

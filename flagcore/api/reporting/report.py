@@ -15,7 +15,7 @@ from flagcore.api.common.runs import SPEC, count_trials, read_run
 from flagcore.api.common.warnings import warn
 from flagcore.contracts import Workload
 from flagcore.domain.plan import summarize
-from flagcore.domain.secrets import secrets_of, secrets_within
+from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
 from flagcore.files import read_regular
@@ -114,7 +114,7 @@ def _secrets(folder: Path) -> tuple[str, ...]:
         spec = yaml.safe_load(read_regular(folder / SPEC))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         spec = None
-    return tuple(dict.fromkeys((*secrets_of(os.environ), *secrets_within(spec))))
+    return tuple(dict.fromkeys((*secrets_in_environment(os.environ), *secrets_in_data(spec))))
 
 
 def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None, str]:

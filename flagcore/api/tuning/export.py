@@ -17,7 +17,7 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import plain_without_secrets, secrets_of, secrets_within, without_secrets
+from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data, secrets_in_environment
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import TuneResult
@@ -63,11 +63,11 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     """Write the result and, where there is one, the best configuration in every form in which it can be used."""
     plan, problem = ending.plan, ending.problem
     cannot = _cannot_start(problem, workload, plan.best.candidate) if plan.best else "there is no best"
-    data = plain_without_secrets(result(plan, str(run_dir)), secrets_of(os.environ))
-    private = bool(secrets_within(spec))
+    data = redact_data(result(plan, str(run_dir)), secrets_in_environment(os.environ))
+    private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", without_secrets(plan_text(plan), secrets_of(os.environ)) + "\n")
+        write(run_dir / "report.txt", redact_text(plan_text(plan), secrets_in_environment(os.environ)) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import is_secret, secrets_in
+from flagcore.domain.secrets import is_secret, secrets_in_arguments
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.report.text import candidate_text
 
@@ -40,14 +40,14 @@ class Hidden:
         kept = {name: value for name, value in named.items() if name not in inherited}
         mine = {value: name for name, value in os.environ.items() if is_secret(name) and value}
         variables = {value: name for name, value in named.items()}
-        for number, value in enumerate(secrets_in(launch.argv), start=1):
+        for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
             if value in mine and mine[value] not in kept:
                 variables[value] = mine[value]
                 inherited.append(mine[value])
             elif value not in variables:
                 variables[value] = f"FLAGCORE_SECRET_{number}"
                 kept[variables[value]] = value
-        found = {value: variables[value] for value in secrets_in(launch.argv)}
+        found = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
         return cls(inherited=tuple(dict.fromkeys(inherited)), kept=kept, variables=found)
 
     def __bool__(self) -> bool:

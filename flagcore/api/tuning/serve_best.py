@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from flagcore.domain.launch import Launch
 from flagcore.errors import LaunchError, UsageError
-from flagcore.launchers.local import attend
+from flagcore.launchers.local import start_for_users
 
 PERIOD_SECONDS = 0.5
 ANSWER_SECONDS = 2.0
@@ -28,7 +28,7 @@ def serve(launch: Launch, stdout: int, on_ready: Callable[[str], object]) -> int
         port = urlsplit(taken[0]).port
         raise UsageError(f"port {port} is in use by another program; stop it, or start best.sh on another machine")
     try:
-        running = attend(launch, stdout, 2)
+        running = start_for_users(launch, stdout, 2)
     except (LaunchError, OSError) as error:
         raise UsageError(str(error)) from None
     reported = False

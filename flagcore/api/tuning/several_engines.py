@@ -11,7 +11,7 @@ from typing import Any
 
 from flagcore.api.common.warnings import warn
 from flagcore.domain.objective import is_rate
-from flagcore.domain.secrets import secrets_within
+from flagcore.domain.secrets import secrets_in_data
 from flagcore.errors import FlagError, Interrupted
 from flagcore.report.formats import as_yaml
 from flagcore.spec.serving import only
@@ -61,7 +61,7 @@ def each_engine(
             elif source.exists():
                 shutil.copy2(source, target)
         write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "spec.yaml", as_yaml(dict(data)) + "\n", private=bool(secrets_within(data)))
+        write(run_dir / "spec.yaml", as_yaml(dict(data)) + "\n", private=bool(secrets_in_data(data)))
     return replace(winner, run_dir=run_dir, data=result, heading=_heading(order, done, failed))
 
 

@@ -17,7 +17,7 @@ from flagcore.api.tuning.several_engines import each_engine
 from flagcore.calibration import Experience
 from flagcore.contracts import OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.secrets import plain_without_secrets, secrets_within, without_secrets
+from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
@@ -113,9 +113,9 @@ class _EngineRun:
             return self.spec.baseline
         fixed = known["fixed"]
         if fixed.get("storage") != self.storage:
-            where = without_secrets(fixed.get("storage") or "its own journal")
+            where = redact_text(fixed.get("storage") or "its own journal")
             raise RunError(f"{self.directory.path} has its trials in {where}: use the same --storage, or --new")
-        same_spec = known["task"].get("spec") == plain_without_secrets(with_fidelity(self.data))
+        same_spec = known["task"].get("spec") == redact_data(with_fidelity(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
@@ -143,7 +143,7 @@ class _EngineRun:
         if done := len(store.trials()):
             warn([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
         text = as_yaml(with_absolute_paths(self.data, self.base)) + "\n"
-        write(directory.path / "spec.yaml", text, private=bool(secrets_within(self.data)))
+        write(directory.path / "spec.yaml", text, private=bool(secrets_in_data(self.data)))
         return store
 
     def _save(self, result: TuneResult) -> Outcome:
@@ -151,7 +151,7 @@ class _EngineRun:
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
         try:
-            self.experience.keep(self.name, result.problem.platform.task, result.plan.trials)
+            self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
             warn([f"later runs will not learn from this one: {error}"])
         return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from flagcore.domain.launch import Launch
-from flagcore.domain.secrets import is_secret, secrets_in
+from flagcore.domain.secrets import is_secret, secrets_in_arguments
 from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.job import Instance
 
@@ -38,7 +38,7 @@ def launch(
     Path(folder, NGINX).write_text(nginx_conf(ports), encoding="utf-8")
     compose = compose_yaml(fixed, folder, directory, common)
     start = Path(folder, START)
-    secret = any(secrets_in(each.argv) for each in fixed)
+    secret = any(secrets_in_arguments(each.argv) for each in fixed)
     for file, text, mode in ((start, start_script(fixed, folder), 0o700), (Path(folder, COMPOSE), compose, 0o600)):
         file.touch(mode=0o600)
         file.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from flagcore.contracts import Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.launch import Launch
-from flagcore.domain.secrets import secrets_in
+from flagcore.domain.secrets import secrets_in_arguments
 from flagcore.domain.spec import Spec
 from flagcore.engines.serving import export
 from flagcore.engines.serving.common.hardware import Hardware
@@ -79,7 +79,7 @@ def launch(
             versions={engine.name: engine.version(platform.task.spec)},
         )
         file = Path(folder, SERVE)
-        if any(secrets_in(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
+        if any(secrets_in_arguments(argv) for argv in (*(each.argv for each in instances), serve.client or ())):
             file.touch(mode=0o600)
         file.write_text(as_text(job), encoding="utf-8")
     except OSError as error:

@@ -71,11 +71,11 @@ class Collectives:
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
         """Return the share of compute that a running collective of the group takes from kernels beside it."""
         count = np.asarray(ranks, dtype=np.float64)
-        taken, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
+        share, below = np.zeros(np.broadcast(count, stride).shape), np.ones_like(count)
         for level, members in zip(self.topology.levels, self._members(count, stride), strict=False):
-            taken = np.where(members > below, np.maximum(taken, level.compute_share), taken)
+            share = np.where(members > below, np.maximum(share, level.compute_share), share)
             below = members
-        return taken
+        return share
 
     def _members(self, count: FloatArray, stride: IntArray) -> list[FloatArray]:
         """Return for each level how many ranks of a group lie in one block of it; in the last, all of them."""

@@ -34,7 +34,7 @@ def topology_of(group: NodeGroup) -> Topology:
 
     Bytes per second, seconds. A link may join an island of a node, a node, or several nodes; what carries traffic
     beyond it within a node is not among a chip's facts, so the network card's rate stands for it. A rate that
-    nobody knows is NaN: what stays inside the link's domain is known all the same.
+    is unknown is NaN: what stays inside the link's domain is known.
     """
     chip, levels = group.chip, []
     joined = 1

@@ -49,7 +49,7 @@ class Curve:
     launch_seconds: float = 11e-6
     """What the host needs to launch one kernel, framework included."""
     run_slowdown: float = 1.0
-    """What kernels take in a run on many devices over what the curve says: 1 for one that was fitted to such runs."""
+    """Slowdown of kernels in a run on many devices against the curve: 1 if it was fitted to such runs."""
     host_bytes_per_second: float = 25e9
     """Rate of copies between device and pinned host memory, one way. PCIe 4.0 x16 reached 26 to 28 GB/s on two chips
     (FlagPerf interconnect-h2d; llaisys docs/hardware); newer links reach more, so a chip's own curve should say."""

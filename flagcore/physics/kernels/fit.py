@@ -19,7 +19,7 @@ SMALL_BYTES = 2.0**16
 
 
 def fit(roofline: Roofline, sheet: KernelSheet) -> Roofline:
-    """Return `roofline` with the shares of its peaks that `sheet` shows; peaks that nobody published become measured.
+    """Return `roofline` with the shares of its peaks that `sheet` shows; peaks that were not published become measured.
 
     Each share is set by the median of the larger half of the kernels that it decides.
     """

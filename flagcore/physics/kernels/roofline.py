@@ -85,7 +85,7 @@ class Roofline:
         return bytes_moved * (1 / rate) + self.curve.kernel_seconds
 
     def run_slowdown(self) -> float:
-        """Return what the curve says: 1 for one that was fitted to whole runs."""
+        """Return that of the curve."""
         return self.curve.run_slowdown
 
     def launch_seconds(self) -> float:

@@ -132,8 +132,8 @@ def _learned_memory(roofline: Roofline, sheet: KernelSheet) -> LineCorrection | 
 def _learned(axes: tuple[Axis, Axis, Axis], rows: Rows, sizes: FloatArray, modelled: FloatArray) -> Correction | None:
     """Learn from times that are the device's, and from bounds where the model is above them; None from nothing."""
     residuals = np.log(rows.seconds / modelled)
-    told = np.isfinite(residuals) & (~rows.bound | (residuals < 0))
-    return Correction.learned(axes, sizes[told], residuals[told]) if told.any() else None
+    known = np.isfinite(residuals) & (~rows.bound | (residuals < 0))
+    return Correction.learned(axes, sizes[known], residuals[known]) if known.any() else None
 
 
 def _like(learned: Mapping[str, Correction | None], precision: str) -> Correction | None:

@@ -4,9 +4,10 @@
 and optimizer. A stage's idle time is what is left of it beside m times `StageTimes.busy`. `in_flight` and `deferred`
 are the two things a stage holds. The caller groups candidates by the length of their pipeline.
 
-How far the formulas are from the same orders played pass by pass (`play`) is said at each one. With the profiled
-times of 12 published settings (arXiv 2401.10241) and one scale a model, the 48 published steps of 1F1B, interleaved,
-ZB-1p and ZB-2p come out within 4%, 1.3% in the mean, if sends block in the first two and overlap in the others.
+The deviation of each formula from the simulated schedule (`replay.simulate`) is given in its docstring. With the
+profiled times of 12 published settings (arXiv 2401.10241) and one scale a model, the 48 published steps of 1F1B,
+interleaved, ZB-1p and ZB-2p come out within 4%, 1.3% in the mean, if sends block in the first two and overlap in the
+others.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from flagcore.physics.schedules.critical_path import StageTimes as StageTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a caller must know of a schedule.
+    """Properties of a schedule.
 
-    `parts` is the virtual stages a device holds; 0: as many as the candidate says. `copies` is how often a device
+    `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is how often a device
     holds parameters, gradients and optimizer state. `splits_backward`: the gradients of activations and of weights
     are separate passes, which costs kernels that read twice. `post_validation`: its authors run it without a
     synchronisation of all stages before the optimizer; a step then takes `makespan(..., barrier=False)`.
@@ -93,10 +94,10 @@ def in_flight(
     """Return the micro-batches whose activations stage `index` holds at most before their backward.
 
     In units of one micro-batch's activations of the whole stage (all parts of the device), at most m; arrays of one
-    shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (megatron-core 0.16,
-    `pipeline_parallel/schedules.py`); ZB-H1 and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241);
-    ZB-V p, V-Half p / 2 + 1, V-Min (p + 4) / 3, rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV
-    (2p + 1) / 2 (its repository). What waits for W alone comes on top: `deferred`. Raises NotModelled.
+    shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1
+    and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241); ZB-V p, V-Half p / 2 + 1, V-Min (p + 4) / 3,
+    rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). What waits for W alone
+    comes on top: `deferred`. Raises NotModelled.
     """
     _known(schedule)
     behind = pipeline - 1.0 - index
@@ -162,7 +163,7 @@ def _folded(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -
 
 def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
     """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p from the forwards before a stage's first backward (`warm`)
-    and the W after its last B (`kept`).
+    and the W after its last B (`delayed`).
 
     ZB-H1 and ZB-1p keep p micro-batches; ZB-H2 2p - 1 with F = B = W in mind. ZB-2p is planned for the middle stage:
     forwards until the first backward comes back, W until the other stages are done, both as far as 2p allow; where
@@ -178,8 +179,8 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     f, b, w = (x[p // 2] for x in (times.forward, times.backward_input, times.backward_weight))
     turn = f + b + 2.0 * times.send
     warm = np.minimum(2.0 * p - r, 1.0 + (p - 1.0 - r) * turn / np.maximum(f, 1e-30))
-    kept = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
-    return np.minimum(small, critical_path.deferred_weights(times, m, warm, kept, barrier=barrier))
+    delayed = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
+    return np.minimum(small, critical_path.deferred_weights(times, m, warm, delayed, barrier=barrier))
 
 
 def _known(schedule: str) -> None:

@@ -74,7 +74,7 @@ def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
-    """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473) in megatron-core's order.
+    """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
 
     Exact without latency; with it, exact for even stages, and within 0.5% for an uneven first and last stage and
     sends of a tenth of a forward.
@@ -91,7 +91,7 @@ def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
 
 
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
-    """Return the time of interleaved 1F1B in megatron-core's order, in groups of p micro-batches.
+    """Return the time of interleaved 1F1B in groups of p micro-batches (arXiv 2104.04473).
 
     A path may also lap: after the last stage comes the next virtual stage of the first one, p passes later. With m
     a multiple of p exact for even stages, within 3.5% for uneven ones; a head that is all in the last virtual stage
@@ -119,9 +119,9 @@ def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
 
 
 def deferred_weights(
-    times: StageTimes, m: FloatArray, warm: FloatArray, kept: FloatArray, *, barrier: bool
+    times: StageTimes, m: FloatArray, warm: FloatArray, delayed: FloatArray, *, barrier: bool
 ) -> FloatArray:
-    """Return the time of a schedule that starts with `warm` forwards and ends with `kept` gradients of weights.
+    """Return the time of a schedule that starts with `warm` forwards and ends with `delayed` gradients of weights.
 
     Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. With
     `barrier` from the first start to the last end of all stages; without it the longest of one stage's own spans,
@@ -134,9 +134,9 @@ def deferred_weights(
     """
     forward, backward = _with_sends(times, 1.0, fused=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)
-    warm, kept = np.minimum(warm, m), np.minimum(kept, m)
-    within = np.minimum(warm - 1.0, m - kept)  # W between the last backwards
-    before = m - kept - within  # W between the first backward and the last forward
+    warm, delayed = np.minimum(warm, m), np.minimum(delayed, m)
+    within = np.minimum(warm - 1.0, m - delayed)  # W between the last backwards
+    before = m - delayed - within  # W between the first backward and the last forward
     front, first = _edge(forward, backward, latency, (warm - 1.0) * np.maximum.accumulate(forward))
     closing = (warm - 1.0 - within) * np.maximum.accumulate(backward)
     closing = closing + within * np.maximum.accumulate(backward + weight)

@@ -1,4 +1,4 @@
-"""A pipeline pass by pass: each pass starts when its device is free and its input is there."""
+"""Simulation of a pipeline: each pass starts when its device is free and its input is available."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Pass: TypeAlias = tuple[str, int, int]
 both as one pass."""
 
 Orders: TypeAlias = list[list[tuple[Pass, ...]]]
-"""What each device does, in order. Passes of one step start and end together."""
+"""The steps of each device, in order. Passes of one step start and end together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipe:
-    """Where the parts of a model lie, and what a pass through each takes.
+    """The devices of the parts of a model, and the seconds of their passes.
 
     `devices[part]` is the device of a part; a copy of the model has `length` parts, a second copy follows the first.
     `seconds[kind][part]` for the kinds F, B and W. Two passes of one step take `together[part]` of their seconds.
-    A message to another device makes its receiver wait for `latency`, and its sender for `waits`, but for a step of
-    two passes, behind which messages hide.
+    A message to another device delays its receiver by `latency` and its sender by `waits`, except in a step of two
+    passes, which hides messages.
     """
 
     devices: Sequence[int]
@@ -32,7 +32,7 @@ class Pipe:
     waits: float = 0.0
 
     def lasts(self, step: tuple[Pass, ...]) -> float:
-        """Return the seconds of a step, without what its device waits for."""
+        """Return the seconds of a step without waiting."""
         if len(step) == 1:
             ((kind, part, _),) = step
             return sum(self.seconds[letter][part] for letter in kind)
@@ -47,7 +47,7 @@ class Pipe:
         return self.devices[part] != self.devices[part + 1 if kind == "F" else part - 1]
 
     def ready(self, one: Pass, end: Mapping[Pass, float]) -> float | None:
-        """Return when the input of a pass is there; None: that is not known yet. `end` has BW as B."""
+        """Return when the input of a pass is available; None: not known yet. `end` has BW as B."""
         kind, part, batch = one
         place, source = part % self.length, part
         if kind == "F":
@@ -67,8 +67,8 @@ class Pipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A pass that ran. `beside` is -1 or 1 where another one ran at the same time: the first or the second of them."""
+class ExecutedPass:
+    """A pass with its times. `beside` is -1 or 1 for the first or second of two overlapping passes, else 0."""
 
     device: int
     kind: str
@@ -79,11 +79,11 @@ class Done:
     beside: int = 0
 
 
-def run(orders: Orders, pipe: Pipe) -> list[Done]:
-    """Return the passes, a device after another, each in its order. Raises ValueError if they wait for each other."""
+def run(orders: Orders, pipe: Pipe) -> list[ExecutedPass]:
+    """Return the passes device by device, each in its order. Raises ValueError on a deadlock."""
     end: dict[Pass, float] = {}
     free, place = [0.0] * len(orders), [0] * len(orders)
-    done: list[list[Done]] = [[] for _ in orders]
+    done: list[list[ExecutedPass]] = [[] for _ in orders]
     left = sum(map(len, orders))
     while left:
         before = left
@@ -102,7 +102,7 @@ def run(orders: Orders, pipe: Pipe) -> list[Done]:
                     for number, (kind, part, batch) in enumerate(step):
                         end["B" if kind == "BW" else kind, part, batch] = free[device]
                         beside = 2 * number - 1 if len(step) > 1 else 0
-                        done[device].append(Done(device, kind, part, batch, start, over, beside))
+                        done[device].append(ExecutedPass(device, kind, part, batch, start, over, beside))
                     place[device] += 1
                     left -= 1
                     continue
@@ -112,8 +112,8 @@ def run(orders: Orders, pipe: Pipe) -> list[Done]:
     return [each for mine in done for each in mine]
 
 
-def seconds_of(done: Sequence[Done]) -> tuple[float, float]:
-    """Return when all passes are done, and the longest time from a device's first start to its last end."""
+def seconds_of(done: Sequence[ExecutedPass]) -> tuple[float, float]:
+    """Return the end of the last pass, and the longest time from a device's first start to its last end."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for each in done:

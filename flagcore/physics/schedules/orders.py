@@ -1,8 +1,8 @@
-"""In which order the devices of a pipeline run their passes, where that does not depend on what the passes take.
+"""Orders of passes on each device, for schedules that do not depend on the times of passes.
 
 Symbols: p devices, m micro-batches, r a device. On r lies part r; with v virtual stages also r + p and so on; in the V
 family also part 2p - 1 - r; in DualPipe the part of a second copy that runs the other way. Orders hold for any m: a
-schedule that is drawn for more micro-batches is run without those that are not there.
+schedule that is defined for more micro-batches is run without the missing ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flagcore.physics.schedules.execution import Orders, Pass
 
 
 def one_forward_one_backward(p: int, m: int, warm: Callable[[int], int] | None = None, kind: str = "BW") -> Orders:
-    """Return 1F1B (arXiv 2104.04473): device r runs `warm` forwards, p - r unless told, then a backward and a forward
+    """Return 1F1B (arXiv 2104.04473): device r runs `warm` forwards, p - r by default, then a backward and a forward
     in turn. As many forwards as micro-batches are GPipe (arXiv 1811.06965)."""
     orders: Orders = []
     for r in range(p):
@@ -27,8 +27,7 @@ def one_forward_one_backward(p: int, m: int, warm: Callable[[int], int] | None =
 
 
 def interleaved(p: int, m: int, v: int) -> Orders:
-    """Return megatron-core's table (0.16, `pipeline_parallel/schedules.py`): p micro-batches on one virtual stage, then
-    on the next."""
+    """Return interleaved 1F1B (arXiv 2104.04473): p micro-batches on one virtual stage, then on the next."""
     table = [(i, c) for a in range(0, m, p) for c in range(v) for i in range(a, min(a + p, m))]
     orders: Orders = []
     for r in range(p):

@@ -1,4 +1,4 @@
-"""A step's pipeline, played pass by pass: what a timeline is drawn from, and what the formulas are held against."""
+"""Simulates the pipeline of a step pass by pass, for the timeline, and to check the formulas."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules import orders, v_schedules, zero_bubble
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, makespan
-from flagcore.physics.schedules.execution import Done, Orders, Pipe, run, seconds_of
+from flagcore.physics.schedules.execution import ExecutedPass, Orders, Pipe, run, seconds_of
 
 FOLDED = ("zb-v", "v-half", "v-min", "dualpipev")
 """Schedules whose device r holds the parts r and 2p - 1 - r."""
 
 
-def play(passes: Passes, microbatches: int) -> list[Done]:
-    """Return the passes of a step of so many micro-batches, a device after another, each in the order of its time.
+def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
+    """Return the passes of a step with `microbatches`, device by device in the order of time.
 
-    Schedules that are planned with times are planned with those of the median stage. In DualPipe micro-batches count
-    on through both copies: the later half enters at the last device. Raises NotModelled for an unknown schedule, for
-    DualPipe on an odd number of devices, and for interleaved where megatron-core refuses the number of micro-batches.
+    Schedules that depend on times use those of the median stage. In DualPipe micro-batches are numbered through both
+    copies: the later half enters at the last device. Raises NotModelled for an unknown schedule, for DualPipe on an odd
+    number of devices, and for interleaved if the number of stages does not divide the micro-batches.
     """
     if passes.schedule not in SCHEDULES:
         raise NotModelled(f"schedule {passes.schedule} is not modelled; these are: {', '.join(SCHEDULES)}")
@@ -34,7 +34,7 @@ def play(passes: Passes, microbatches: int) -> list[Done]:
 
 
 def pipe_of(passes: Passes) -> Pipe:
-    """Return the parts of the model on their devices: equal ones where a device holds several."""
+    """Return the parts of the model on their devices; the parts of one device are equal."""
     p, schedule = len(passes.forward_s), passes.schedule
     count = SCHEDULES[schedule].parts or passes.virtual
     stages, parts = [*range(p)] * count, float(count)
@@ -59,11 +59,11 @@ def pipe_of(passes: Passes) -> Pipe:
 
 
 def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
-    """Return what each device does in a step of m micro-batches."""
+    """Return the order of passes of each device in a step of m micro-batches."""
     p, schedule = len(passes.forward_s), passes.schedule
     if schedule == "interleaved" and passes.virtual > 1:
         if m > p and m % p:
-            raise NotModelled(f"interleaved needs as many micro-batches as {p} stages divide, and these are {m}")
+            raise NotModelled(f"interleaved needs a multiple of {p} micro-batches, not {m}")
         return orders.interleaved(p, m, passes.virtual)
     if schedule in ("1f1b", "interleaved"):
         return orders.one_forward_one_backward(p, m)
@@ -75,20 +75,20 @@ def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
         return orders.dualpipe_v(p, m)
     if schedule == "dualpipe":
         if p % 2:
-            raise NotModelled(f"dualpipe needs an even number of stages, and these are {p}")
+            raise NotModelled(f"dualpipe needs an even number of stages, not {p}")
         return orders.dualpipe(p, m)
     return _planned(schedule, p, m, zero_bubble.median_of(pipe), passes.weight_share)
 
 
-def step_seconds(passes: Passes, done: Sequence[Done]) -> float:
-    """Return how long a played step takes: until all devices are done or, where a schedule's authors run it without
-    waiting for all before the optimizer, the longest time from one device's first pass to its last."""
+def step_seconds(passes: Passes, done: Sequence[ExecutedPass]) -> float:
+    """Return the seconds of a simulated step: until all devices are done or, for schedules without a barrier before the
+    optimizer, the longest time from a device's first pass to its last."""
     whole, span = seconds_of(done)
     return span if SCHEDULES[passes.schedule].post_validation else whole
 
 
-def foretold_seconds(passes: Passes) -> float:
-    """Return how long the formula of the schedule, which predictions use, says that the same step takes."""
+def predicted_seconds(passes: Passes) -> float:
+    """Return the seconds of the same step by the schedule's formula, which predictions use."""
     forward, backward, weight, paired = (
         np.array(each)[:, None] for each in (passes.forward_s, passes.backward_s, passes.weight_s, passes.paired_s)
     )
@@ -115,14 +115,14 @@ def _planned(schedule: str, p: int, m: int, pipe: Pipe, share: float) -> Orders:
     if schedule in ("v-half", "v-min"):
         half, limit = schedule == "v-half", (p + 2) // 2 if schedule == "v-half" else (p + 4) // 3
         tables = v_schedules.v_tables(p, m, half=half)
-        drawn = [v_schedules.orders_of_tables(each) for each in (tables, v_schedules.squeezed(tables, m))]
+        drawn = [v_schedules.orders_of_tables(each) for each in (tables, v_schedules.compacted(tables, m))]
         bare = [[[step for step in order if step[0][0] != "W"] for order in each] for each in drawn]
         return zero_bubble.shortest([*drawn, zero_bubble.best(bare, pipe, limit, share)], pipe)
     raise NotModelled(f"no order of {schedule} is known")
 
 
-def _counting_on(one: Done, length: int, microbatches: int) -> Done:
-    """Return a pass of DualPipe's second copy with the micro-batch behind those of the first."""
+def _counting_on(one: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
+    """Return a pass of DualPipe's second copy with its micro-batch numbered after those of the first."""
     if one.part < length:
         return one
     return replace(one, microbatch=one.microbatch + microbatches - microbatches // 2)

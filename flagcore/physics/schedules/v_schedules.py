@@ -40,7 +40,7 @@ def v_tables(p: int, m: int, *, half: bool) -> list[Table]:
     return tables
 
 
-def squeezed(tables: list[Table], m: int) -> list[Table]:
+def compacted(tables: list[Table], m: int) -> list[Table]:
     """Return the tables with the passes of a step's start and end moved into earlier units that are free.
 
     A pass stays behind its input, and behind that of the micro-batch before it; a device never holds more than the

@@ -13,7 +13,7 @@ from statistics import median_high
 from typing import Any
 
 from flagcore.domain.objective import SERVING, objective_value
-from flagcore.domain.secrets import plain_without_secrets, without_secrets
+from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import N_, _
@@ -52,8 +52,8 @@ class RunData:
     ) -> RunData:
         """Return a run with its secrets removed: pages are shared."""
         return cls(
-            result=plain_without_secrets(result, secrets),
-            insight=plain_without_secrets(insight, secrets),
+            result=redact_data(result, secrets),
+            insight=redact_data(insight, secrets),
             secrets=tuple(secrets),
             **rest,
         )
@@ -158,7 +158,7 @@ class RunData:
             files = [file for file in files if file.resolve().is_relative_to(whole)]
         except (OSError, RuntimeError):
             return []
-        ends = [(str(file.relative_to(folder)), without_secrets(tail(file), self.secrets)) for file in files]
+        ends = [(str(file.relative_to(folder)), redact_text(tail(file), self.secrets)) for file in files]
         return [(name, text) for name, text in ends if text.strip()]
 
 
@@ -207,7 +207,7 @@ def text_file(file: Path, secrets: Collection[str] = ()) -> str:
         text = read_regular(file, MAX_FILE).decode("utf-8", errors="replace")
     except OSError:
         return ""
-    return without_secrets(_printable(text), secrets)
+    return redact_text(_printable(text), secrets)
 
 
 def json_file(file: Path) -> Mapping[str, Any]:

@@ -9,8 +9,8 @@ from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
 from flagcore.i18n import N_, _
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.execution import Done
-from flagcore.physics.schedules.replay import foretold_seconds, play, step_seconds
+from flagcore.physics.schedules.execution import ExecutedPass
+from flagcore.physics.schedules.replay import predicted_seconds, simulate, step_seconds
 from flagcore.report.formats import shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, percent, table
 from flagcore.report.page.charts import COLOURS, bars, rows_layout
@@ -73,9 +73,9 @@ def _blocks(passes: Passes) -> tuple[Block, ...]:
 
 
 def _timeline(passes: Passes, number: int) -> Chart:
-    drawn, count = play(passes, number), len(passes.forward_s)
+    drawn, count = simulate(passes, number), len(passes.forward_s)
     counted = passes.microbatches if _each(passes) * passes.microbatches <= MAX_SIMULATED else number
-    played = play(passes, counted) if counted != number else drawn
+    played = simulate(passes, counted) if counted != number else drawn
     step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
     seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
@@ -105,7 +105,9 @@ def _timeline(passes: Passes, number: int) -> Chart:
     )
 
 
-def _bars(passes: Passes, series: int, kind: str, mine: Sequence[Done], among: int, paired: bool) -> dict[str, Any]:
+def _bars(
+    passes: Passes, series: int, kind: str, mine: Sequence[ExecutedPass], among: int, paired: bool
+) -> dict[str, Any]:
     trace = bars(
         _(KINDS[kind]),
         series,
@@ -147,14 +149,14 @@ def _durations(passes: Passes, counted: int, step: float) -> list[str]:
     """Return the simulated duration of a step, and that of the formula."""
     if counted < passes.microbatches:
         return []
-    formula = shown(foretold_seconds(passes))
+    formula = shown(predicted_seconds(passes))
     summary = [_("Simulated step: {seconds} s; formula: {formula} s.", seconds=shown(step), formula=formula)]
     if SCHEDULES[passes.schedule].post_validation:
         summary.append(_("Stages do not wait for each other before the optimizer, so the longest stage counts."))
     return summary
 
 
-def _seconds(passes: Passes, counted: int, played: Sequence[Done] = (), step: float = 0.0) -> Table:
+def _seconds(passes: Passes, counted: int, played: Sequence[ExecutedPass] = (), step: float = 0.0) -> Table:
     """Return the seconds per micro-batch and the busy time of each device and, of a simulated step, its idle time."""
     columns: dict[str, Sequence[float]] = {_("~forward, s"): passes.forward_s, _("~backward, s"): passes.backward_s}
     if SCHEDULES[passes.schedule].splits_backward and passes.weight_s:
@@ -208,7 +210,7 @@ def _twofold(passes: Passes) -> bool:
     return schedule.copies == 1 and (schedule.parts or passes.virtual) == 2
 
 
-def _hover(passes: Passes, one: Done) -> str:
+def _hover(passes: Passes, one: ExecutedPass) -> str:
     return _(
         "micro-batch {microbatch}, {kind}: part {part}, {row}",
         microbatch=one.microbatch,

@@ -73,7 +73,7 @@ def telemetry_accepts_chip_aliases(plugin: Subject) -> Iterator[Problem]:
             if plugin.loaded.telemetry(Device(index=0, chip=name)) is None:
                 yield Problem(
                     f"flagcore_telemetry accepts {chip.name}, but not its other name {name!r}",
-                    "compare names with chip.answers_to(device.chip)",
+                    "compare names with chip.has_name(device.chip)",
                 )
 
 

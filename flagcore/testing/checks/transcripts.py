@@ -94,7 +94,7 @@ def transcript_names_match_one_chip(plugin: Subject) -> Iterator[Problem]:
             if listed.other:
                 continue
             seen = True
-            answering = [chip.name for chip in plugin.chips if chip.answers_to(listed.chip)]
+            answering = [chip.name for chip in plugin.chips if chip.has_name(listed.chip)]
             if len(answering) != 1:
                 yield Problem(
                     f"{FOLDER / each.name} lists {listed.chip!r}, a name of {len(answering)} chips",

@@ -33,7 +33,7 @@ class CpuPlugin(VendorPlugin):
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
         """Return a reading of the whole machine: cores have no memory of their own."""
-        known = any(chip.answers_to(device.chip) for chip in self.flagcore_chips())
+        known = any(chip.has_name(device.chip) for chip in self.flagcore_chips())
         return MachineReading() if known else None
 
 

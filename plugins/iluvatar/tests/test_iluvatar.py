@@ -35,12 +35,12 @@ def test_both_devices_of_a_card_are_listed() -> None:
 def test_a_wider_table_and_a_name_of_two_words_are_read() -> None:
     (device,) = (row.device for row in smi.read(WIDER_TABLE).rows)
     assert device.chip == "Iluvatar MR-V100 DUO"
-    assert any(chip.answers_to(device.chip) for chip in plugin.flagcore_chips())
+    assert any(chip.has_name(device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_a_chip_that_only_begins_like_another_is_not_that_one() -> None:
-    assert [chip.name for chip in plugin.flagcore_chips() if chip.answers_to("Iluvatar BI-V150S")] == ["BI-V150S"]
-    assert not any(chip.answers_to("Iluvatar BI-V150X") for chip in plugin.flagcore_chips())
+    assert [chip.name for chip in plugin.flagcore_chips() if chip.has_name("Iluvatar BI-V150S")] == ["BI-V150S"]
+    assert not any(chip.has_name("Iluvatar BI-V150X") for chip in plugin.flagcore_chips())
 
 
 def test_a_disputed_figure_is_left_out() -> None:

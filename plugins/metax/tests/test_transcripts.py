@@ -44,7 +44,7 @@ def test_another_vendors_mx_smi_is_told_apart() -> None:
 
 def test_a_rebranded_device_keeps_its_name_and_stays_unknown() -> None:
     (row,) = smi.read(text("ht-smi-1.txt")).rows
-    assert not any(chip.answers_to(row.device.chip) for chip in plugin.flagcore_chips())
+    assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_the_boards_number_is_not_the_gpus() -> None:
@@ -126,7 +126,7 @@ def test_a_matrix_whose_halves_disagree_is_refused() -> None:
 
 def test_another_detectors_findings_agree_with_the_catalogue() -> None:
     found = json.loads(text("detect-gpustack-1.json"))
-    (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips() if chip.answers_to(each["name"])}
+    (chip,) = {chip.name for each in found for chip in plugin.flagcore_chips() if chip.has_name(each["name"])}
     assert chip == "C500"
     assert {each["memory"] for each in found} == {65536}
     (topology,) = json.loads(text("topology-gpustack-1.json"))

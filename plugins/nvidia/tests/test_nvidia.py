@@ -62,7 +62,7 @@ def test_an_error_message_is_no_device() -> None:
     ],
 )
 def test_a_name_of_the_driver_means_one_chip(driver: str, name: str) -> None:
-    assert [chip.name for chip in plugin.flagcore_chips() if chip.answers_to(driver)] == [name]
+    assert [chip.name for chip in plugin.flagcore_chips() if chip.has_name(driver)] == [name]
 
 
 def test_collective_buffers_are_counted_for_more_than_one_device() -> None:

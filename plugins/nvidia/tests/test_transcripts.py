@@ -73,7 +73,7 @@ def test_another_vendors_nvidia_smi_is_told_apart_by_the_pci_id(foreign: str) ->
 def test_a_new_gpu_is_listed_by_its_name_and_stays_unknown() -> None:
     (row,) = smi.read("0, NVIDIA Z900 96GB, 98304, 999.1, GPU-1, 0x999910DE, Disabled").rows
     assert row.device.chip == "NVIDIA Z900 96GB"
-    assert not any(chip.answers_to(row.device.chip) for chip in plugin.flagcore_chips())
+    assert not any(chip.has_name(row.device.chip) for chip in plugin.flagcore_chips())
 
 
 def test_a_query_that_is_cut_at_a_line_tells_the_lines_before() -> None:
@@ -116,7 +116,7 @@ def test_a_matrix_that_is_cut_within_the_devices_rows_is_refused(name: str) -> N
 def test_another_detectors_findings_agree_with_the_catalogue() -> None:
     found = json.loads(text("detect-gpustack-h100.json"))
     (name,) = {each["name"] for each in found}
-    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.answers_to(name))
+    (chip,) = (chip for chip in plugin.flagcore_chips() if chip.has_name(name))
     assert chip.name == "H100-SXM"
     assert chip.memory_bytes is not None
     assert {each["memory"] * 2**20 for each in found} == {chip.memory_bytes.value}

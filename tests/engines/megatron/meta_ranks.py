@@ -240,7 +240,7 @@ def stand_in() -> None:
     MoEAllGatherTokenDispatcher.dispatch_postprocess = _even_gathered(MoEAllGatherTokenDispatcher.dispatch_postprocess)
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda dispatcher, point, tokens=None: tokens
     layers.Norm, layers.CoreAttention = Norm, CoreAttention
-    layers.fill_gaps_without_transformer_engine()
+    layers.patch_without_transformer_engine()
 
 
 def _answering(method: Callable[..., Any], answer: Any) -> Callable[..., Any]:

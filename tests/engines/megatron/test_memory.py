@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory import training as memory
-from flagcore.engines.megatron.memory.kept_activations import Kinds
+from flagcore.engines.megatron.memory.stage_activations import Kinds
 from flagcore.engines.megatron.parallel import pipeline
 from flagcore.engines.megatron.parallel.layout import Layout
 from flagcore.engines.megatron.parallel.options import DEFAULTS, Options, StageLayers
@@ -59,6 +59,11 @@ def test_static_bytes_follow_precision_and_sharding() -> None:
     np.testing.assert_allclose(static, np.multiply([18, 6 + 12 / 16, 6 + 12 / 8], count) + angles)
     full = memory.training_memory(train(precision="fp32"), split).static
     np.testing.assert_allclose(full, np.multiply([16, 8 + 8 / 16, 8 + 8 / 8], count) + angles)
+
+
+def test_a_distributed_optimizers_buffer_is_filled_up_to_a_multiple_of_128_and_of_its_ranks() -> None:
+    split = layout(data=[1, 8, 3], sharded_optimizer=[0, 1, 1])
+    np.testing.assert_allclose(memory.padding(split, np.full(3, 1000.0), experts=False), [0, 24, 152])
 
 
 def test_experts_are_sharded_over_their_own_group() -> None:
@@ -225,12 +230,12 @@ def test_levels_of_recompute_of_experts_save_more_each() -> None:
         {"moe_act", "router", "moe_fc1", "shared_experts"},
         {"moe"},
     )
-    held = [
+    kept = [
         memory.training_memory(
             train(DEEPSEEK_16B, options=Options(recompute_modules=frozenset(level))),
             layout(data=8, expert=8, selective=1),
         ).activation[0]
         for level in levels
     ]
-    assert held == sorted(held, reverse=True)
-    assert len(set(held)) == 4
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.memory.kept_activations import Kinds
+from flagcore.engines.megatron.memory.stage_activations import Kinds
 from flagcore.engines.megatron.memory.training import component_table, rank_memory, training_memory
 from flagcore.engines.megatron.parallel import pipeline
 from flagcore.engines.megatron.parallel.layout import Layout, Training

@@ -8,8 +8,8 @@ import pytest
 
 from flagcore.engines.serving.export import COMPOSE, FRONT_PORT, NGINX, START
 from flagcore.engines.serving.trial.job import METRICS, SERVE
-from flagcore.plugins import ENGINES
 from flagcore.spec import read_spec
+from tests.small import ENGINES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "serving.md").read_text()

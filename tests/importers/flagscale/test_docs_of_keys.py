@@ -14,7 +14,7 @@ from tests.importers.flagscale.accounting import leaves
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "flagscale.md").read_text(encoding="utf-8")
-KEYS = PAGE[PAGE.index("## What becomes of the keys") :]
+KEYS = PAGE[PAGE.index("## Conversion of keys") :]
 TREES = Path(__file__).parent / "trees"
 WORDS = {word for quoted in re.findall(r"`([^`]+)`", KEYS) for word in re.split(r"[^\w]+", quoted) if word}
 KNOBS = {knob for knobs in engines.KNOBS.values() for knob in knobs}
@@ -44,7 +44,7 @@ def test_the_lists_of_the_page_are_those_of_the_importer() -> None:
 
 
 def test_columns_of_a_history_are_on_the_page() -> None:
-    page = PAGE[: PAGE.index("## What becomes of the keys")]
+    page = PAGE[: PAGE.index("## Conversion of keys")]
     assert [
         name for name in (*history.BOOKKEEPING, *history.IGNORED, *engines.KNOB_NAMES) if f"`{name}`" not in page
     ] == []

@@ -24,9 +24,9 @@ from flagcore.errors import SpecError
 from flagcore.importers.flagscale import Imported, read_tree, translate
 from flagcore.importers.flagscale.compose import compose
 from flagcore.importers.flagscale.engines import OWN_ARGUMENTS
-from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec
 from tests.importers.flagscale.accounting import TREES, unaccounted
+from tests.small import ENGINES
 
 ROOT = Path(__file__).parents[3]
 ALL = tuple(sorted(path.parent.name for path in TREES.glob("*/tune.yaml")))

@@ -8,8 +8,8 @@ import pytest
 
 from flagcore.errors import SpecError
 from flagcore.importers.flagscale import read_tree
-from flagcore.plugins import ENGINES
 from flagcore.spec import parse_spec
+from tests.small import ENGINES
 
 SPACE = "experiment.auto_tuner.space"
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.replay import play
+from flagcore.physics.schedules.replay import simulate
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.html import as_html
 from tests.report.page.conftest import KINDS, Runs
@@ -35,8 +35,8 @@ def browser() -> Iterator[Any]:
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if not found:
         pytest.skip("no Chromium is installed: install one, such as Debian's package chromium, or name it in CHROMIUM")
-    with driver.sync_playwright() as play:
-        started = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with driver.sync_playwright() as simulate:
+        started = simulate.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield started
         started.close()
 
@@ -126,7 +126,7 @@ def test_timelines_of_all_schedules_are_drawn_and_inside_the_page(opened: Open, 
     assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert found.page.evaluate(OUTSIDE) == []
     assert found.page.evaluate(LABELS) == []
-    assert found.page.locator(".plot .bars .point").count() == sum(len(play(named(name), 8)) for name in SCHEDULES)
+    assert found.page.locator(".plot .bars .point").count() == sum(len(simulate(named(name), 8)) for name in SCHEDULES)
     assert found.errors == []
 
 

@@ -13,8 +13,8 @@ from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from flagcore.physics.schedules.execution import Done
-from flagcore.physics.schedules.replay import foretold_seconds, pipe_of, play, step_seconds
+from flagcore.physics.schedules.execution import ExecutedPass
+from flagcore.physics.schedules.replay import pipe_of, predicted_seconds, simulate, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.timeline import KINDS, MAX_PASSES, fewest, pipeline
@@ -50,7 +50,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
 def test_a_device_does_one_step_at_a_time_and_all_of_it(passes: Passes) -> None:
-    done = play(passes, passes.microbatches)
+    done = simulate(passes, passes.microbatches)
     work = {(letter, each.part, each.microbatch) for each in done for letter in each.kind}
     assert len(work) == sum(len(each.kind) for each in done)
     parts = 1 if passes.schedule == "dualpipe" else SCHEDULES[passes.schedule].parts or passes.virtual
@@ -64,7 +64,7 @@ def test_a_device_does_one_step_at_a_time_and_all_of_it(passes: Passes) -> None:
 
 @pytest.mark.parametrize("passes", ORDERS, ids=lambda passes: passes.schedule)
 def test_no_pass_starts_before_its_input_is_there(passes: Passes) -> None:
-    done, pipe = play(passes, passes.microbatches), pipe_of(passes)
+    done, pipe = simulate(passes, passes.microbatches), pipe_of(passes)
     found = {(letter, each.part, each.microbatch): each for each in done for letter in each.kind}
     for (kind, part, microbatch), each in found.items():
         place, needed = part % pipe.length, each
@@ -90,9 +90,9 @@ WITHIN = {"zb-2p": 0.04, "v-half": 0.07, "v-min": 0.12, "zb-v": 0.05, "dualpipe"
 def test_it_lasts_as_long_as_the_formula_of_the_schedule(schedule: str, send: float) -> None:
     for count in (8, 16, 40):
         passes = named(schedule, send_s=send, microbatches=count)
-        played = step_seconds(passes, play(passes, count))
+        played = step_seconds(passes, simulate(passes, count))
         exact = schedule in ("1f1b", "gpipe", "interleaved")
-        assert played == pytest.approx(foretold_seconds(passes), rel=1e-9 if exact else WITHIN.get(schedule, 0.02))
+        assert played == pytest.approx(predicted_seconds(passes), rel=1e-9 if exact else WITHIN.get(schedule, 0.02))
 
 
 def candidate(schedule: str, virtual: int | None = None) -> tuple[Passes, float]:
@@ -121,8 +121,8 @@ def test_passes_of_a_candidate_make_up_its_predicted_step(schedule: str, virtual
     assert passes.microbatches == 16
     assert passes.virtual == (2 if virtual else 1)
     assert bool(passes.paired_s) is schedule.startswith("dualpipe")
-    assert foretold_seconds(passes) == pytest.approx(pipeline_s, rel=1e-6)
-    played = step_seconds(passes, play(passes, passes.microbatches))
+    assert predicted_seconds(passes) == pytest.approx(pipeline_s, rel=1e-6)
+    played = step_seconds(passes, simulate(passes, passes.microbatches))
     assert played == pytest.approx(pipeline_s, rel=WITHIN.get(schedule, 0.035))
 
 
@@ -158,10 +158,10 @@ def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> 
     passes = named(schedule)
     (chart,) = section_of(passes).blocks
     assert isinstance(chart, Chart)
-    done = play(passes, 8)
+    done = simulate(passes, 8)
     row, split = "device" if schedule == "dualpipe" else "stage", SCHEDULES[schedule].parts == 2
 
-    def bar(each: Done) -> tuple[str, str, float, float, str]:
+    def bar(each: ExecutedPass) -> tuple[str, str, float, float, str]:
         second = "′" if split and each.part >= 4 and schedule != "dualpipe" else ""
         name = f"{row} {each.device}", KINDS[each.kind]
         return *name, each.start_s, each.end_s - each.start_s, f"{each.microbatch}{second}"
@@ -234,4 +234,4 @@ def test_what_cannot_be_drawn_says_why() -> None:
 
 def test_a_schedule_that_nobody_knows_is_refused() -> None:
     with pytest.raises(NotModelled, match="zb-9"):
-        play(replace(PASSES, schedule="zb-9"), 8)
+        simulate(replace(PASSES, schedule="zb-9"), 8)

@@ -9,7 +9,7 @@ import numpy as np
 
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.memory.buffers import buffers, left_over, step_bytes, unsharded, workspaces
-from flagcore.engines.megatron.memory.kept_activations import Kinds, held, held_parts
+from flagcore.engines.megatron.memory.stage_activations import Kinds, activation_parts, stage_activations
 from flagcore.engines.megatron.memory.states import LINEAR_PARTS, State, padding, state
 from flagcore.engines.megatron.memory.states import split_parameters as split_parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
@@ -174,7 +174,7 @@ class _Estimate:
 
     def activation(self, where: Stage) -> FloatArray:
         """Return what a stage holds at the worst moment of forward and backward."""
-        found = held(self.train, self.layout, where, self.kinds)
+        found = stage_activations(self.train, self.layout, where, self.kinds)
         total = found.kept + found.above
         if self.selective is not None:
             total = np.where(self.layout.uniform == 1, np.minimum(total, self.selective.activation(where)), total)
@@ -182,8 +182,8 @@ class _Estimate:
 
     def parts(self, where: Stage) -> Parts:
         """Return the same by component, with what is above all that is kept as `backward`."""
-        found = held(self.train, self.layout, where, self.kinds)
-        parts = held_parts(self.train, self.layout, where, self.kinds, found)
+        found = stage_activations(self.train, self.layout, where, self.kinds)
+        parts = activation_parts(self.train, self.layout, where, self.kinds, found)
         whole = unsharded(self.train, self.layout, *self.states(where))
         return {**parts, "backward": self.activation(where) + whole - found.kept}
 

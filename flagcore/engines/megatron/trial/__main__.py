@@ -1,8 +1,8 @@
 """Entry point: `python -m flagcore.engines.megatron.trial JOB.json`.
 
-Started alone, it forks the job's ranks, or the one that the job probes. Started by torchrun or any launcher
-that sets RANK and WORLD_SIZE, it is one rank and meets the others through MASTER_ADDR and MASTER_PORT. Exit
-codes: 0 measured, 2 invalid configuration, 3 out of memory, 1 anything else, 128 + signal when ended by one.
+Started directly, it forks the job's ranks, or the one that the job probes. Started by a launcher that sets RANK and
+WORLD_SIZE, such as torchrun, it is one rank and joins the others through MASTER_ADDR and MASTER_PORT. Exit codes:
+0 measured, 2 invalid configuration, 3 out of memory, 1 other errors, 128 + signal if ended by one.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def main(arguments: list[str]) -> int:
 
 
 def clear(folder: Path) -> None:
-    """Make the output folder and remove an earlier run's results, which must not pass for this one's."""
+    """Create the output folder and remove results of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("steps.jsonl", "metrics.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def prepare(job: Job) -> None:
-    """Set what the libraries read when they are imported."""
+    """Set the variables that libraries read when they are imported."""
     warnings.filterwarnings("ignore")  # megatron warns about each optional library that is absent
     os.environ["OMP_NUM_THREADS"] = str(job.device.threads_per_rank)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else importing numpy starts threads, before the fork
@@ -61,14 +61,14 @@ def prepare(job: Job) -> None:
 def warm_up(job: Job) -> float:
     """Import torch and megatron once for all ranks, on a CPU only; returns the seconds that it took.
 
-    On an accelerator nothing is imported before the fork: a driver that was touched does not survive one,
-    and the ranks have cores enough to import side by side.
+    On an accelerator nothing is imported before the fork: an initialized driver does not survive it, and the ranks have
+    enough cores to import in parallel.
     """
     return import_rank(job) if job.device.type == "cpu" else 0.0
 
 
 def import_rank(job: Job) -> float:
-    """Import torch, then what teaches it the device, then all that a rank runs; returns the seconds."""
+    """Import torch, the modules that register the device, and the program of a rank; returns the seconds."""
     start = time.perf_counter()
     program = "flagcore.engines.megatron.trial." + ("rank" if job.probe is None else "probe")
     for name in ("torch", *job.device.preload, program):
@@ -77,7 +77,7 @@ def import_rank(job: Job) -> float:
 
 
 def work(job: Job, import_s: float, number: int, listener: socket.socket | None) -> int:
-    """Be rank `number`; returns the exit code, having explained a failure on stderr."""
+    """Run rank `number`; returns the exit code. Failures are reported on stderr."""
     try:
         import_s += import_rank(job)
         if job.probe is not None:
@@ -97,4 +97,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a failed rank must not wait for collectives that nobody will answer
+    os._exit(code)  # a failed rank must not wait for collectives

@@ -1,9 +1,8 @@
-"""All that stands in for a GPU when the trial runs on a CPU. Never used on an accelerator.
+"""Replacements for CUDA when the trial runs on a CPU. Never used on an accelerator.
 
-Megatron-core names the device "cuda" in the text of many functions. Nothing in its files is edited: a few
-functions of torch and of Megatron are replaced inside the rank's process, each for the reason beside it.
-The replacements are plain functions, not a function mode, because a mode is off while torch runs a backward
-pass, and recomputation runs the forward code there.
+Megatron-core hard-codes the device "cuda" in many functions. A few functions of torch and of Megatron are replaced in
+the rank's process, each for the reason given next to it. The replacements are plain functions, not a function mode: a
+mode is off while torch runs a backward pass, in which recomputation runs the forward code.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 _CPU = torch.device("cpu")
 
 
-def stand_in_for_cuda() -> None:
-    """Make "cuda" mean the CPU in this process. Call once per rank, before Megatron builds anything."""
+def replace_cuda_with_cpu() -> None:
+    """Make "cuda" mean the CPU in this process. Call once per rank, before Megatron builds the model."""
     # Schedules, optimizers and gradient clipping make small tensors with device="cuda", rotary embeddings
     # under context parallelism one in pinned memory.
     torch.tensor = _on_cpu(torch.tensor)
@@ -32,8 +31,8 @@ def stand_in_for_cuda() -> None:
     # Rotary embeddings under context parallelism and tied embeddings move tensors to the device.
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
 
-    # Recomputation saves the device's random state, which is not there, and restores it, for which torch would
-    # queue a call that waits for the device for ever.
+    # Recomputation saves the device's random state, which does not exist, and restores it, for which torch would
+    # queue a call that never returns.
     tensor_parallel.random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     tensor_parallel.random._set_cuda_rng_state = lambda *args, **kwargs: None
     # The all-to-all dispatcher makes a stream when this is None, to copy split sizes in the background.

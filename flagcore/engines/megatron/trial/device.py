@@ -1,9 +1,8 @@
-"""The device of one rank: choose it, wait for it, and say how much time and memory was used. Seconds and bytes.
+"""The device of one rank: selection, synchronization, time and memory. Seconds and bytes.
 
-On an accelerator the numbers come from torch's allocator and the driver. On a CPU `device_used_bytes` is the
-rank's peak resident memory, and `peak_allocated_bytes` what the model added to it: anonymous memory above what
-the rank had when its process groups were made. There is no reserved memory to speak of. A rank's own time
-on a CPU is that of its main thread: other ranks on the same cores, and waiting for them, do not count.
+On an accelerator figures come from torch's allocator and the driver. On a CPU `device_used_bytes` is the rank's peak
+resident memory, and `peak_allocated_bytes` the anonymous memory above that after its process groups were created; there
+is no reserved memory. A rank's own time on a CPU is that of its main thread, without waiting for other ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _EXACT, _FAST = 64 << 10, 32 << 20
-"""From which size on the C library asks the system for each block by itself (mallopt(3)). Such a block is gone when it
-is freed, so that memory shows what lives; the others are reused, which is faster. The larger is the most to which the
-library goes by itself."""
+"""Sizes from which the C library maps each block separately (mallopt(3)). Such a block is returned when it is freed, so
+that resident memory shows what is allocated; smaller ones are reused, which is faster. The larger one is the library's
+own maximum."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank used at its worst moment."""
+    """The peak memory of one rank."""
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int | None
@@ -35,35 +34,35 @@ class Memory:
 
 
 class RankDevice(Protocol):
-    """What the training loop needs of a device."""
+    """The device as the training loop uses it."""
 
     device: torch.device
-    memory_needs_a_step: bool
-    """Whether peaks are seen only in a step that is not timed: one between `watch` and `memory`."""
+    needs_memory_step: bool
+    """Whether peaks are measured in an additional step that is not timed (`training.memory_step`)."""
 
     def synchronize(self) -> None:
-        """Return when all work given to the device is done."""
+        """Wait until the device has finished its work."""
 
     def clock(self) -> float:
-        """Return the seconds of this rank's work so far, all work given to the device done."""
+        """Wait for the device, and return the seconds of this rank's own work so far."""
 
-    def met(self) -> None:
-        """Take what is allocated now, the process groups, for the process's own."""
+    def groups_created(self) -> None:
+        """Exclude memory allocated so far, which is that of the process groups."""
 
-    def built(self) -> None:
-        """Forget the memory that building the model took and training does not."""
+    def model_built(self) -> None:
+        """Exclude memory that was only needed to build the model."""
 
-    def held_bytes(self) -> int:
-        """Return what is allocated now."""
+    def allocated_bytes(self) -> int:
+        """Return the allocated bytes."""
 
     def start_peak(self) -> None:
-        """Start the next peak."""
+        """Reset the peak."""
 
     def peak_bytes(self) -> int:
-        """Return the peak of what is allocated since `start_peak`."""
+        """Return the peak of allocated bytes since `start_peak`."""
 
-    def watched(self, peak: int) -> None:
-        """Take `peak` for the worst of all; from now on only time counts."""
+    def memory_measured(self, peak: int) -> None:
+        """Store `peak` as the peak of the run; memory is not measured after that."""
 
     def memory(self) -> Memory:
         """Return the peaks so far."""
@@ -73,58 +72,58 @@ class Cpu:
     """The host itself."""
 
     device = torch.device("cpu")
-    memory_needs_a_step = True
+    needs_memory_step = True
 
     def __init__(self) -> None:
-        _ask_system_from(_EXACT)
+        _set_mmap_threshold(_EXACT)
         self._worst = self._peak = 0
-        self.met()
+        self.groups_created()
 
     def synchronize(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def clock(self) -> float:
         """Return the processor time of this thread."""
         return time.thread_time()
 
-    def met(self) -> None:
-        """Note what is resident."""
+    def groups_created(self) -> None:
+        """Store the resident memory."""
         self.start_peak()
         self._at_start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
-    def built(self) -> None:
-        """The peak comes in training; nothing to forget."""
+    def model_built(self) -> None:
+        """Do nothing: the peak occurs in training."""
 
-    def held_bytes(self) -> int:
-        """Return the anonymous memory above the start, small blocks that were freed given back to the system."""
+    def allocated_bytes(self) -> int:
+        """Return the anonymous memory above the start, after freed blocks are returned to the system."""
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         return max(0, _status_bytes("VmRSS") - _status_bytes("RssFile") - self._at_start)
 
     def start_peak(self) -> None:
-        """Let the system's record start anew; where that is not allowed it is the parent's or more."""
+        """Reset the system's peak; without permission it stays at least the parent's."""
         self._peak = max(self._peak, _status_bytes("VmHWM"))
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def peak_bytes(self) -> int:
-        """Return the anonymous memory above the start. Pages of libraries, once touched, stay the same."""
+        """Return the peak of anonymous memory above the start."""
         return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._at_start)
 
-    def watched(self, peak: int) -> None:
-        """Keep it, and let the C library reuse what is freed."""
+    def memory_measured(self, peak: int) -> None:
+        """Store it, and let the C library reuse freed blocks."""
         self._worst = peak
-        _ask_system_from(_FAST)
+        _set_mmap_threshold(_FAST)
 
     def memory(self) -> Memory:
-        """Return the watched peak, and the peak resident memory of this process."""
+        """Return the stored peak, and the peak resident memory of this process."""
         return Memory(self._worst, None, max(self._peak, _status_bytes("VmHWM")))
 
 
 class Accelerator:
-    """A device that torch knows as a module of its own: torch.cuda and its like."""
+    """A device with a torch module such as torch.cuda."""
 
-    memory_needs_a_step = False
+    needs_memory_step = False
 
     def __init__(self, kind: str, rank: int) -> None:
         self._module: Any = getattr(torch, kind)
@@ -142,15 +141,15 @@ class Accelerator:
         self._module.synchronize()
         return time.perf_counter()
 
-    def met(self) -> None:
+    def groups_created(self) -> None:
         """Nothing to note: the allocator counts tensors alone."""
 
-    def built(self) -> None:
+    def model_built(self) -> None:
         """Return cached blocks to the driver and restart the peaks."""
         self._module.empty_cache()
         self._module.reset_peak_memory_stats()
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return what tensors take."""
         return int(self._module.memory_allocated())
 
@@ -163,7 +162,7 @@ class Accelerator:
         """Return the allocator's peak."""
         return int(self._module.max_memory_allocated())
 
-    def watched(self, peak: int) -> None:
+    def memory_measured(self, peak: int) -> None:
         """Keep it; watching costs nothing here."""
         self._worst = max(self._worst, peak)
 
@@ -178,7 +177,7 @@ def open_device(kind: str, rank: int) -> RankDevice:
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
 
 
-def _ask_system_from(size: int) -> None:
+def _set_mmap_threshold(size: int) -> None:
     """Set from which size on a block is the system's. C libraries without mallopt stay as they are."""
     with contextlib.suppress(AttributeError):
         library = ctypes.CDLL(None)

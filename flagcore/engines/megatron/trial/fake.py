@@ -1,7 +1,7 @@
-"""A world of which this process is the only rank. Never used in a trial.
+"""A process group of which this process is the only real rank. Used by probes, never by trials.
 
-Torch's `fake` process group answers every collective at once. What it answers with differs between versions of torch,
-and may be what a freed tensor left behind; here it is always numbers: this rank's own values again, or made-up ones.
+Torch's `fake` process group completes every collective at once. Its results differ between versions of torch and may be
+uninitialized memory; here they are this rank's own values, or generated ones.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from megatron.core.tensor_parallel import layers, mappings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ACTIVATION, GRADIENT = 1.0, 1e-4
-"""The largest values in made-up messages: such that losses and norms are finite and fp16 does not overflow."""
+"""The largest values in generated messages: losses and norms stay finite, and fp16 does not overflow."""
 
 
-def meet_nobody(kind: str, rank: int, world_size: int) -> None:
-    """Be `rank` of a world of `world_size` on devices that torch calls `kind`."""
+def join_fake_world(kind: str, rank: int, world_size: int) -> None:
+    """Become `rank` of `world_size` ranks on devices that torch calls `kind`."""
     known = dist.Backend.backend_capability.get("fake", [])
-    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # devices that torch learnt of from an import
+    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # devices that an import registered
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
-    # What the others would send is not there: each function tells what stands in for it.
+    # Replace what other ranks would send; see each function.
     dist.all_to_all_single = _exchange
-    for module in (mappings, layers, param_and_grad_buffer):  # they keep the functions under names of their own
+    for module in (mappings, layers, param_and_grad_buffer):  # these modules import the functions under other names
         module.dist_all_gather_func = _all_gather
         module.dist_reduce_scatter_func = _reduce_scatter
     P2PCommunicator._communicate = _with_messages(P2PCommunicator._communicate)
 
 
 def _all_gather(output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Receive copies of what this rank sends. Weights that are gathered in place stay: the others' are there already,
-    and copies of this rank's would be other weights.
-    """
+    """Return copies of what this rank sends. Weights that are gathered in place stay as they are."""
     if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
         with torch.no_grad():
             output.view(dist.get_world_size(group), -1).copy_(input.reshape(1, -1))
@@ -46,7 +44,7 @@ def _all_gather(output: torch.Tensor, input: torch.Tensor, group: Any = None, as
 def _reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Receive this rank's part of its own values."""
+    """Return this rank's part of its own values."""
     with torch.no_grad():
         output.view(-1).copy_(input.reshape(dist.get_world_size(group), -1)[dist.get_rank(group)])
     return _Done() if async_op else None

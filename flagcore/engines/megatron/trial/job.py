@@ -1,7 +1,7 @@
-"""The job file of a trial: what to build, how to split it and on which kind of device to run it.
+"""The job file of a trial: the model, its split and the kind of device.
 
-Plain frozen data, checked where it is read. Nothing here imports torch, so a job is refused before the
-slow imports. Sizes are counts; a null, or a 0 in an optional size, means "off" or "the default".
+Plain frozen data, validated when it is read. Nothing here imports torch, so that an invalid job is refused before slow
+imports. Sizes are counts; a null, or a 0 in an optional size, means "off" or "the default".
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
 
-_FEWEST = 4
-"""Micro-batches that a probe runs at least, if a step has so many: the first few are not quite like the others."""
+_MIN_MICROBATCHES = 4
+"""Minimum number of micro-batches of a probe, since the first few differ from the others."""
 
 
 class JobError(ValueError):
-    """The job cannot be run as it is written; the message is one line that names the key and the value."""
+    """The job is invalid. The message is one line with the key and the value."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Train:
-    """What every candidate of a study shares: the work of one step and how many steps to run.
+    """What all candidates share: the work of one step and the number of steps.
 
-    `balanced_routing` sends tokens to experts by lot, evenly: routers that have learnt nothing favour a few, others in
-    each batch and layer.
+    `balanced_routing` assigns tokens to experts evenly at random: untrained routers favour a few experts.
     """
 
     seq_length: int
@@ -70,7 +69,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The knobs under test, in the words of the tuner's search space."""
+    """The knobs, by their names in the search space."""
 
     data_parallel_size: int = 1
     tensor_model_parallel_size: int = 1
@@ -92,15 +91,15 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed: as `use_recompute` says, else whether a granularity is given."""
+        """Whether activations are recomputed: `use_recompute` or, if it is None, whether a granularity is given."""
         return self.recompute_granularity is not None if self.use_recompute is None else self.use_recompute
 
 
 @dataclass(frozen=True)
 class Device:
-    """The kind of device: torch's name for it, torch's name for its collectives, and what must be imported.
+    """The kind of device, by torch's names of it and of its collectives.
 
-    `preload` are modules that teach torch this device, imported in order right after torch.
+    `preload` are modules that register the device, imported in order after torch.
     """
 
     type: str = "cpu"
@@ -111,7 +110,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """One rank is played by this process alone, on one device; the others of its world do not exist."""
+    """This process runs one rank on one device; the other ranks do not exist."""
 
     rank: int
     device: int = 0
@@ -130,7 +129,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, one a device."""
+        """Number of ranks, one per device."""
         c = self.candidate
         return (
             c.data_parallel_size
@@ -141,7 +140,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """How many of them run here: all, or the one that is probed."""
+        """Number of ranks that run here: all, or the one that is probed."""
         return self.world_size if self.probe is None else 1
 
     @property
@@ -152,11 +151,11 @@ class Job:
     def enough_microbatches(self, stage: int) -> int:
         """Return how many micro-batches fill the pipeline up to `stage` and reach its steady state, or all there are.
 
-        1F1B begins with one forward pass for each later stage; the interleaved schedule works on groups of as many
-        micro-batches as there are stages, and has begun to pass backward before the second group ends.
+        1F1B begins with one forward pass per later stage. The interleaved schedule works on groups of as many
+        micro-batches as stages, and begins backward passes before the second group ends.
         """
         stages = self.candidate.pipeline_model_parallel_size
-        enough = 2 * stages if self.virtual_stages else max(_FEWEST, stages - stage + 1)
+        enough = 2 * stages if self.virtual_stages else max(_MIN_MICROBATCHES, stages - stage + 1)
         return min(self.num_microbatches, enough)
 
     @property
@@ -174,8 +173,8 @@ def load_job(path: Path) -> Job:
     """Read and check a job file.
 
     Raises:
-        JobError: the file is not JSON, a key is unknown, missing or of the wrong type, or the values cannot
-            go together. Rules that Megatron checks by itself are left to it.
+        JobError: the file is not JSON, a key is unknown, missing or of the wrong type, or values contradict
+            each other. Rules that Megatron checks itself are not repeated.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -194,7 +193,7 @@ def parse_job(data: object) -> Job:
     if missing:
         raise JobError(f"job.{missing[0]} is missing")
     if not isinstance(data["output"], str):
-        raise JobError(f"job.output = {data['output']!r} must be a folder's name")
+        raise JobError(f"job.output = {data['output']!r} must be the name of a folder")
     job = Job(
         model=_parse(Model, data["model"], "model"),
         train=_parse(Train, data["train"], "train"),
@@ -235,11 +234,11 @@ def _refuse_unknown(data: dict[str, Any], known: list[str], where: str) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise JobError(f"{where}.{name} = {data[name]!r} is not a key that this program knows{hint}")
+            raise JobError(f"{where}.{name} = {data[name]!r} is not a known key{hint}")
 
 
 def _value(value: Any, hint: str, key: str) -> Any:
-    """Check one value against the annotation's text; a 0 in an optional size comes back as None."""
+    """Check one value against the text of its annotation. A 0 in an optional size becomes None."""
     if "bool" in hint:
         if not isinstance(value, bool):
             raise JobError(f"{key} = {value!r} must be true or false")
@@ -261,7 +260,7 @@ def _value(value: Any, hint: str, key: str) -> Any:
 
 
 def _check(job: Job) -> None:
-    """Rules that Megatron-core leaves to its caller."""
+    """Check rules that Megatron-core leaves to its caller."""
     model, train, candidate = job.model, job.train, job.candidate
     if job.probe is not None and job.probe.rank >= job.world_size:
         raise JobError(

@@ -1,4 +1,4 @@
-"""Megatron's own layers, with two modules of torch's in place of those that need extra libraries.
+"""Megatron's own layers, with two torch modules in place of those that need extra libraries.
 
 The same specification runs on every device, with or without transformer-engine.
 """
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 class Norm(torch.nn.RMSNorm):  # type: ignore[misc]  # torch is not followed
-    """RMS normalisation. Megatron's wrapper of it refuses sequence parallelism, which needs one attribute."""
+    """RMS normalisation. Megatron's wrapper of it does not support sequence parallelism, which needs one attribute."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -61,11 +61,11 @@ class CoreAttention(torch.nn.Module):  # type: ignore[misc]
 
 @functools.lru_cache(maxsize=4)
 def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Which of the gathered keys each of this rank's queries may see: [length, length * size], boolean."""
+    """Return which gathered keys each query of this rank attends to: [length, length * size], boolean."""
     chunks = torch.arange(length * size, device=device).view(2 * size, -1)
     positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
-    mine = positions[rank * length : (rank + 1) * length]
-    return mine[:, None] >= positions[None, :]
+    own = positions[rank * length : (rank + 1) * length]
+    return own[:, None] >= positions[None, :]
 
 
 def block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -95,12 +95,11 @@ def mtp_spec(config: Any, vp_stage: int | None) -> Any:
     return spec
 
 
-def fill_gaps_without_transformer_engine() -> None:
-    """Repair three places of Megatron-core 0.16 that assume transformer-engine could be imported.
+def patch_without_transformer_engine() -> None:
+    """Patch three places of Megatron-core 0.16 that assume transformer-engine is installed.
 
-    The expert router reads a name that only a successful import binds. A recomputed normalisation asks for
-    fp8 state unless it is told None, and its default is False. Latent attention asks whether a layer is one
-    of transformer-engine's, which are None.
+    The expert router reads a name that only a successful import binds. A recomputed norm uses fp8 state unless its
+    default, False, is None. Latent attention checks whether a layer is one of transformer-engine's, which are None.
     """
     if random.HAVE_TE:
         return

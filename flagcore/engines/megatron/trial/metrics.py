@@ -1,4 +1,4 @@
-"""What a trial writes: `steps.jsonl` while it runs and `metrics.json`, whole or not at all, at its end."""
+"""The files of a trial: `steps.jsonl` while it runs, and `metrics.json`, written atomically, at its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 
 class StepLog:
-    """Appends each step to `steps.jsonl` as one line of JSON, at once, so that others can watch."""
+    """Appends each step to `steps.jsonl` as one line of JSON, flushed immediately."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "steps.jsonl").open("a", encoding="utf-8")
@@ -36,7 +36,7 @@ class StepLog:
 
 
 def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    """Write `metrics.json` so that a reader sees all of it or none."""
+    """Write `metrics.json` atomically."""
     draft = folder / ".metrics.json.tmp"
     with draft.open("w", encoding="utf-8") as file:
         json.dump(metrics, file, indent=1, allow_nan=False)
@@ -45,7 +45,7 @@ def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
     draft.replace(folder / "metrics.json")
 
 
-def own_parameters(built: Built) -> int:
+def local_parameters(built: Built) -> int:
     """Number of parameters that this rank holds, copies included."""
     return sum(weight.numel() for chunk in built.chunks for weight in chunk.parameters())
 
@@ -68,13 +68,13 @@ def counted_parameters(built: Built) -> int:
     return count
 
 
-def layers_here(built: Built) -> int:
+def local_layers(built: Built) -> int:
     """Number of transformer layers on this rank's pipeline stage, over all its model chunks."""
     return sum(len(_gpt(chunk).decoder.layers) for chunk in built.chunks)
 
 
 def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
-    """The knobs as Megatron holds them, read from its own objects under the candidate's names."""
+    """Return the knobs that Megatron uses, read from its own objects, by the candidate's names."""
     config, ddp_config = built.config, built.chunks[0].ddp_config
     copies = groups.get_data_parallel_world_size()
     chunks = groups.get_virtual_pipeline_model_parallel_world_size()
@@ -103,7 +103,7 @@ def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: l
 
 
 def versions() -> dict[str, str]:
-    """Versions of what was measured."""
+    """Return the versions of the measured software."""
     return {
         "torch": str(torch.__version__),
         "megatron-core": str(megatron.core.__version__),

@@ -34,7 +34,7 @@ class Built:
 
 def build(job: Job, device: torch.device) -> Built:
     """Build this rank's part. The process groups must exist. Megatron's own checks raise through it."""
-    layers.fill_gaps_without_transformer_engine()
+    layers.patch_without_transformer_engine()
     initialize_rng_tracker(inference_rng_tracker=True)  # dropout is off: no random states to keep apart
     config = transformer_config(job)
     stages = range(job.virtual_stages) if job.virtual_stages else (None,)

@@ -1,8 +1,7 @@
-"""One rank of a world of any size, played by one process: what it does in its schedule, without the others.
+"""Runs one rank of a larger job in one process, without the other ranks.
 
-Collectives take no time and messages arrive at once, so time is the rank's own. Where a step has more micro-batches
-than the pipeline needs to fill up, only so many are run: memory has its peak by then, and a further micro-batch costs
-what the others did.
+Collectives take no time and messages arrive at once, so the times are the rank's own. Of a step with more micro-batches
+than fill the pipeline, only that many are run: memory has reached its peak, and further micro-batches take as long.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from flagcore.engines.megatron.trial.device import RankDevice, open_device
 from flagcore.engines.megatron.trial.job import Job, Probe
 from flagcore.engines.megatron.trial.model import Built, build
 from flagcore.engines.megatron.trial.rank import make_groups
-from flagcore.engines.megatron.trial.training import clear_gradients, forward_backward, watch
+from flagcore.engines.megatron.trial.training import clear_gradients, forward_backward, memory_step
 
 
 @dataclass(frozen=True)
 class ProbeStep:
     """One step of the rank: seconds of its own work.
 
-    `schedule_s` is for the micro-batches that were run; `once_s` is what a step does once, however many they are:
-    gradients are cleared, and finished after the last micro-batch. `compute_s` is forward and backward of a whole step.
+    `schedule_s` is for the micro-batches that were run; `once_s` is what a step does once: clearing gradients, and
+    finishing them after the last micro-batch. `compute_s` is forward and backward of a whole step.
     """
 
     step: int
@@ -40,27 +39,27 @@ class ProbeStep:
 
 
 def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
-    """Play the rank for `train_iters` steps and write what they cost into `metrics.json`."""
+    """Run the rank for `train_iters` steps and write its figures to `metrics.json`."""
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, probe.device)
     if job.device.type == "cpu":
-        cpu.stand_in_for_cuda()
+        cpu.replace_cuda_with_cpu()
     start = time.perf_counter()
-    fake.meet_nobody(job.device.type, probe.rank, job.world_size)
+    fake.join_fake_world(job.device.type, probe.rank, job.world_size)
     make_groups(job)
-    rank_device.met()
+    rank_device.groups_created()
     built = build(job, rank_device.device)
-    rank_device.built()
+    rank_device.model_built()
     count = job.enough_microbatches(groups.get_pipeline_model_parallel_rank())
     build_end = time.perf_counter()
     log = metrics.StepLog(job.output)
-    player = _Player(job, built, rank_device, count)
-    steps = [player.step(0)]
+    runner = _RankRunner(job, built, rank_device, count)
+    steps = [runner.step(0)]
     log.write(steps[0])
-    peaks = watch(job, built, rank_device, player.batches(1))
-    held = rank_device.held_bytes()
+    peaks = memory_step(job, built, rank_device, runner.batches(1))
+    held = rank_device.allocated_bytes()
     for number in range(1, job.train.train_iters):
-        steps.append(player.step(number))
+        steps.append(runner.step(number))
         log.write(steps[-1])
     log.close()
     report = {
@@ -74,15 +73,15 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         **dataclasses.asdict(rank_device.memory()),
         "num_microbatches": job.num_microbatches,
         "microbatches_run": count,
-        "parameters": metrics.own_parameters(built),
-        "effective": metrics.effective(job, built, job.num_microbatches, [metrics.layers_here(built)]),
+        "parameters": metrics.local_parameters(built),
+        "effective": metrics.effective(job, built, job.num_microbatches, [metrics.local_layers(built)]),
         "versions": metrics.versions(),
         "startup_s": {"import": import_s, "build": build_end - start},
     }
     metrics.write_metrics(job.output, report)
 
 
-class _Player:
+class _RankRunner:
     """Plays one step after the other."""
 
     def __init__(self, job: Job, built: Built, rank_device: RankDevice, count: int) -> None:
@@ -91,11 +90,11 @@ class _Player:
         built.config.finalize_model_grads_func = self._finish
 
     def batches(self, number: int) -> list[Batch]:
-        """Return the micro-batches that are run of a step."""
+        """Return the micro-batches of a step that are run."""
         return microbatches(self._job, number, self._device.device, self._count)
 
     def step(self, number: int) -> ProbeStep:
-        """Play a step and time it."""
+        """Run a step and time it."""
         job, built, clock = self._job, self._built, self._device.clock
         batches = self.batches(number)
         self._finish.seconds = 0.0
@@ -117,7 +116,7 @@ class _Player:
 
 
 class _Timed:
-    """A function whose time is added up."""
+    """A function whose time is summed."""
 
     def __init__(self, function: Any, rank_device: RankDevice) -> None:
         self._function, self._device = function, rank_device

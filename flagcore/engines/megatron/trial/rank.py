@@ -1,4 +1,4 @@
-"""One rank's whole life: meet the others, build its part, train, and report through rank 0."""
+"""One rank: join the others, build its part, train, and report through rank 0."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from flagcore.engines.megatron.trial.model import Built, build
 from flagcore.engines.megatron.trial.speed import speed_test
 from flagcore.engines.megatron.trial.training import Step, train
 
-_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has lost its partner
+_TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
 
 
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
     """Run the job as rank `number`.
 
-    The ranks meet at `listener`, a socket that the parent opened, or where the environment says if it is
-    None. `import_s` is what importing took, for the record.
+    The ranks join at `listener`, a socket that the parent opened; if it is None, at the address in the environment.
+    `import_s` is the time of imports, for the report.
     """
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number)
     if job.device.type == "cpu":
-        cpu.stand_in_for_cuda()
+        cpu.replace_cuda_with_cpu()
 
     start = time.perf_counter()
-    _meet(job, number, listener)
+    _join(job, number, listener)
     make_groups(job)
-    rank_device.met()
+    rank_device.groups_created()
     groups_end = time.perf_counter()
     built = build(job, rank_device.device)
-    rank_device.built()
+    rank_device.model_built()
     build_end = time.perf_counter()
 
     log = metrics.StepLog(job.output) if number == 0 else None
@@ -57,11 +57,11 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     if log is not None:
         log.close()
         metrics.write_metrics(job.output, {**report, "startup_s": startup})
-    dist.barrier()  # rank 0 may hold the meeting place: nobody leaves before it has written
+    dist.barrier()  # rank 0 may host the store: others must not exit before it has written
     dist.destroy_process_group()
 
 
-def _meet(job: Job, number: int, listener: socket.socket | None) -> None:
+def _join(job: Job, number: int, listener: socket.socket | None) -> None:
     """Join the other ranks."""
     if listener is None:
         world_size = int(os.environ["WORLD_SIZE"])
@@ -73,7 +73,7 @@ def _meet(job: Job, number: int, listener: socket.socket | None) -> None:
         return
     host, port = listener.getsockname()
     if job.device.backend == "gloo":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it asks for the address of this host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it resolves the host's name
     store = dist.TCPStore(
         host,
         port,
@@ -86,7 +86,7 @@ def _meet(job: Job, number: int, listener: socket.socket | None) -> None:
 
 
 def make_groups(job: Job) -> None:
-    """Make Megatron's process groups; it refuses sizes that do not fit together."""
+    """Create Megatron's process groups, which checks the sizes."""
     candidate = job.candidate
     groups.initialize_model_parallel(
         tensor_model_parallel_size=candidate.tensor_model_parallel_size,
@@ -101,10 +101,10 @@ def make_groups(job: Job) -> None:
 
 
 def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, cpu_time_s: float) -> dict[str, Any]:
-    """Gather all ranks' numbers; every rank returns the same report."""
-    mine = {
+    """Gather the figures of all ranks; every rank returns the same report."""
+    own = {
         "rank": dist.get_rank(),
-        "parameters": metrics.own_parameters(built),
+        "parameters": metrics.local_parameters(built),
         **dataclasses.asdict(rank_device.memory()),
         "cpu_time_s": cpu_time_s,
         "own_steps": [
@@ -115,7 +115,7 @@ def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, 
     counted = metrics.counted_parameters(built)
     stage = groups.get_pipeline_model_parallel_rank()
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (mine, counted, stage, metrics.layers_here(built)))
+    dist.all_gather_object(gathered, (own, counted, stage, metrics.local_layers(built)))
     layers = {stage: count for _, _, stage, count in gathered}
     layers_per_stage = [layers[stage] for stage in sorted(layers)]
     return {

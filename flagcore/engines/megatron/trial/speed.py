@@ -1,4 +1,4 @@
-"""What a device does alone: a fixed product, on all ranks at once, each by itself."""
+"""The speed test of a device: a fixed matrix product on all ranks at once, without communication."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def speed_test(job: Job, rank_device: RankDevice) -> float | None:
-    """Return the seconds of some equal products, the fastest of several rounds; wall time of this rank alone.
+    """Return the seconds of some equal products, the fastest of several rounds, in wall time of this rank.
 
-    All ranks start together, so that devices that share power, cooling or cores do so here, too. It comes after the
-    steps and after memory was read, so it changes no other figure. None on a device that has no room left for it.
+    All ranks start together, so that devices share power, cooling and cores as in a step. It runs after the steps and
+    after memory is read, so it changes no other figure. None if the device has not enough memory left.
     """
     size = SIZE.get(job.device.type, ACCELERATORS_SIZE)
     dtype = torch.float32 if job.device.type == "cpu" else _DTYPES[job.train.precision]
     ready = False
-    with suppress(RuntimeError):  # out of memory, which must not cost a trial that ran to its end
+    with suppress(RuntimeError):  # out of memory must not fail a finished trial
         left = torch.ones(size, size, dtype=dtype, device=rank_device.device)
         out = torch.empty_like(left)
         torch.mm(left, left, out=out)

@@ -19,17 +19,17 @@ from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import Built
 
 LEARNING_RATE = 1e-3
-"""From the second step on. The first teaches nothing, as where a rate warms up, so that what is then watched are
-initial weights: a router that learnt from one batch alone would send most tokens to a few experts."""
+"""From the second step on. The first step does not train, as in a warm-up, so that memory is measured with initial
+weights: a router trained on a single batch would send most tokens to a few experts."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step as this rank saw it; seconds of wall time.
+    """One training step on this rank; seconds of wall time.
 
     `step_time_s` runs from a barrier of all ranks to the next, so it is the slowest rank's time. The `own` times are
     those of `RankDevice.clock`: on a CPU without waiting for others. `loss` is the mean over the global batch; None
-    where a number is not finite, or a norm was not taken because fp16 overflowed.
+    if it is not finite, or if the norm was not computed because fp16 overflowed.
     """
 
     step: int
@@ -47,7 +47,7 @@ def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
     for number in range(job.train.train_iters):
         set_learning_rate(built, LEARNING_RATE if number else 0.0)
         batches = microbatches(job, number, rank_device.device, job.num_microbatches)
-        start = _meet(rank_device)
+        start = _synchronize(rank_device)
         own_start = rank_device.clock()
         clear_gradients(built)
         losses = forward_backward(job, built, batches)
@@ -56,7 +56,7 @@ def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
         _, grad_norm, _ = built.optimizer.step()
         rank_device.synchronize()
         optimizer_end, own_end = time.perf_counter(), rank_device.clock()
-        end = _meet(rank_device)
+        end = _synchronize(rank_device)
         yield Step(
             step=number,
             step_time_s=end - start,
@@ -67,12 +67,12 @@ def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
             loss=_finite(_mean_loss(losses, rank_device.device)),
             grad_norm=_finite(grad_norm),
         )
-        if number == 0 and rank_device.memory_needs_a_step:
-            watch(job, built, rank_device, batches)
+        if number == 0 and rank_device.needs_memory_step:
+            memory_step(job, built, rank_device, batches)
 
 
-def watch(job: Job, built: Built, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
-    """Run one more step for its memory alone; returns the peaks of forward and backward, and of the optimizer."""
+def memory_step(job: Job, built: Built, rank_device: RankDevice, batches: list[Batch]) -> tuple[int, int]:
+    """Run an additional step to measure memory; returns the peaks of forward and backward, and of the optimizer."""
     rank_device.start_peak()
     clear_gradients(built)
     forward_backward(job, built, batches)
@@ -82,18 +82,18 @@ def watch(job: Job, built: Built, rank_device: RankDevice, batches: list[Batch])
     built.optimizer.step()
     rank_device.synchronize()
     optimizer_peak = rank_device.peak_bytes()
-    rank_device.watched(max(forward_backward_peak, optimizer_peak))
+    rank_device.memory_measured(max(forward_backward_peak, optimizer_peak))
     return forward_backward_peak, optimizer_peak
 
 
 def set_learning_rate(built: Built, rate: float) -> None:
-    """Set it for the steps to come."""
+    """Set the learning rate of the next steps."""
     for group in built.optimizer.param_groups:
         group["lr"] = rate
 
 
 def clear_gradients(built: Built) -> None:
-    """Begin a step."""
+    """Reset gradients before a step."""
     for chunk in built.chunks:
         chunk.zero_grad_buffer()
     built.optimizer.zero_grad()
@@ -113,7 +113,7 @@ def forward_backward(job: Job, built: Built, batches: list[Batch]) -> list[dict[
     return losses
 
 
-def _meet(rank_device: RankDevice) -> float:
+def _synchronize(rank_device: RankDevice) -> float:
     """Wait for the device and for all ranks; return the time."""
     rank_device.synchronize()
     dist.barrier()
@@ -121,7 +121,7 @@ def _meet(rank_device: RankDevice) -> float:
 
 
 def _for_schedule(items: list[Any]) -> Any:
-    """The interleaved schedule takes lists, the other schedules the one thing itself."""
+    """Return a list for the interleaved schedule, the only item for other schedules."""
     return items if groups.get_virtual_pipeline_model_parallel_world_size() else items[0]
 
 

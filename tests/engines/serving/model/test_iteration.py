@@ -87,6 +87,8 @@ def test_cores_share_the_work() -> None:
 def test_a_pipeline_adds_messages() -> None:
     one, two = times(pipeline=[1.0, 2.0]).local[:, 10]
     assert two > one
+    none, first, second = times(pipeline=[1.0, 2.0, 3.0]).messages[:, 10]
+    assert (none, second) == (0.0, pytest.approx(2 * first))
 
 
 def test_a_chip_without_facts_gives_no_times() -> None:

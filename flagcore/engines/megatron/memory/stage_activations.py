@@ -1,4 +1,4 @@
-"""What a pipeline stage holds of its micro-batches: layers, recompute, offload and the edges put together."""
+"""Activations of a pipeline stage: layers, recomputation, offload and the stage's edges combined."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Multi-token prediction and the head: what they keep, by component too, and how far their worst moment lies above
-    that.
-    """
+    """Multi-token prediction and the head: what they keep, also by component, and what their peak needs above that."""
 
     parts: Parts
     kept: FloatArray
@@ -144,11 +142,11 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A stage at its worst moment of forward and backward.
+class StageActivations:
+    """A stage at the peak of forward and backward.
 
-    Numbers of layers that keep all their tensors, without and with experts; bytes of the inputs of recomputed ones,
-    that all held micro-batches keep, and that are allocated above.
+    `dense` and `moe` are the numbers of layers that keep all their tensors. In bytes: `inputs` of recomputed layers,
+    `kept` by all micro-batches in flight, and `above`, what is allocated beyond that.
     """
 
     dense: FloatArray
@@ -158,8 +156,8 @@ class Held:
     above: FloatArray
 
 
-def held(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> Held:
-    """Return what a stage holds.
+def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> StageActivations:
+    """Return the activations of a stage at its peak.
 
     Full recompute keeps the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
     all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
@@ -177,22 +175,22 @@ def held(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> Held:
         above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
     one = work.bytes(dense, moe, inputs)
     above = np.maximum(above, stage.first * (kinds.rows.entry.work - one / layout.virtual))
-    loop, loop_at_loss = _held_by_the_loop(layout, stage)
+    loop, loop_at_loss = _schedule_references(layout, stage)
     above = above + loop * kinds.sizes.hidden
     ends = kinds.ends(train, layout, stage)
     at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.kept)
     above = np.where(stage.last > 0, at_loss, above)
     waiting = _waiting(train, stage, kinds)
     rest = ends.kept * stage.last + kinds.rows.entry.kept * stage.first * stage.in_flight + waiting
-    return Held(dense, moe, inputs, one * stage.in_flight + rest, above)
+    return StageActivations(dense, moe, inputs, one * stage.in_flight + rest, above)
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The layers of a stage, and how full recompute changes what they hold.
+    """The layers of a stage, and the effect of full recompute on them.
 
-    `plain` is how far backward of layers that are kept whole lies above what is kept, `input` the bytes that are kept
-    of one that is not.
+    `plain` is what backward of layers that keep all tensors needs above these, `input` the bytes kept of a recomputed
+    layer.
     """
 
     layout: Layout
@@ -207,7 +205,7 @@ class _Work:
 
     @classmethod
     def of(cls, train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> _Work:
-        """Put the layers of a stage together. All layers in chunks of one are recomputed as all in one block."""
+        """Combine the layers of a stage. Uniform recompute in chunks of one layer is one block of all layers."""
         dense, moe = kinds.on(train, stage)
         hidden, chunk = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0)
         block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
@@ -296,7 +294,7 @@ def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: Flo
     return found
 
 
-def held_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: Held) -> Parts:
+def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
     """Return what the micro-batches that a stage holds keep, by component."""
     dense, moe = kinds.on(train, stage)
     parts: Parts = {}
@@ -316,8 +314,8 @@ def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
     return count * stage.layers * kinds.deferred
 
 
-def _held_by_the_loop(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
-    """Return how many tensors between stages the pipeline's loop still refers to, in a layer's backward, at the loss.
+def _schedule_references(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
+    """Return how many tensors between stages the schedule still references, in a layer's backward and at the loss.
 
     1F1B: the gradient that was sent last and, until a new graph replaces the old one, the last stage's previous input.
     Interleaved: the same of each virtual stage, to within two. Counted in megatron-core 0.16
