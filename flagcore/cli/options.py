@@ -76,7 +76,6 @@ def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> li
 
 
 def _plugins(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
-    """Complete the name of a plugin."""
     from flagcore import api
 
     return [each["name"] for each in api.plugin_table() if each["name"].startswith(typed)]

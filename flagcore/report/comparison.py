@@ -78,7 +78,6 @@ def _figure(objective: str, seconds: float | None) -> float | None:
 
 
 def _share(side: Mapping[str, Any], name: str) -> float | None:
-    """Return a spread in seconds as a share of the step time."""
     seconds = lookup(side, f"measured.{name}")
     return None if seconds is None else float(seconds) / float(side["measured"]["step_time_s"])
 

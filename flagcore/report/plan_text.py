@@ -65,7 +65,6 @@ def learned_table(plan: Plan) -> str:
 
 
 def _figure(plan: Plan, seconds: float) -> str:
-    """Return the time of a step, or the serving objective."""
     return f"{objective_value(plan.objective, seconds) if serving_text.serves(plan) else seconds:.4g}"
 
 

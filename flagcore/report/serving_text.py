@@ -206,7 +206,6 @@ def broken_text(number: int, broken: Sequence[tuple[int, str]]) -> str:
 
 
 def _runs(plan: Plan, trial: Trial) -> list[Trial]:
-    """Return a trial and its repeats."""
     return [trial, *(each for each in plan.repeats if each.candidate == trial.candidate)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from flagcore.domain.plan import Counts
 from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
-from flagcore.report.formats import lookup
+from flagcore.report.formats import WIDTH, fits, lookup, render
 
 SHORT = {
     "data_parallel_size": "DP",
@@ -151,3 +152,25 @@ def candidate_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _is_set(knob: str, value: object) -> bool:
     """Return whether a value is not the default of the engine."""
     return value is False if knob in USUALLY_ON else value not in (None, False, -1)
+
+
+def candidates_table(records: Sequence[Mapping[str, Any]], knobs: Mapping[str, str], figures: Mapping[str, str]) -> str:
+    """Return a table of numbered records with columns for `knobs` and `figures`.
+
+    If it does not fit, knobs go to separate lines below it.
+    """
+    number, width = {"#": "number"}, WIDTH.get()
+    whole = {**number, **knobs, **figures}
+    if width is None or fits(records, whole):
+        return render(records, "table", whole)
+    indent = len(str(len(records))) + 2
+    lines = [
+        textwrap.fill(
+            f"{record['number']:<{indent}}{values_text(record['candidate'])}",
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+        )
+        for record in records
+    ]
+    return "\n".join([render(records, "table", {**number, **figures}), "", *lines])

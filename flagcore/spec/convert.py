@@ -57,7 +57,6 @@ def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plug
 
 
 def _serving(data: Any, file: str, base: Path) -> Spec:
-    """Return the spec of a document that serves with one engine."""
     if "train" in data:
         raise spec_error("serve", "is given beside train", fix="give one of the two", file=file)
     document = checked(ServeDocument, data, file=file)

@@ -150,7 +150,6 @@ def _default_engine(engines: Engines) -> str:
 
 
 def _served(line: Mapping[str, object], engines: Engines) -> Job:
-    """Return the record of a server as a job. Raises SpecError."""
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
     serve = data.get("serve")
     engine = serve.get("engine") if isinstance(serve, dict) else None

@@ -66,7 +66,6 @@ def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]
 
 
 def _memory_ratios(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> list[float]:
-    """Return logarithms of used over predicted memory of those of `trials` that ran."""
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement

@@ -142,7 +142,6 @@ def _result(path: Path) -> Mapping[str, Any]:
 
 
 def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
-    """Return the run of several engines: that of the winner, and all of them by name."""
     try:
         names = [name for name, each in data["engines"].items() if "error" not in each]
         won = str(data["engine"])

@@ -17,11 +17,10 @@ from flagcore.contracts import Plugins, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Observed, Past
+from flagcore.domain.experience import Observed, Past, features
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
-from flagcore.learning import features
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
 from flagcore.plugins import engines
 from flagcore.problem import Problem, candidate_columns
@@ -95,7 +94,6 @@ def _observed(
     plugins: Plugins,
     workload: Workload,
 ) -> tuple[Observed, Observed]:
-    """Return times and memory of the records of one task."""
     task = members[0][0]
     legal = legality(task, workload)
     each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]

@@ -244,7 +244,6 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float,
 
 
 def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
-    """Return what explains the gap, in words."""
     sides = (("A", a), ("B", b))
     refused = [f"{name} is illegal: {side.report.because[0]}" for name, side in sides if not side.report.predicted]
     if refused or gap is None:

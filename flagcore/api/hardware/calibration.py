@@ -221,7 +221,6 @@ def _run(launch: Launch) -> None:
 
 
 def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[str]:
-    """Return what cannot be measured with so few devices: collectives between more of them."""
     usual = chip.devices_per_node
     if support.shared_devices or min(here, count) >= usual:
         return []

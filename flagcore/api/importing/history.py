@@ -202,7 +202,6 @@ class _Rows:
 
 
 def _trained(task: Task, row: HistoryRow) -> Measurement | None:
-    """Return the measurement of a training row: one step, the mean."""
     if row.step_s is None:
         return None
     train = task.spec.train

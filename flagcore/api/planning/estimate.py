@@ -168,7 +168,6 @@ def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
 
 
 def _effect(value: KnobValue, effect: Effect) -> dict[str, Any]:
-    """Return what a value of a knob changes."""
     return {
         "value": value,
         "part": effect.part,

@@ -78,7 +78,6 @@ def _job(line: Line, engines: Mapping[str, Workload]) -> Job:
 
 
 def _refused(error: FlagError) -> Answer:
-    """Return the answer for a record that cannot be predicted."""
     if isinstance(error, SpecError):
         return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
     return {"status": "unknown", "reason": str(error)}
@@ -170,7 +169,6 @@ class _Jobs:
 
 
 def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
-    """Return the answers to jobs of one task, by their places."""
     task = rows[0].task
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]

@@ -78,7 +78,6 @@ def as_html(page: Page) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """Return the content security policy of a page with these scripts."""
     hashes = " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
 

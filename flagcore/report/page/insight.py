@@ -45,7 +45,6 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
 
 
 def _says(problem: Problem) -> dict[str, str]:
-    """Return the description of each rule that eliminated something."""
     legality = {rule.name: rule.message for rule in problem.legality.rules}
     messages = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
     used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
@@ -94,7 +93,6 @@ def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] 
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
-    """Yield the chips of a task with their facts in base units, each with its source."""
     for group in task.cluster.groups:
         yield {
             "name": group.chip.name,

@@ -181,7 +181,6 @@ def _share_within(values: Sequence[float], limit: float) -> float:
 
 
 def _statistics(run: RunData, latency: str) -> Table:
-    """Return the statistics of every load point of the best, the baseline and their repeats."""
     rows = []
     for who, again, trial in _trials(run):
         for point in _points(trial):

@@ -47,7 +47,6 @@ def _table(table: Table) -> str:
 
 
 def _text(text: str) -> str:
-    """Return text in one line, with Markdown and HTML escaped."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("&", "&amp;")
 
 

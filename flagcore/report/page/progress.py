@@ -78,7 +78,6 @@ def progress(run: RunData) -> Section | None:
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:
-    """Return how far the best first run improved."""
     start, end = cell(first).text, cell(last).text
     if start == end:
         return _("The first measured trial was the fastest: {value} {unit}.", value=start, unit=run.unit)

@@ -111,7 +111,6 @@ def _against(
 
 
 def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto-optimal (latency, rate) points by latency."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(all_points, key=lambda point: (point[0], -point[1])):
         if not front or y > front[-1][1]:

@@ -105,7 +105,6 @@ def _gain(run: RunData, best: Mapping[str, Any]) -> Cell:
 
 
 def _doubts(run: RunData, best: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield warnings about the significance of the result."""
     noise, gains = run.result.get("noise") or {}, run.result.get("gains") or []
     if len(gains) > 1 and min(gains) <= 0 and best["candidate"] != (run.baseline or best)["candidate"]:
         text = _("The speedup is not significant: the machine was noisy, and the baseline was as fast in one round.")
