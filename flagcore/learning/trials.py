@@ -136,8 +136,8 @@ def _late(trial: Trial) -> bool:
 
 
 def _timed(trial: Trial) -> bool:
-    told = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
-    return told and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
+    ended = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
+    return ended and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
 
 
 def _observed(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:

@@ -101,13 +101,13 @@ class LoadedPlugins:
         return self._undetected
 
     def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
-        with capture_warnings() as said:
+        with capture_warnings() as messages:
             try:
                 found = self._try(plugin, "flagcore_devices", validation.several(Device)) or ()
             except _Failed as failed:
-                found, said = (), [failed.failure.reason]
-        if said and not found:
-            self._undetected[plugin.name] = "; ".join(said)
+                found, messages = (), [failed.failure.reason]
+        if messages and not found:
+            self._undetected[plugin.name] = "; ".join(messages)
         return found
 
     def chips(self) -> tuple[Chip, ...]:

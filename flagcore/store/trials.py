@@ -241,5 +241,5 @@ def _finite(figure: object) -> bool:
 
 
 def _line(error: Exception) -> str:
-    told = getattr(error, "strerror", None) or str(error)
-    return " ".join(told.split())[:200] or type(error).__name__
+    message = getattr(error, "strerror", None) or str(error)
+    return " ".join(message.split())[:200] or type(error).__name__

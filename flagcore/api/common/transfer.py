@@ -61,8 +61,8 @@ def past(
     for record in islice(records, MOST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
             kind = record["kind"]
-            told = dict(record[kind])
-            command = tuple(told.pop("command", None) or ()) or None  # a job record has no key for it
+            work_data = dict(record[kind])
+            command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for it
             if kind == "serve" and record["measured"]["objective"] != objective:
                 continue
             beside = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
@@ -70,7 +70,7 @@ def past(
                 knob.parse(value, knob.name)
             names = {knob.name for knob in beside}
             own = {name: value for name, value in record["candidate"].items() if name not in names}
-            job = read_job({**record, kind: told, "candidate": own}, known)
+            job = read_job({**record, kind: work_data, "candidate": own}, known)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)

@@ -104,17 +104,17 @@ class _Side:
         return step if isinstance(step, float) else None
 
     def data(self) -> dict[str, Any]:
-        told = self.report
+        report = self.report
         return {
-            "name": told.name,
-            "where": told.where,
-            "candidate": told.candidate,
-            "chip": told.chip,
-            "devices": told.devices,
-            "state": told.state,
-            "because": list(told.because),
-            "predicted": told.predicted,
-            "believed": told.believed,
+            "name": report.name,
+            "where": report.where,
+            "candidate": report.candidate,
+            "chip": report.chip,
+            "devices": report.devices,
+            "state": report.state,
+            "because": list(report.because),
+            "predicted": report.predicted,
+            "believed": report.believed,
             "measured": self._measured(),
         }
 
@@ -168,12 +168,12 @@ def _compared(a: _Side, b: _Side) -> Comparison:
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         raise UsageError(f"{a.known.where} and {b.known.where} cannot be compared: one trains, the other serves")
     gap, sure = _gap(a, b)
-    told = [side.report.predicted or {} for side in (a, b)]
-    if not all(told):
-        told = [{}, {}]
-    time = _pairs(*(each.get("time", {}) for each in told))
-    memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in told))
-    figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in told]
+    predictions = [side.report.predicted or {} for side in (a, b)]
+    if not all(predictions):
+        predictions = [{}, {}]
+    time = _pairs(*(each.get("time", {}) for each in predictions))
+    memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions))
+    figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in predictions]
     return Comparison(
         a=a.data(),
         b=b.data(),

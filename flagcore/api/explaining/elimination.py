@@ -60,7 +60,7 @@ def state_of(
     """Return what became of a candidate, why in words, and the rules of this stage behind it."""
     outside = _outside(snapshot, candidate)
     if broken:
-        return ILLEGAL, [*map(_said, broken), *outside], []
+        return ILLEGAL, [*map(_broken_text, broken), *outside], []
     if row is None:
         unlisted = ["not in the space: no combination of the values that the spec lists gives it"]
         legal = LEGAL[(predicted or {"memory": {}})["memory"].get("fits")]
@@ -90,7 +90,7 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     return lines
 
 
-def _said(rule: Mapping[str, Any]) -> str:
+def _broken_text(rule: Mapping[str, Any]) -> str:
     """Return a broken rule in words, with the values that it looked at."""
     here = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
     return f"{rule['rule']}: {rule['says']}" + (f"; here {here}" if here else "")

@@ -57,7 +57,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     if found.run is not None:
         lost = failed_repeats(found.run.repeats)
         counts, because = (
-            _kept(found.run) or count(problem.space, found.pruned, found.search_state),
+            _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
             found.run.stopped_because,
         )
     says = {rule.name: rule.message for rule in problem.legality.rules}
@@ -79,7 +79,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     )
 
 
-def _kept(run: Run) -> Counts | None:
+def _saved_counts(run: Run) -> Counts | None:
     """Return the counts that a run saved when it ended, None for one in progress. Raises RunError."""
     if run.in_progress:
         return None

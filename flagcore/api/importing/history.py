@@ -32,7 +32,7 @@ from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
 
 FARTHEST = 20.0
-"""A median of measured over predicted beyond this factor, either way, is told: the figures may be no milliseconds."""
+"""A median of measured over predicted beyond this factor, either way, is reported: units may be wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,11 @@ def import_history(
     if not trials:
         raise UsageError(f"no row of {path} can be taken: {'; '.join(reader.notes[:5]) or 'it has none'}")
     folder = Path(run_dir) if run_dir else RUNS / name.stem
-    kept = _keep(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
+    kept = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
     return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)))
 
 
-def _keep(
+def _save(
     directory: RunDirectory,
     problem: Problem,
     data: Mapping[str, object],
@@ -193,11 +193,11 @@ class _Rows:
         measured = _served(task, row) if isinstance(task.spec.work, ServeSpec) else _trained(task, row)
         if measured is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
-        told = tuple(row.figures.values())
-        earlier = self._figures.setdefault(told, row.line) if told else row.line
+        row_figures = tuple(row.figures.values())
+        earlier = self._figures.setdefault(row_figures, row.line) if row_figures else row.line
         if earlier != row.line:  # its recorder keeps the figures of the task before where one fails
-            told_of = f"its figures are those of line {earlier}, as {self.title} repeats them where a task fails"
-            return replace(trial, reason=told_of)
+            reason = f"its figures are those of line {earlier}, as {self.title} repeats them where a task fails"
+            return replace(trial, reason=reason)
         return replace(trial, state=TrialState.MEASURED, measurement=measured)
 
 
@@ -239,11 +239,11 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
         spread_s=0.0,
         tokens_per_second_per_device=(tokens or 0.0) / devices,
         figures=figures,
-        broken=tuple(f"{each} is {_told(figures, each)}" for each in missing),
+        broken=tuple(f"{each} is {_limit_text(figures, each)}" for each in missing),
     )
 
 
-def _told(figures: Mapping[str, float], name: str) -> str:
+def _limit_text(figures: Mapping[str, float], name: str) -> str:
     return f"{figures[name]:.4g} s, over its limit" if name in figures else "not measured"
 
 

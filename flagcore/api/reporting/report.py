@@ -40,8 +40,8 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     """Return the page of the run in a folder, as `html` or `markdown`. Nothing is written.
 
     What result.json lacks is in insight.json; where that is missing, it is predicted anew, and left out where this
-    machine predicts something else. A run that was killed, or that goes on, is told by its journal. `without` names
-    plugins to leave out of that. Raises RunError if the folder has no run that can be read.
+    machine predicts something else. A run that was killed, or is in progress, is read from its journal. `without`
+    names plugins to leave out of that. Raises RunError if the folder has no run that can be read.
     """
     try:
         return FORMS[form](page(_data(Path(run_dir), without)))
@@ -104,8 +104,8 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
         if understood is not None and not usable:
             usable = _predicted_again(understood, found)
             notes.append("" if usable else DIFFERENT)
-    told = tuple(filter(None, notes))
-    return RunData.to_hand_on(found, usable, _secrets(home), folder=home, called=str(folder), notes=told)
+    shown_notes = tuple(filter(None, notes))
+    return RunData.to_hand_on(found, usable, _secrets(home), folder=home, called=str(folder), notes=shown_notes)
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:

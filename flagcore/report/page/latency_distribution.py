@@ -105,7 +105,7 @@ def _quantiles(run: RunData, trial: Mapping[str, Any], place: int, latency: str)
 
 def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
     short = serving_text.SHORT_LATENCIES[latency]
-    mine = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
+    own_limits = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
         same = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
@@ -120,13 +120,13 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
     values = [float(x) for trace in traces for x in trace["x"] if x is not None]
     shapes = []
-    for name, limit in mine.items():
+    for name, limit in own_limits.items():
         values.append(limit)
         shapes.append(limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit))
     load = serving_text.load_text(runs[0].point)
     return Chart(
         title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
-        summary=" ".join(_summary(latency, runs, mine)),
+        summary=" ".join(_summary(latency, runs, own_limits)),
         traces=tuple(traces),
         layout=layout(
             f"{short}, s",

@@ -54,11 +54,11 @@ def progress(run: RunData) -> Section | None:
     traces[0]["line"] |= {"shape": "hv"}
     names = {"trial": _("trial"), "repeat": _("repeat"), "stopped": _("stopped early")}
     for series, kind in enumerate(names, start=1):
-        if mine := ran.get(kind):
-            x, y, numbers = zip(*mine, strict=True)
+        if of_kind := ran.get(kind):
+            x, y, numbers = zip(*of_kind, strict=True)
             traces.append(points(names[kind], series, x, y, text=list(numbers)))
     if failed:
-        low = min(y for mine in ran.values() for _, y, _ in mine)
+        low = min(y for of_kind in ran.values() for _, y, _ in of_kind)
         text = [name for _, name in failed]
         traces.append(points(_("not measured"), 4, [x for x, _ in failed], [low] * len(failed), text=text))
     summary = [

@@ -57,14 +57,14 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
 
 def _update(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
     for code in np.unique(codes).tolist():
-        mine = np.flatnonzero(codes == code)
+        places = np.flatnonzero(codes == code)
         found = values.setdefault(code, _Value())
-        found.count += int(mine.size)
-        first = mine[np.argmin(seconds[mine])]
+        found.count += int(places.size)
+        first = places[np.argmin(seconds[places])]
         if seconds[first] < found.seconds:
             found.fastest, found.seconds = int(rows[first]), float(seconds[first])
-        least = int(distance[mine].min())
-        near = mine[distance[mine] == least]
+        least = int(distance[places].min())
+        near = places[distance[places] == least]
         first = near[np.argmin(seconds[near])]
         if (least, seconds[first]) < (found.distance, found.near_seconds):
             found.nearest, found.distance, found.near_seconds = int(rows[first]), least, float(seconds[first])
