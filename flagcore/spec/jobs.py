@@ -231,7 +231,7 @@ def _devices(cluster: _Cluster) -> int:
     right = -(-cluster.devices // per_node)
     if nodes is not None and nodes != right:
         problem = f"must be {right}: cluster.devices = {cluster.devices} at devices_per_node = {per_node}"
-        raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out, or mend the others")
+        raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out, or change the others")
     return cluster.devices
 
 
@@ -275,7 +275,7 @@ def _record(line: bytes, where: str) -> Line:
     except RecursionError:
         problem = "is nested too deep"
     except ValueError as error:
-        problem, fix = str(error), "mend it"
+        problem, fix = str(error), "remove one of them"
     return spec_error(where, problem, fix=fix)
 
 

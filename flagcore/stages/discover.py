@@ -24,7 +24,7 @@ from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
-"""What whole runs take over the core's roofline of a chip that nobody measured: the median, over published sources, of
+"""What whole runs take over the core's roofline of a chip without measurements: the median, over published sources, of
 measured over predicted without fitted curves (0.94 to 1.7)."""
 
 
@@ -32,7 +32,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     """Return the platform of `spec`: the named chips, or the best one that is found on this machine.
 
     Every hook about chip, costs and engine is asked here, once for each node group; `engine_version` is the release of
-    the engine that runs, None if nobody knows. Knobs of plugins are those that all chips have. Raises NoDevice when
+    the engine that runs, None if unknown. Knobs of plugins are those that all chips have. Raises NoDevice when
     nothing is found, when no plugin knows a chip, or when the engine cannot run on it.
     """
     engine, devices = spec.work.engine, plugins.devices()
@@ -216,7 +216,7 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     if not own and plugins.undetected():
         why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
         raise NoDevice(
-            f"no usable device: only {chip.name} is left, as devices could not be asked ({why}); mend that, or give "
+            f"no usable device: only {chip.name} is left, as devices could not be asked ({why}); fix that, or give "
             f"cluster.chip: {chip.name} to use it"
         )
     return chip

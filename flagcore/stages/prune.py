@@ -139,7 +139,7 @@ def _is(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
 
 
 def _not_apart(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
-    """Return which rows have the values of `candidate` on each axis whose values nobody can order."""
+    """Return which rows have the values of `candidate` on each axis whose values have no order."""
     apart = [axis for axis in space.axes if axis.apart]
     return _same(columns, apart, candidate) if apart else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
 

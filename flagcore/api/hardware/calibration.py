@@ -35,7 +35,7 @@ GRACE_SECONDS = 120.0
 """What start and end of the program may take beside the measuring."""
 
 UNPUBLISHED = ("bf16", "fp16", "fp32")
-"""What is measured of a chip whose rates nobody published."""
+"""What is measured of a chip without published rates."""
 
 
 def calibrate(

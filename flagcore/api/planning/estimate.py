@@ -31,7 +31,7 @@ class Estimate:
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates whose time nobody can tell, and `no_time` says why; `runs` says what would run them, `notes` what
+    the candidates without a predicted time, and `no_time` says why; `runs` says what would run them, `notes` what
     plugins say of engine and chip.
     """
 
