@@ -9,7 +9,7 @@ TORCH := torch==2.13.0
 # What to test, as arguments of pytest: `make test TESTS=tests/cli`. With JOBS=0 pytest starts no further process.
 TESTS ?=
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser coverage mutations \
   changelog dist docs bench bench-estimate bench-load bench-replay sweeps accuracy messages untranslated clean

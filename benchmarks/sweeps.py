@@ -147,6 +147,7 @@ def _sweep(members: Sequence[tuple[Job, Mapping[str, Any]]], loaded: LoadedPlugi
     rules = (*workload.pruning_rules(task), *platform.pruning_rules)
     problem = Problem(
         platform=replace(platform, task=task, costs=costs),
+        legality=legality(task, workload),
         space=space,
         predictions=predictions,
         pruned=prune(space, predictions, workload, rules, ()),

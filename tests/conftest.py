@@ -3,23 +3,50 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-EXPENSIVE = ("runs", "workshop")
-"""Fixtures of a session that tune for real: all tests that share one stay in one process of pytest-xdist."""
+TOGETHER = {
+    "training": (
+        "tests/cli/test_fidelity.py",
+        "tests/cli/test_probe.py",
+        "tests/engines/megatron/test_probe.py",
+        "tests/engines/megatron/test_slow_device.py",
+        "tests/engines/megatron/test_trial_parity.py",
+        "tests/engines/megatron/test_trial_program.py",
+        "tests/engines/megatron/test_tune_for_real.py",
+        "tests/vendors/test_simulated_nodes.py",
+    ),
+    "fixture runs": ("tests/report/page/",),
+    "fixture workshop": ("tests/test_docs",),
+}
+"""Prefixes of files whose tests stay in one process of pytest-xdist: they train, or share a fixture that tunes."""
+SPREAD = (
+    "plugins/nvidia/tests/test_conformance.py",
+    "tests/cli/test_tune",
+    "tests/engines/serving/trial/test_misbehaving_servers.py",
+    "tests/launchers/",
+)
+"""Prefixes of files whose tests may run in any process, for most of their time is waiting."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for pytest-xdist: by an expensive fixture or by file. Those of real processes go anywhere.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Spread tests over processes file by file, but for TOGETHER and SPREAD.
 
-    A test that marks a group of its own stays in it.
+    Marks `xdist_group` would say it, but pytest-xdist 3.8 does not see them under pytest 9.2.
     """
-    for item in items:
-        if not any(item.iter_markers("xdist_group")):
-            shared = [name for name in EXPENSIVE if name in getattr(item, "fixturenames", ())]
-            if shared or not any(item.iter_markers("process")):
-                item.add_marker(pytest.mark.xdist_group(shared[0] if shared else item.nodeid.partition("::")[0]))
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(SPREAD):
+                return nodeid
+            groups = (name for name, files in TOGETHER.items() if nodeid.startswith(files))
+            return next(groups, nodeid.partition("::")[0])
+
+    return Scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -98,7 +98,7 @@ def test_unequal_instances_are_predicted_and_lie_between_their_equal_neighbours(
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ("4+4", "has instances of one size"),
+        ("4+4", "equal instances"),
         ("8+1", "is not a valid value"),
         ("5+1", "each of instance_sizes must divide"),
     ],

@@ -95,11 +95,11 @@ def test_a_rule_is_asked_in_pieces_and_says_the_same_of_each_candidate(monkeypat
 
 
 @pytest.mark.parametrize("answer", [ValueError("no kernel table"), "text", np.ones(3, dtype=bool), int, True, [0, 1]])
-def test_a_rule_that_breaks_costs_only_itself_and_is_told(answer: object) -> None:
+def test_a_rule_that_breaks_costs_only_itself_and_is_reported(answer: object) -> None:
     found = pruned(rules=[Rule(answer), Rule()])
     assert rows_of(found, "no_small_batches")
     assert len(found.broken_rules) == 1
-    assert found.broken_rules[0].startswith("pruning rule no_small_batches is left out: ")
+    assert "no_small_batches" in found.broken_rules[0]
 
 
 def test_a_candidate_needing_as_much_as_one_that_ran_out_of_memory_is_pruned() -> None:

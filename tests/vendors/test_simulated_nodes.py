@@ -20,7 +20,6 @@ import yaml
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
     pytest.mark.process,
-    pytest.mark.xdist_group("training"),
 ]
 
 ADD_ON = """

@@ -15,7 +15,7 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 SHAPE = {"hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8, "num_query_groups": 4}
 TRAIN = {"seq_length": 256, "global_batch_size": 8, "train_iters": 3, "balanced_routing": True}

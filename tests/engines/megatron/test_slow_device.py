@@ -18,7 +18,6 @@ from tests.plugins.conftest import install as install
 pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron"),
     pytest.mark.process,
-    pytest.mark.xdist_group("training"),
 ]
 
 SLOWED = '''

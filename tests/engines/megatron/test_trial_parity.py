@@ -22,7 +22,7 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS, LATENT
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 TIED = {**DENSE, "untie_embeddings_and_output_weights": False, "qk_layernorm": True}
 PLAIN = {**DENSE, "gated_linear_unit": False}

@@ -21,7 +21,7 @@ from tests.engines.megatron.trial_jobs import DENSE, EXPERTS
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("training")]
+pytestmark = pytest.mark.process
 
 PROGRAM = ["-m", "flagcore.engines.megatron.trial"]
 ENDLESS = {"train_iters": 100_000}

