@@ -34,6 +34,7 @@ from flagcore.problem import Problem
 from flagcore.spec import read_job
 from flagcore.stages.build import build, canonical
 from flagcore.stages.discover import discover
+from flagcore.stages.legality import legality
 from flagcore.stages.prune import prune
 
 FITTED = Path(__file__).with_name("fitted.json")
