@@ -24,11 +24,10 @@ from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
-from flagcore.stages.combine import combine
+from flagcore.stages.combine import combine, judge
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import EARLY_STOP_RATIO
 from flagcore.stages.predict import record
-from flagcore.stages.probe_result import judge
 from flagcore.stages.prune import prune
 from flagcore.stages.rank import rank, search_context
 

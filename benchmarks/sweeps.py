@@ -22,11 +22,10 @@ from flagcore import plugins
 from flagcore.contracts import Costs, Platform, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip
-from flagcore.domain.job import Job
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.probe import Probe, RankMeasurement, RankProbe
 from flagcore.domain.space import Axis, FloatArray, IntArray, Space
-from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, Task
+from flagcore.domain.spec import AUTO, ClusterSpec, Control, Job, Spec, Task
 from flagcore.domain.trial import TrialState
 from flagcore.errors import FlagError
 from flagcore.physics.kernels.roofline import Roofline

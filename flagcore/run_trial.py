@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from flagcore.contracts import Launcher, TrialStore, Workload
 from flagcore.domain.trial import PROBE, Trial, TrialState
 from flagcore.problem import Problem
-from flagcore.stages.combine import combine
+from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.launch import launch
 from flagcore.stages.measure import measure
 from flagcore.stages.probe import probe
-from flagcore.stages.probe_result import judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class TrialRunner:
             devices=self.devices,
         )
         combined = combine(self.problem.predictions.row(row), probed, self.problem.platform.costs.memory)
-        return judge(self.problem.platform.task, trial, probed, combined)
+        return trial_of_probe(self.problem.platform.task, trial, probed, combined)
 
 
 def _was_interrupted(earlier: Trial, trial: Trial) -> bool:

@@ -25,7 +25,7 @@ from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.errors import RunError
 from flagcore.report.text import funnel
-from flagcore.spec.hostfile import read_hosts
+from flagcore.spec.convert import read_hosts
 from tests.pages import ROOT, Block
 
 COLUMNS = re.compile(r"-+")

@@ -20,7 +20,7 @@ import flagcore
 from docs.site import cli_page
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
-from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.reading import METRICS, STEPS
 from flagcore.physics.schedules.catalogue import SCHEDULES

@@ -6,16 +6,15 @@ from flagcore.api.explaining.compare import Comparison, compare
 from flagcore.api.explaining.explain import Explanation, explain
 from flagcore.api.hardware.calibration import calibrate, calibrations, forget, summary
 from flagcore.api.hardware.inspection import chip_table, devices, doctor, plugin_table
-from flagcore.api.importing.history import ImportedTrials, import_history
-from flagcore.api.importing.tree import read_tree
+from flagcore.api.importing.history import ImportedTrials, import_history, read_tree
 from flagcore.api.planning.estimate import Estimate, estimate
 from flagcore.api.planning.jobs import AT_ONCE, estimate_jobs
 from flagcore.api.planning.probe import Probed, probe
-from flagcore.api.plugin_tools.check import Checked, check_plugins
-from flagcore.api.plugin_tools.scaffold import new_plugin
 from flagcore.api.reporting.report import REPORT, report
 from flagcore.api.tuning.export import Outcome, run_best
 from flagcore.api.tuning.tune import tune
+from flagcore.testing.runner import Checked, check_plugins
+from flagcore.testing.scaffold import new_plugin
 
 __all__ = [
     "AT_ONCE",

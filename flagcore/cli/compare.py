@@ -97,7 +97,6 @@ def _of_spec(spec: str, a: str, b: str) -> str:
 
 
 def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:
-    """Print a report as text, or as one record."""
     from flagcore.report.formats import render
 
     if form == "csv":

@@ -65,7 +65,6 @@ def estimate_command(
 
 
 def _is_set(option: str) -> bool:
-    """Return whether an option is on the command line."""
     return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
@@ -102,7 +101,6 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
 
 
 def _trains(answers: list[dict[str, Any]]) -> bool:
-    """Return whether any answer is for training."""
     return any("mfu" in each or "limit" in each for each in answers)
 
 
@@ -121,9 +119,8 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.compact_table import candidates_table
     from flagcore.report.formats import render
-    from flagcore.report.text import candidate_columns, candidate_line, funnel
+    from flagcore.report.text import candidate_columns, candidate_line, candidates_table, funnel
 
     number = _number(explain)
     found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)

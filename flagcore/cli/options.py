@@ -50,13 +50,9 @@ def on_terminal(wide: bool = False) -> Iterator[None]:
     """Fit tables to the width of the terminal, unless `wide`."""
     from flagcore.report.formats import fitted
 
-    with fitted(None if wide else _terminal_width()):
+    fit = sys.stdout.isatty() and not wide
+    with fitted(shutil.get_terminal_size().columns if fit else None):
         yield
-
-
-def _terminal_width() -> int | None:
-    """Return the width of the terminal (COLUMNS overrides it), None if stdout is no terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def plugins(command: F) -> F:
@@ -80,7 +76,6 @@ def _chips(context: click.Context, parameter: click.Parameter, typed: str) -> li
 
 
 def _plugins(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
-    """Complete the name of a plugin."""
     from flagcore import api
 
     return [each["name"] for each in api.plugin_table() if each["name"].startswith(typed)]

@@ -84,7 +84,7 @@ def plugins_check(targets: tuple[str, ...], everything: bool, form: str) -> None
         raise click.UsageError(_("--all and names are mutually exclusive"))
     from flagcore import api
     from flagcore.errors import NoDevice
-    from flagcore.report.plugin_checks import as_text
+    from flagcore.testing.runner import as_text
 
     checked = api.check_plugins(targets)
     records: list[dict[str, Any]] = [plugin.record for plugin in checked]

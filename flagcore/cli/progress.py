@@ -55,7 +55,6 @@ def _predicted(event: Event) -> str:
 
 
 def _details(event: Event) -> list[str]:
-    """Return why a trial that starts was chosen, and its log."""
     if event.kind != "trial_started":
         return []
     reason = event.trial.chosen_because

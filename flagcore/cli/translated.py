@@ -73,7 +73,6 @@ def _one_line(paragraph: str) -> str:
 def _wrap_text(
     text: str, width: int = 78, initial_indent: str = "", subsequent_indent: str = "", preserve_paragraphs: Any = False
 ) -> str:
-    """Wrap paragraphs by the columns of their letters."""
     paragraphs = text.split("\n\n") if preserve_paragraphs else [text]
     lines = [wrapped(initial_indent + _one_line(each), width, subsequent_indent) for each in paragraphs]
     return "\n\n".join("\n".join(each) for each in lines)

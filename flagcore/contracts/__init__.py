@@ -2,8 +2,7 @@
 
 from flagcore.contracts.chip import AttentionShape, CollectiveCosts, KernelCosts, MemoryModel, PruningRule, Telemetry
 from flagcore.contracts.importer import History, HistoryReader, HistoryRow, ImportedSpec, Importer, ImportNote
-from flagcore.contracts.platform import Costs, Platform, Plugins
-from flagcore.contracts.running import Launcher, Running
+from flagcore.contracts.platform import Costs, Launcher, Platform, Plugins, Running
 from flagcore.contracts.search import Choice, Event, OnEvent, SearchContext, Strategy, TrialStore
 from flagcore.contracts.workload import (
     Breakdown,

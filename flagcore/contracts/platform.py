@@ -1,4 +1,4 @@
-"""The plugins as the core calls them, and their answers about one task."""
+"""The plugins as the core calls them, their answers about one task, and launchers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.cluster import NodeGroup, Topology
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.launch import Exit, FailurePattern, Launch
 from flagcore.domain.spec import Task
 
 
@@ -97,3 +97,25 @@ class Plugins(Protocol):
         self, chip: Chip, engine: str, engine_version: str | None = None
     ) -> tuple[FailurePattern, ...]: ...
     def telemetry(self, device: Device) -> Telemetry | None: ...
+
+
+class Running(Protocol):
+    """A started launch."""
+
+    def poll(self) -> Exit | None:
+        """Return how it ended, or None while it runs."""
+
+    def wait(self, seconds: float) -> Exit | None:
+        """Wait at most `seconds` and return like `poll`."""
+
+    def stop(self) -> Exit:
+        """End the whole tree of processes and return how it ended. Returns at once if it has ended."""
+
+
+class Launcher(Protocol):
+    """Starts launches somewhere."""
+
+    name: str
+
+    def start(self, launch: Launch) -> Running:
+        """Start `launch` in a process group of its own. Raises FlagError if it cannot be started."""

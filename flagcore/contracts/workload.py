@@ -10,8 +10,7 @@ from flagcore.contracts.platform import Costs, Platform
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.passes import Passes
-from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
+from flagcore.domain.prediction import Components, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import SettingValue, Spec, Task

@@ -63,5 +63,4 @@ def has_time_to_repeat(control: Control, trial: Trial, elapsed: float) -> bool:
 
 
 def _ended(search_state: SearchState) -> list[Trial]:
-    """Return the run's own trials that were not interrupted."""
     return [trial for trial in search_state.trials if trial.state is not TrialState.INTERRUPTED and not trial.source]

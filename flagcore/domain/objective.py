@@ -27,7 +27,7 @@ def seconds(objective: str, figure: float) -> float:
     return 1.0 / figure if figure > 0 else float("inf")
 
 
-def told(objective: str, seconds: float, measured: Measurement | None = None) -> float:
+def objective_value(objective: str, seconds: float, measured: Measurement | None = None) -> float:
     """Return the objective's figure for `seconds`; the rate of training is scaled from a measurement."""
     if objective == TOKENS_PER_SECOND_PER_DEVICE:
         assert measured is not None

@@ -1,9 +1,9 @@
-"""Predictions of candidates: by columns, and one row."""
+"""Predictions of candidates, by columns and one row, and the passes of their pipelines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -40,6 +40,8 @@ class Prediction:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
+MEMORY = ("static_bytes", "activation_bytes", "peak_allocated_bytes", "reserved_bytes", "device_used_bytes")
+"""The fields of memory, from the least to the most."""
 _BY_NAME = ("time_s", "figures")
 """Fields of `Predictions` that hold arrays by name."""
 
@@ -93,25 +95,20 @@ class Predictions:
     def row(self, row: int) -> Prediction:
         """Return one candidate's prediction."""
         known, capacity = bool(np.isfinite(self.step_time_s[row])), self._capacity(row)
+        memory: dict[str, Any] = {name: float(getattr(self, name)[row]) for name in MEMORY}
+        figures = {name: float(values[row]) for name, values in self.figures.items()}
         return Prediction(
             step_time_s=float(self.step_time_s[row]) if known else None,
             low_s=float(self.low_s[row]) if known else None,
             high_s=float(self.high_s[row]) if known else None,
             time_s={name: float(part[row]) for name, part in self.time_s.items()} if known else {},
-            static_bytes=float(self.static_bytes[row]),
-            activation_bytes=float(self.activation_bytes[row]),
-            peak_allocated_bytes=float(self.peak_allocated_bytes[row]),
-            reserved_bytes=float(self.reserved_bytes[row]),
-            device_used_bytes=float(self.device_used_bytes[row]),
+            **memory,
             capacity_bytes=capacity,
             fits=None if capacity is None else bool(self.device_used_bytes[row] <= capacity),
             worst_stage=int(self.worst_stage[row]),
             model_flops=self.model_flops,
-            figures={name: figure for name, figure in self._told(row) if math.isfinite(figure)} if known else {},
+            figures={name: value for name, value in figures.items() if known and math.isfinite(value)},
         )
-
-    def _told(self, row: int) -> Iterator[tuple[str, float]]:
-        return ((name, float(values[row])) for name, values in self.figures.items())
 
     def _capacity(self, row: int) -> float | None:
         if not isinstance(self.capacity_bytes, np.ndarray):
@@ -192,3 +189,27 @@ def of_row(components: Components, row: int) -> dict[str, dict[str, float]]:
     """Return one candidate's components; those that it does not have are left out."""
     table = {name: {key: float(values[row]) for key, values in figures.items()} for name, figures in components.items()}
     return {name: figures for name, figures in table.items() if any(figures.values())}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds of one micro-batch on each pipeline stage of a candidate, all virtual stages together.
+
+    `backward_s` includes recomputation and both gradients; `weight_s` is its part for the gradients of weights, which
+    some schedules run separately (empty: unknown). `paired_s` is a forward and a backward of two micro-batches that
+    overlap (empty: none do). `send_s` is one message between neighbouring stages, `sender_waits` whether its sender is
+    idle meanwhile. `weight_share` is the share of a micro-batch's activations that is kept until the gradients of
+    weights are computed. `schedule` is a name
+    of `flagcore.physics.schedules.catalogue`.
+    """
+
+    schedule: str
+    microbatches: int
+    virtual: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...] = ()
+    paired_s: tuple[float, ...] = ()
+    send_s: float
+    sender_waits: bool
+    weight_share: float = 0.4

@@ -151,7 +151,6 @@ def _redact_match(found: re.Match[str], *, whole: bool = False) -> str:
 
 
 def _is_value(value: object) -> bool:
-    """Return whether `value` is a non-empty scalar."""
     if isinstance(value, bool) or value is None or isinstance(value, (Mapping, list, tuple)):
         return False
     return str(value) not in ("", "None", "none", "null", "True", "true", "False", "false", "{", "[")

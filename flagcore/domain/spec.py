@@ -1,4 +1,4 @@
-"""What the user asked for, validated: the inside of a spec file."""
+"""What the user asked for, validated: the content of a spec file, or of a job record."""
 
 from __future__ import annotations
 
@@ -118,3 +118,24 @@ class Task:
     spec: Spec
     cluster: Cluster
     knobs: tuple[Knob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One record. `candidate` has the given knobs; others have the engine's default.
+
+    `chip` is a name or an alias, `nic_bytes_per_second` the network if the record gives it, `rank` the global rank to
+    predict. `notes` are the source's own words on the engine's settings.
+    """
+
+    id: str
+    kind: str
+    model: Model
+    chip: str
+    devices: int
+    devices_per_node: int
+    work: TrainSpec | ServeSpec
+    candidate: Mapping[str, KnobValue]
+    nic_bytes_per_second: float | None = None
+    rank: int | None = None
+    notes: str = ""

@@ -1,7 +1,6 @@
 """Learns the ratio of measured to predicted figures, with its uncertainty."""
 
-from flagcore.learning.features import features
-from flagcore.learning.gain import chance_to_gain, expected_gain
+from flagcore.learning.chances import chance_to_gain, expected_gain
 from flagcore.learning.prior import MEMORY, TIME
 from flagcore.learning.ratios import Belief, Ratios
 
@@ -12,5 +11,4 @@ __all__ = [
     "Ratios",
     "chance_to_gain",
     "expected_gain",
-    "features",
 ]

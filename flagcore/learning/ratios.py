@@ -71,7 +71,7 @@ class _Fit:
     def of(cls, covariance: FloatArray, noise: FloatArray, measured: FloatArray, wide: float = 1.0) -> _Fit:
         """Fit what was `measured` about 0, with variances of `noise`. `wide` is the scale before.
 
-        The scale is not known, but as if TRUST measurements had told it (a Student distribution): so errors that are
+        The scale is not known, but as if TRUST measurements had roots it (a Student distribution): so errors that are
         rough and small are not ruled out at once. What is believed after them is never surer than the prior.
         """
         root: FloatArray = np.linalg.cholesky(covariance + np.diag(noise)).astype(np.float64)
@@ -138,8 +138,8 @@ class Ratios:
         asked = self._asked(rows)
         alone = variance(self._scales, asked)
         means, deviations = [], []
-        for process, middle, told in self._told(asked):
-            spread = np.maximum(alone - sum((root**2).sum(axis=0) for root in told), 0.0)
+        for process, middle, roots in self._posteriors(asked):
+            spread = np.maximum(alone - sum((root**2).sum(axis=0) for root in roots), 0.0)
             means.append(middle)
             deviations.append(np.sqrt((spread + process.row**2) * process.fit.wider))
         chances = np.array([process.chance for process in self._processes])
@@ -150,8 +150,8 @@ class Ratios:
         asked, rng = self._asked(rows), np.random.default_rng(0)
         alone = covariance(self._scales, asked, asked)
         draws = []
-        for process, middle, told in self._told(asked):
-            together = alone - sum(root.T @ root for root in told)
+        for process, middle, roots in self._posteriors(asked):
+            together = alone - sum(root.T @ root for root in roots)
             values, vectors = np.linalg.eigh(together)
             root = vectors * np.sqrt(np.maximum(values, 0.0))
             several = max(1, round(process.chance * count))
@@ -160,7 +160,7 @@ class Ratios:
             draws.append(middle + np.sqrt(process.fit.wider) * deviates)
         return np.concatenate(draws)
 
-    def _told(self, asked: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
+    def _posteriors(self, asked: Points) -> Iterator[tuple[_Process, FloatArray, tuple[FloatArray, FloatArray]]]:
         """Yield of each process the mean of what is asked, and the roots of what is known of its covariance."""
         prior = covariance(self._scales, self._own, asked)
         about = {}

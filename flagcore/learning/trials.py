@@ -1,17 +1,18 @@
-"""From the trials of a run to observed ratios of measured to predicted."""
+"""From the trials of a run to observed ratios of measured to predicted, and to the cost of the next trial."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 import numpy as np
 
 from flagcore.contracts import SearchContext
+from flagcore.domain.budget import FAILED_STATES
 from flagcore.domain.experience import Observed
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.domain.trial import RUN, Measurement, Trial, TrialState
+from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.learning.prior import MEMORY, TIME, Scales
 from flagcore.learning.ratios import Ratios
 
@@ -135,8 +136,8 @@ def _late(trial: Trial) -> bool:
 
 
 def _timed(trial: Trial) -> bool:
-    told = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
-    return told and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
+    ended = trial.state in (TrialState.MEASURED, TrialState.STOPPED)
+    return ended and trial.measurement is not None and 0 < trial.measurement.step_time_s < math.inf
 
 
 def _observed(context: SearchContext, rows: IntArray, ratio: FloatArray, noise: FloatArray) -> Observed:
@@ -155,3 +156,34 @@ def _noise(measured: Measurement | None) -> float:
 def _used(measured: Measurement | None) -> float:
     """Return the memory that a trial used, on the same scale as what is predicted, or 0."""
     return float(measured.device_used_bytes or 0) if measured and not measured.partial else 0.0
+
+
+def whole_seconds(context: SearchContext, log_time: FloatArray) -> FloatArray:
+    """Return the seconds of a trial that runs to its end: what trials took beside their steps, and the steps.
+
+    A probe runs few micro-batches, whatever the step: all cost the same, 1 while none was measured.
+    """
+    if context.task.spec.control.fidelity == PROBE:
+        return np.full_like(log_time, _median(context, (TrialState.MEASURED,)) or 1.0)
+    seconds: FloatArray = overhead_seconds(context) + context.task.spec.control.train_iters * np.exp(log_time)
+    return seconds
+
+
+def expected_seconds(
+    context: SearchContext, log_time: FloatArray, whole: FloatArray, fits: FloatArray, ends: FloatArray
+) -> FloatArray:
+    """Return the seconds of a trial, weighed by the chances that it fits and that it ends.
+
+    One that fails takes as long as those that failed in the same way, the median of them; before any, what trials take
+    beside their steps, and a step.
+    """
+    short = overhead_seconds(context) + np.exp(log_time) if context.task.spec.control.fidelity != PROBE else whole
+    out = _median(context, (TrialState.OUT_OF_MEMORY,)) or short
+    broken = _median(context, FAILED_STATES) or short
+    seconds: FloatArray = fits * (ends * whole + (1.0 - ends) * broken) + (1.0 - fits) * out
+    return seconds
+
+
+def _median(context: SearchContext, states: Collection[TrialState]) -> float | None:
+    """Return the median duration of the trials that ended in one of some ways."""
+    return median([trial.duration_s for trial in context.trials if trial.state in states] or [0.0]) or None

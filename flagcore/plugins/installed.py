@@ -6,6 +6,7 @@ stale for two minutes after an install, and one unreadable distribution would co
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -139,3 +140,22 @@ def one_line(error: BaseException, limit: int = 400) -> str:
         return text[:limit]
     kind = type(error).__name__
     return f"{kind}: {text}"[:limit] if text else kind
+
+
+@contextmanager
+def capture_warnings() -> Iterator[list[str]]:
+    """Collect the texts of warnings and errors that are logged in this context; handlers still receive them."""
+    texts: list[str] = []
+    make = logging.getLogRecordFactory()
+
+    def record_and_collect(*arguments: object, **named: object) -> logging.LogRecord:
+        record = make(*arguments, **named)
+        if record.levelno >= logging.WARNING:
+            texts.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(record_and_collect)
+    try:
+        yield texts
+    finally:
+        logging.setLogRecordFactory(make)

@@ -21,9 +21,16 @@ from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.plugins import validation
-from flagcore.plugins.capture_warnings import capture_warnings
 from flagcore.plugins.entry_points import kind_of
-from flagcore.plugins.installed import BadPlugin, PluginFailure, installed, one_line, origin, stdout_to_stderr
+from flagcore.plugins.installed import (
+    BadPlugin,
+    PluginFailure,
+    capture_warnings,
+    installed,
+    one_line,
+    origin,
+    stdout_to_stderr,
+)
 from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
 from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 
@@ -94,13 +101,13 @@ class LoadedPlugins:
         return self._undetected
 
     def _devices_of(self, plugin: Plugin) -> tuple[Device, ...]:
-        with capture_warnings() as said:
+        with capture_warnings() as messages:
             try:
                 found = self._try(plugin, "flagcore_devices", validation.several(Device)) or ()
             except _Failed as failed:
-                found, said = (), [failed.failure.reason]
-        if said and not found:
-            self._undetected[plugin.name] = "; ".join(said)
+                found, messages = (), [failed.failure.reason]
+        if messages and not found:
+            self._undetected[plugin.name] = "; ".join(messages)
         return found
 
     def chips(self) -> tuple[Chip, ...]:

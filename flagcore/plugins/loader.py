@@ -87,8 +87,8 @@ def _written_for(module: object) -> None:
     if isinstance(api, bool) or not isinstance(api, int) or api < 1:
         raise BadPlugin(f"says HOOKS_API = {api!r}, which is no number of hooks; write HOOKS_API = {hooks.HOOKS_API}")
     if api > hooks.HOOKS_API:
-        mend = "install a newer flagcore, or an older version of the plugin"
-        raise BadPlugin(f"was written for hooks {api}, but this flagcore has hooks {hooks.HOOKS_API}; {mend}")
+        fix = "install a newer flagcore, or an older version of the plugin"
+        raise BadPlugin(f"was written for hooks {api}, but this flagcore has hooks {hooks.HOOKS_API}; {fix}")
 
 
 def _with_new_names(module: object) -> tuple[object, tuple[str, ...]]:

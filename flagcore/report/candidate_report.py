@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.objective import SERVING, told
+from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.serving import LATENCIES
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name
@@ -38,7 +38,11 @@ def candidate_report_text(account: Mapping[str, Any], knobs: Knobs) -> str:
 
 def seconds_text(objective: str, seconds: float) -> str:
     """Return the time of a step in the unit of the objective."""
-    return objective_text(objective, told(objective, seconds)) if objective in SERVING else f"{seconds:.4g} s/step"
+    return (
+        objective_text(objective, objective_value(objective, seconds))
+        if objective in SERVING
+        else f"{seconds:.4g} s/step"
+    )
 
 
 def differs_text(differs: Mapping[str, Any], knobs: Knobs) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.objective import SERVING, told
+from flagcore.domain.objective import SERVING, objective_value
 from flagcore.i18n import N_, _
 from flagcore.report.candidate_report import differs_text
 from flagcore.report.explanation import part_name
@@ -75,11 +75,10 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _figure(objective: str, seconds: float | None) -> float | None:
-    return told(objective, seconds) if seconds and objective in SERVING else seconds
+    return objective_value(objective, seconds) if seconds and objective in SERVING else seconds
 
 
 def _share(side: Mapping[str, Any], name: str) -> float | None:
-    """Return a spread in seconds as a share of the step time."""
     seconds = lookup(side, f"measured.{name}")
     return None if seconds is None else float(seconds) / float(side["measured"]["step_time_s"])
 

@@ -8,6 +8,7 @@ from typing import Any
 from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import N_, _
 from flagcore.report.formats import table
+from flagcore.stages.predict import LIMITS
 
 COMPONENTS = {
     "embedding": "Embedding",
@@ -41,13 +42,7 @@ MIN_SHOWN = 0.0005
 
 PARTS = {
     "compute_s": N_("compute"),
-    "tp_comm_s": N_("tensor parallel"),
-    "cp_comm_s": N_("context parallel"),
-    "ep_comm_s": N_("expert parallel"),
-    "pp_bubble_s": N_("bubble"),
-    "pp_comm_s": N_("pipeline exchange"),
-    "dp_comm_exposed_s": N_("gradient exchange"),
-    "optimizer_s": N_("optimizer"),
+    **LIMITS,
     "queue_s": N_("queue"),
     "prefill_s": N_("prefill"),
     "decode_s": N_("decode"),

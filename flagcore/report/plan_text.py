@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE
-from flagcore.domain.objective import told as figure_of
+from flagcore.domain.objective import TOKENS_PER_SECOND_PER_DEVICE, objective_value
 from flagcore.domain.plan import Plan, failed_repeats, measured_over
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Trial, TrialState
 from flagcore.i18n import _, ngettext
@@ -66,8 +65,7 @@ def learned_table(plan: Plan) -> str:
 
 
 def _figure(plan: Plan, seconds: float) -> str:
-    """Return the time of a step, or the serving objective."""
-    return f"{figure_of(plan.objective, seconds) if serving_text.serves(plan) else seconds:.4g}"
+    return f"{objective_value(plan.objective, seconds) if serving_text.serves(plan) else seconds:.4g}"
 
 
 def far(share: float) -> str:
@@ -117,7 +115,7 @@ def _answer(plan: Plan) -> str:
     if plan.baseline is not None:
         lines.append(f"  {_gain(plan, plan.best, plan.baseline)}")
     if len(plan.gains) > 1:
-        rounds = ", ".join(_share(plan, each) for each in plan.gains)
+        rounds = ", ".join(serving_text.gain_text(plan.objective, each).split()[0] for each in plan.gains)
         note = _("lowest of {count} rounds: {rounds}", count=len(plan.gains), rounds=rounds)
         proof = "" if min(plan.gains) > 0 else "; " + _("not significant: the machine was noisy")
         lines.append(f"  ({note}{proof})")
@@ -135,8 +133,7 @@ def _gain(plan: Plan, best: Trial, baseline: Trial) -> str:
         return _("this is the baseline: no candidate is predicted to be faster")
     if best.candidate == baseline.candidate:
         return _("this is the baseline: no trial was faster")
-    served = serving_text.serves(plan)
-    gain = serving_text.gain_text(plan.objective, plan.gain) if served else f"{plan.gain:+.1%} tokens/s"
+    gain = serving_text.gain_text(plan.objective, plan.gain)
     mark = "" if plan.fidelity == RUN else "~"
     return _("{gain} vs baseline: {baseline}", gain=mark + gain, baseline=values)
 
@@ -177,10 +174,6 @@ def _speed(best: Trial) -> str:
         measured=step - measured.modelled_s,
         modelled=measured.modelled_s,
     )
-
-
-def _share(plan: Plan, gain: float) -> str:
-    return serving_text.gain_text(plan.objective, gain).split()[0] if serving_text.serves(plan) else f"{gain:+.1%}"
 
 
 def _served_speed(plan: Plan) -> str:
@@ -230,9 +223,9 @@ def _noise(plan: Plan) -> list[str]:
 def _middle(plan: Plan, seconds: float) -> str:
     """Return the objective of the best for the median time of its runs."""
     if serving_text.serves(plan):
-        return serving_text.objective_text(plan.objective, figure_of(plan.objective, seconds))
+        return serving_text.objective_text(plan.objective, objective_value(plan.objective, seconds))
     assert plan.best is not None
-    return f"{figure_of(TOKENS_PER_SECOND_PER_DEVICE, seconds, plan.best.measurement):,.0f} tokens/s/device"
+    return f"{objective_value(TOKENS_PER_SECOND_PER_DEVICE, seconds, plan.best.measurement):,.0f} tokens/s/device"
 
 
 def _name(plan: Plan, trial: Trial) -> str:

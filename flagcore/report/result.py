@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from flagcore.domain.objective import SERVING, is_rate, told
+from flagcore.domain.objective import SERVING, is_rate, objective_value
 from flagcore.domain.plan import Plan, measured_over
 from flagcore.domain.serving import nested
 from flagcore.domain.trial import Measurement, Trial
@@ -62,7 +62,7 @@ def slow_devices(plan: Plan) -> dict[str, list[int]]:
 def medians(plan: Plan) -> dict[int, float]:
     """Return the median of the objective of each repeated candidate, by the number of its first trial."""
     by_number = {each.number: each.measurement for each in plan.trials}
-    return {number: told(plan.objective, step, by_number[number]) for number, step in plan.medians.items()}
+    return {number: objective_value(plan.objective, step, by_number[number]) for number, step in plan.medians.items()}
 
 
 def trial(each: Trial) -> dict[str, Any]:

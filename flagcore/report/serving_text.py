@@ -7,7 +7,7 @@ from statistics import median_high
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.objective import SERVING, figure_name, is_rate, seconds, told
+from flagcore.domain.objective import SERVING, figure_name, is_rate, objective_value, seconds
 from flagcore.domain.plan import Plan
 from flagcore.domain.serving import LATENCIES, RATES
 from flagcore.domain.trial import Measurement, Trial
@@ -48,7 +48,9 @@ def objective_text(objective: str, figure: float) -> str:
 def figures_line(measured: Measurement, objective: str) -> str:
     """Return a measurement in one line, the objective first."""
     own = figure_name(objective)
-    figures = [at_load(objective_text(objective, told(objective, measured.step_time_s)), _load_of(measured, own))]
+    figures = [
+        at_load(objective_text(objective, objective_value(objective, measured.step_time_s)), _load_of(measured, own))
+    ]
     rates = [name for name in ("output_tokens_per_s", "requests_per_s") if name != own]
     figures += [f"{_number(measured.figures[name])} {SHORT_RATES[name]}" for name in rates if name in measured.figures]
     for name, short in SHORT_LATENCIES.items():
@@ -61,7 +63,7 @@ def figures_line(measured: Measurement, objective: str) -> str:
 
 def short_line(measured: Measurement, objective: str) -> str:
     """Return the main figures of a measurement for a line of progress, the objective first."""
-    figures = [objective_text(objective, told(objective, measured.step_time_s))]
+    figures = [objective_text(objective, objective_value(objective, measured.step_time_s))]
     rate = measured.figures.get("output_tokens_per_s")
     figures += [f"{_number(rate)} {SHORT_RATES['output_tokens_per_s']}"] if rate and not is_rate(objective) else []
     for name in ("ttft_s", "tpot_s"):
@@ -102,7 +104,7 @@ def limit_lines(plan: Plan) -> list[str]:
         return [*lines, "  " + _("the limits cost nothing: no trial was better without them")]
     load = load_text(point) if len(best.measurement.points) > 1 else ""
     exceeded = [f"{each} = {_number(point[each])} s" for each, most in plan.limits.items() if point.get(each, 0) > most]
-    reached = at_load(objective_text(plan.objective, told(plan.objective, step)), load)
+    reached = at_load(objective_text(plan.objective, objective_value(plan.objective, step)), load)
     reason = ", ".join(exceeded) or _("exceeded the limits when repeated")
     cost_line = _(
         "without limits: trial {number} reached {value} ({reason})", number=trial.number, value=reached, reason=reason
@@ -152,6 +154,8 @@ def front_table(plan: Plan) -> str:
 
 def gain_text(objective: str, gain: float) -> str:
     """Return a speedup as the change of the objective: an increase of a rate, or a decrease of a latency."""
+    if objective not in SERVING:
+        return f"{gain:+.1%} tokens/s"
     if is_rate(objective):
         return f"{gain:+.1%} {heading(objective)}"
     return f"{1.0 / (1.0 + gain) - 1.0:+.1%} {heading(objective).removesuffix(' s')}"
@@ -202,7 +206,6 @@ def broken_text(number: int, broken: Sequence[tuple[int, str]]) -> str:
 
 
 def _runs(plan: Plan, trial: Trial) -> list[Trial]:
-    """Return a trial and its repeats."""
     return [trial, *(each for each in plan.repeats if each.candidate == trial.candidate)]
 
 
@@ -222,7 +225,7 @@ def cells(trial: Trial, objective: str, base: float | None) -> list[str]:
     change = gain_text(objective, base / measured.step_time_s - 1.0).split()[0] if base else "-"
     latencies = [measured.figures.get(name) for name in ("ttft_s.p50", "ttft_s.p99", "tpot_s.p50")]
     return [
-        _number(told(objective, measured.step_time_s)) + (" !" if measured.broken else ""),
+        _number(objective_value(objective, measured.step_time_s)) + (" !" if measured.broken else ""),
         spread,
         guess,
         change,

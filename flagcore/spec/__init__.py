@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
-    from flagcore.domain.job import Job
     from flagcore.domain.knob import Knob
-    from flagcore.domain.model import Model
-    from flagcore.domain.spec import Spec
+    from flagcore.domain.spec import Job, Spec
     from flagcore.errors import SpecError
     from flagcore.spec.knobs import Engines
 
 
 def read_spec(path: Path, engines: Engines) -> Spec:
-    """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to the file's folder.
-
-    Raises SpecError.
-    """
+    """Read a spec file (YAML, or JSON by its suffix). Paths inside are relative to its folder. Raises SpecError."""
     return parse_spec(spec_as_data(path), file=str(path), base=path.parent, engines=engines)
 
 
@@ -53,16 +48,6 @@ def json_schema(engines: Engines) -> dict[str, Any]:
     return schema(engines)
 
 
-def read_model(source: str | Mapping[str, object], base: Path) -> Model:
-    """Read a model: the path of a Hugging Face directory or config.json, or an inline shape.
-
-    A relative path starts at `base`. Raises SpecError.
-    """
-    from flagcore.spec.models import model_from
-
-    return model_from(source, base=base)
-
-
 def read_job(line: Mapping[str, object], engines: Engines) -> Job:
     """Turn one job record of one of `engines` into a `Job`. Raises SpecError for one that is not valid."""
     from flagcore.spec.jobs import job_from
@@ -72,6 +57,6 @@ def read_job(line: Mapping[str, object], engines: Engines) -> Job:
 
 def read_job_lines(stream: BinaryIO, *, file: str) -> Iterator[Mapping[str, Any] | SpecError]:
     """Yield the record of each line of a job file that has one, or the error that names `file` and the line."""
-    from flagcore.spec.job_lines import job_lines
+    from flagcore.spec.jobs import job_lines
 
     return job_lines(stream, file=file)

@@ -69,7 +69,7 @@ class Family(BaseModel):
     def _head_width(self) -> int:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             problem = f"must be divisible by num_attention_heads = {self.num_attention_heads}"
-            raise spec_error("hidden_size", problem, value=self.hidden_size, fix="mend it, or give head_dim")
+            raise spec_error("hidden_size", problem, value=self.hidden_size, fix="change it, or give head_dim")
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     def _own_fields(self) -> Fields:

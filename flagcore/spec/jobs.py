@@ -1,19 +1,20 @@
-"""Job records: one candidate on one cluster. Beside their keys a record may have any that tell its source."""
+"""Job records, one candidate on one cluster each, and the lines of their files. Further keys describe the source."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import ConfigDict, Field, create_model
 
-from flagcore.domain.job import Job
 from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
-from flagcore.domain.spec import AUTO, TrainSpec
+from flagcore.domain.spec import AUTO, Job, TrainSpec
+from flagcore.errors import SpecError
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
 from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
 from flagcore.spec.models import model_from, model_of_shape
@@ -104,9 +105,11 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     if kind == "serve":
         return _served(line, engines)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
+    knobs: tuple[Knob, ...] = ()
     if isinstance(data.get("train"), dict):
         data["train"] = {"engine": _default_engine(engines), **data["train"]}
-    knobs = _knobs_of(data.get("train"), engines)
+        name = data["train"]["engine"]
+        knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
     _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
     _whole_cluster(data.get("cluster"))
     record = checked(_record_of(knobs), data)
@@ -114,30 +117,31 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     if record.rank is not None and record.rank >= devices:
         problem = f"must be below cluster.devices = {devices}"
         raise spec_error("rank", problem, value=record.rank, fix=f"use 0 to {devices - 1}")
-    model, train, candidate = record.model, record.train, candidate_of(record.candidate, knobs)
+    train, candidate = record.train, candidate_of(record.candidate, knobs)
     settings = settings_of(train, knobs) | settings_of(train.settings, knobs)
     settings |= settings_of(record.candidate, knobs, exclude=candidate)
+    own = {"engine", "seq_length", "global_batch_size", "precision", "attention", "implementation"}
     return Job(
-        id=record.id,
-        kind=record.kind,
-        model=model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
-        chip=record.cluster.chip,
-        devices=devices,
-        devices_per_node=record.cluster.devices_per_node,
-        nic_bytes_per_second=record.cluster.nic_bytes_per_second,
-        work=TrainSpec(
-            engine=train.engine,
-            seq_length=train.seq_length,
-            global_batch_size=train.global_batch_size,
-            precision=train.precision,
-            attention=train.attention,
-            implementation=train.implementation,
-            settings=settings,
-        ),
+        **_common(record),
+        work=TrainSpec(**train.model_dump(include=own), settings=settings),
         candidate=candidate,
         rank=record.rank,
         notes=train.notes if isinstance(train.notes, str) else "",
     )
+
+
+def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
+    """Return the fields of a job that all kinds of records have."""
+    model, cluster = record.model, record.cluster
+    return {
+        "id": record.id,
+        "kind": record.kind,
+        "model": model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
+        "chip": cluster.chip,
+        "devices": _devices(cluster),
+        "devices_per_node": cluster.devices_per_node,
+        "nic_bytes_per_second": cluster.nic_bytes_per_second,
+    }
 
 
 def _default_engine(engines: Engines) -> str:
@@ -145,13 +149,7 @@ def _default_engine(engines: Engines) -> str:
     return next((name for name, engine in engines.items() if engine.kind == "train"), "")
 
 
-def _knobs_of(train: object, engines: Engines) -> tuple[Knob, ...]:
-    name = train.get("engine") if isinstance(train, dict) else None
-    return knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
-
-
 def _served(line: Mapping[str, object], engines: Engines) -> Job:
-    """Return the record of a server as a job. Raises SpecError."""
     data = plain({key: line[key] for key in _ServeRecord.model_fields if key in line})
     serve = data.get("serve")
     engine = serve.get("engine") if isinstance(serve, dict) else None
@@ -163,7 +161,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
         data["serve"] = {**serve, "precision": "nvfp4"}
     _whole_cluster(data.get("cluster"))
     record = checked(_ServeRecord, data)
-    model, serve = record.model, record.serve
+    serve = record.serve
     if (serve.concurrency is None) == (serve.request_rate is None):
         fix = "give one of the two"
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
@@ -177,13 +175,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
         request_rate=None if rate is None else float(rate),
     )
     return Job(
-        id=record.id,
-        kind=record.kind,
-        model=model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
-        chip=record.cluster.chip,
-        devices=_devices(record.cluster),
-        devices_per_node=record.cluster.devices_per_node,
-        nic_bytes_per_second=record.cluster.nic_bytes_per_second,
+        **_common(record),
         work=ServeSpec(
             engine=serve.engine,
             loads=(load,),
@@ -239,5 +231,58 @@ def _devices(cluster: _Cluster) -> int:
     right = -(-cluster.devices // per_node)
     if nodes is not None and nodes != right:
         problem = f"must be {right}: cluster.devices = {cluster.devices} at devices_per_node = {per_node}"
-        raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out, or mend the others")
+        raise spec_error("cluster.nodes", problem, value=nodes, fix="leave it out, or change the others")
     return cluster.devices
+
+
+LONGEST_LINE = 1 << 20
+
+Line = Mapping[str, Any] | SpecError
+
+
+def job_lines(stream: BinaryIO, *, file: str) -> Iterator[Line]:
+    """Yield what each line of `stream` holds, empty ones left out; an error names `file` and the line's number."""
+    for number, line in enumerate(_lines(stream), start=1):
+        if line.strip():
+            yield _record(line, f"{file}: line {number}")
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is too long only its start, which is no JSON."""
+    while line := stream.readline(LONGEST_LINE):
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = stream.readline(LONGEST_LINE)
+        yield line
+
+
+def _record(line: bytes, where: str) -> Line:
+    problem, fix = "", "write one JSON object a line"
+    try:
+        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_duplicates)
+        if isinstance(record, dict):
+            if isinstance(record.get("id"), str):
+                return record
+            problem, fix = "has no id that is text", "give each record an id of its own, as text"
+        else:
+            problem = f"is no JSON object, but of type {type(record).__name__}"
+    except json.JSONDecodeError as error:
+        problem = f"cannot be read as JSON: {error.msg} (column {error.colno})"
+        if len(line) >= LONGEST_LINE:
+            problem = f"is longer than {LONGEST_LINE >> 20} MiB"
+    except UnicodeDecodeError as error:
+        problem = f"is not UTF-8 text (byte {error.start})"
+    except RecursionError:
+        problem = "is nested too deep"
+    except ValueError as error:
+        problem, fix = str(error), "remove one of them"
+    return spec_error(where, problem, fix=fix)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"gives the key {twice[:64]!r} twice")
+    return found

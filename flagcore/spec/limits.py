@@ -1,13 +1,13 @@
-"""The types of single values, with their bounds. Beyond them a number is a slip, not a plan."""
+"""The types of single values, with their bounds, and amounts with units. A number beyond them is a slip."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from flagcore.spec.units import BYTES_PATTERN
-
+BYTES_PATTERN = r"^([0-9]{1,15}(?:\.[0-9]{1,6})?) ?(?:([KMGT])(i?))?B$"
 MAX_DEVICES = 1_000_000
 MIN_MEMORY, MAX_MEMORY = 1 << 20, 1 << 50
 
@@ -18,7 +18,6 @@ Size = Annotated[int, Field(ge=1, le=2**31)]
 NoSize = Annotated[int, Field(ge=0, le=2**31)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=0, le=1_000)]
-AtLeastOne = Annotated[float, Field(ge=1, le=1_000)]
 Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 Steps = Annotated[int, Field(ge=2, le=1_000_000)]
 NoSteps = Annotated[int, Field(ge=0, le=1_000_000)]
@@ -35,3 +34,15 @@ Rate = Annotated[float, Field(ge=1_000_000, le=10**15)]
 Bytes = Annotated[int, Field(ge=MIN_MEMORY, le=MAX_MEMORY)]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "mxfp8", "nvfp4"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes in e.g. `4GiB` (2**30 each), `80GB` (10**9 each) or `4096B`.
+
+    Raises ValueError for any other text.
+    """
+    match = re.fullmatch(BYTES_PATTERN, text)
+    if match is None:
+        raise ValueError(f"{text[:40]!r} is not an amount such as 4GiB, 80GB or 4096B")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))

@@ -58,7 +58,7 @@ def model_of_shape(shape: Shape, *, file: str = "") -> Model:
         if shape.multi_latent_attention:
             given["kv_channels"] = shape.qk_head_dim
         elif shape.hidden_size % heads:
-            fail("hidden_size", f"must be divisible by num_attention_heads = {heads}", "mend it, or give kv_channels")
+            fail("hidden_size", f"must be divisible by num_attention_heads = {heads}", "change it, or give kv_channels")
         else:
             given["kv_channels"] = shape.hidden_size // heads
     model = Model(

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flagcore.errors import SpecError, SpecErrors
+from flagcore.spec.limits import BYTES_PATTERN
 from flagcore.spec.plain_data import KeyPath, key_text, spec_error
-from flagcore.spec.units import BYTES_PATTERN
 
 MAX_PROBLEMS = 20
 """Problems of one file that are listed."""

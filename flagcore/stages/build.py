@@ -6,7 +6,7 @@ gone before it multiplies; each row that goes is counted with all the combinatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -74,12 +74,16 @@ class _Crossing:
             raise SpecError(
                 key="auto_tuner.space", problem="has too many combinations to count", fix="give shorter lists"
             )
-        merging, judging = self._lookups(merges, rules, self.rows.size * len(axis.values))
+        count = self.rows.size * len(axis.values)
+        shifts = [self._lookup(merge.knobs, partial(self._shift, merge), count) for merge in merges]
+        tests = [(rule.name, self._lookup(rule.knobs, partial(self._broken, rule), count)) for rule in rules]
         parts: list[IntArray] = []
         kept = 0
-        for parents in _pieces(self.rows, max(1, CHUNK // len(axis.values))):
+        size = max(1, CHUNK // len(axis.values))
+        for start in range(0, self.rows.size, size):
+            parents = self.rows[start : start + size]
             new = (np.arange(len(axis.values), dtype=np.int64) * stride)[:, None] + parents[None, :]
-            part = self._legal(self._distinct(new.ravel(), merging), judging)
+            part = self._legal(self._distinct(new.ravel(), shifts), tests)
             kept += part.size
             if kept > MOST_ROWS:
                 raise SpecError(
@@ -110,13 +114,6 @@ class _Crossing:
     def _remaining(self) -> int:
         """How many combinations one row stands for."""
         return prod(len(axis.values) for axis in self.axes[self.done :])
-
-    def _lookups(
-        self, merges: Sequence[Merge], rules: Sequence[Rule], rows: int
-    ) -> tuple[list[_OfRows], list[tuple[str, _OfRows]]]:
-        """Return what each merge adds to row numbers, and by name which rows each rule forbids."""
-        shifts = [self._lookup(merge.knobs, partial(self._shift, merge), rows) for merge in merges]
-        return shifts, [(rule.name, self._lookup(rule.knobs, partial(self._broken, rule), rows)) for rule in rules]
 
     def _lookup(self, knobs: Collection[str], answer: _OfRows, rows: int) -> _OfRows:
         """Return `answer`, which depends on `knobs` alone, worked out once if they have fewer values than `rows`."""
@@ -190,7 +187,3 @@ def _distinct(rows: IntArray) -> IntArray:
     first = np.ones(ordered.shape, dtype=np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
     return ordered[first]
-
-
-def _pieces(rows: IntArray, size: int) -> Iterable[IntArray]:
-    return (rows[start : start + size] for start in range(0, rows.size, size))

@@ -24,7 +24,7 @@ from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.roofline import Roofline
 
 UNMEASURED_RUN_SLOWDOWN = 1.15
-"""What whole runs take over the core's roofline of a chip that nobody measured: the median, over published sources, of
+"""What whole runs take over the core's roofline of a chip without measurements: the median, over published sources, of
 measured over predicted without fitted curves (0.94 to 1.7)."""
 
 
@@ -32,7 +32,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     """Return the platform of `spec`: the named chips, or the best one that is found on this machine.
 
     Every hook about chip, costs and engine is asked here, once for each node group; `engine_version` is the release of
-    the engine that runs, None if nobody knows. Knobs of plugins are those that all chips have. Raises NoDevice when
+    the engine that runs, None if unknown. Knobs of plugins are those that all chips have. Raises NoDevice when
     nothing is found, when no plugin knows a chip, or when the engine cannot run on it.
     """
     engine, devices = spec.work.engine, plugins.devices()
@@ -49,7 +49,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
     read = [(device, plugins.telemetry(device)) for device in here]
     readers = [(device, reader) for device, reader in read if reader is not None]
     environments = [plugins.environment(chip, engine, engine_version, task) for chip in chips]
-    told = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
+    patterns_of_chips = [plugins.failure_patterns(chip, engine, engine_version) for chip in chips]
     environment = {name: value for given in reversed(environments) for name, value in given.items()}
     first, *others = (plugins.knobs(chip, engine, engine_version) for chip in chips)
     return Platform(
@@ -58,7 +58,7 @@ def discover(spec: Spec, plugins: Plugins, engine_version: str | None = None) ->
         support=_joined(supports),
         environment={name: os.environ.get(name, value) for name, value in environment.items()},
         pruning_rules=plugins.pruning_rules(task),
-        failure_patterns=tuple(pattern for patterns in told for pattern in patterns),
+        failure_patterns=tuple(pattern for patterns in patterns_of_chips for pattern in patterns),
         telemetry=tuple(reader for _, reader in readers),
         read_devices=tuple(device.index for device, _ in readers),
         prepare_launch=lambda launch: plugins.prepare_launch(launch, task),
@@ -117,8 +117,8 @@ def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
     and where somebody says which of them a trial sees.
     """
     here = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
-    told = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
-    return 1 if platform.support.shared_devices or told else max(1, len(here))
+    selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
+    return 1 if platform.support.shared_devices or selected else max(1, len(here))
 
 
 def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | None = None) -> None:
@@ -216,7 +216,7 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     if not own and plugins.undetected():
         why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
         raise NoDevice(
-            f"no usable device: only {chip.name} is left, as devices could not be asked ({why}); mend that, or give "
+            f"no usable device: only {chip.name} is left, as devices could not be asked ({why}); fix that, or give "
             f"cluster.chip: {chip.name} to use it"
         )
     return chip

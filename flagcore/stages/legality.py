@@ -159,7 +159,6 @@ def _fails(knob: str, neutral: int, requirement: Requirement, axis: Axis | None,
 
 
 def _settings(task: Task) -> list[_Setting]:
-    """Return the values of plugins' knobs that change the engine's settings."""
     return [
         (knob.name, value, plugin_axis(task, knob).encode(value), effect)
         for knob in task.knobs

@@ -18,8 +18,7 @@ from dataclasses import replace
 from flagcore.contracts import Platform, Running, Telemetry, Workload
 from flagcore.domain.devices import SLOW_CORE_RATIO, SLOW_RATIO, slow_devices
 from flagcore.domain.effects import engine_task
-from flagcore.domain.failure import LONGEST_REASON, classify, log_tail
-from flagcore.domain.launch import Exit
+from flagcore.domain.launch import LONGEST_REASON, Exit, classify, log_tail
 from flagcore.domain.secrets import redact_text, secrets_in_environment
 from flagcore.domain.spec import TrainSpec
 from flagcore.domain.trial import Measurement, Trial, TrialState

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from flagcore.contracts import Costs, Workload, memory_components
 from flagcore.domain.effects import engine_task, rows_by_effects, scaled
-from flagcore.domain.objective import told
-from flagcore.domain.prediction import ModelPart, Prediction, Predictions, RankPrediction
+from flagcore.domain.objective import objective_value
+from flagcore.domain.prediction import MEMORY, ModelPart, Prediction, Predictions, RankPrediction
 from flagcore.domain.serving import ServeSpec, nested
 from flagcore.domain.space import Columns, FloatArray, IntArray, Space
 from flagcore.domain.spec import Task
+from flagcore.i18n import N_
 
 CHUNK = 1 << 16
 GIB = 2**30
 
 LIMITS = {
-    "tp_comm_s": "tensor parallel",
-    "cp_comm_s": "context parallel",
-    "ep_comm_s": "expert parallel",
-    "pp_bubble_s": "bubble",
-    "pp_comm_s": "pipeline exchange",
-    "dp_comm_exposed_s": "gradient exchange",
-    "optimizer_s": "optimizer",
+    "tp_comm_s": N_("tensor parallel"),
+    "cp_comm_s": N_("context parallel"),
+    "ep_comm_s": N_("expert parallel"),
+    "pp_bubble_s": N_("bubble"),
+    "pp_comm_s": N_("pipeline exchange"),
+    "dp_comm_exposed_s": N_("gradient exchange"),
+    "optimizer_s": N_("optimizer"),
 }
 """What the parts of a step are called where they limit it."""
 LIMIT_SHARE = 0.1
@@ -116,32 +118,28 @@ def _served(objective: str, prediction: Prediction) -> dict[str, object]:
     data = nested({name: figure for name, figure in prediction.figures.items() if name not in cache})
     seconds, low, high = prediction.step_time_s, prediction.low_s, prediction.high_s
     if seconds is not None and low is not None and high is not None:
-        bounds = sorted((told(objective, low), told(objective, high)))
-        data["objective"] = {"value": told(objective, seconds), "low": bounds[0], "high": bounds[1]}
+        bounds = sorted((objective_value(objective, low), objective_value(objective, high)))
+        data["objective"] = {"value": objective_value(objective, seconds), "low": bounds[0], "high": bounds[1]}
         data["step_time_s"] = {"value": seconds, "low": low, "high": high}
     return data | {"memory": _memory(prediction) | cache}
 
 
 def _memory(prediction: Prediction) -> dict[str, object]:
-    memory: dict[str, object] = {
-        "static_gib": prediction.static_bytes / GIB,
-        "activation_gib": prediction.activation_bytes / GIB,
-        "peak_allocated_gib": prediction.peak_allocated_bytes / GIB,
-        "reserved_gib": prediction.reserved_bytes / GIB,
-        "device_used_gib": prediction.device_used_bytes / GIB,
-        "worst_stage": prediction.worst_stage,
-    }
+    memory: dict[str, object] = in_gib({name: getattr(prediction, name) for name in MEMORY})
+    memory["worst_stage"] = prediction.worst_stage
     if prediction.capacity_bytes is not None:
         memory = {"fits": prediction.fits, "capacity_gib": prediction.capacity_bytes / GIB, **memory}
     if prediction.components:
-        memory["components"] = {
-            name: {
-                key.replace("_bytes", "_gib"): figure / GIB if key.endswith("_bytes") else figure
-                for key, figure in part.items()
-            }
-            for name, part in prediction.components.items()
-        }
+        memory["components"] = {name: in_gib(part) for name, part in prediction.components.items()}
     return memory
+
+
+def in_gib(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures by name with those in bytes as GiB; None stays None."""
+    return {
+        name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
+        for name, value in figures.items()
+    }
 
 
 def rank_record(figures: RankPrediction) -> dict[str, object]:

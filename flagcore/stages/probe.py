@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from flagcore.contracts import Launcher, Platform, Running, Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.effects import effects_of, engine_candidate, engine_task, environment_of
-from flagcore.domain.failure import classify, log_tail
-from flagcore.domain.launch import Exit
+from flagcore.domain.launch import Exit, classify, log_tail
 from flagcore.domain.prediction import RankPrediction
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.trial import TrialState

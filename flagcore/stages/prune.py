@@ -15,7 +15,7 @@ from flagcore.domain.search_state import DOES_NOT_FIT, Pruned
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Space
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.errors import FlagError
-from flagcore.learning.memory import least_share
+from flagcore.learning.chances import least_share
 
 CHUNK = 1 << 16
 """Candidates per call of a rule."""
@@ -66,7 +66,6 @@ def needed_share(space: Space, predictions: Predictions, trials: Sequence[Trial]
 
 
 def _memory_ratios(space: Space, predictions: Predictions, trials: Sequence[Trial]) -> list[float]:
-    """Return logarithms of used over predicted memory of those of `trials` that ran."""
     ratios = []
     for trial in trials:
         row, measured = space.find(trial.candidate), trial.measurement
@@ -140,7 +139,7 @@ def _is(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
 
 
 def _not_apart(columns: Columns, space: Space, candidate: Candidate) -> BoolArray:
-    """Return which rows have the values of `candidate` on each axis whose values nobody can order."""
+    """Return which rows have the values of `candidate` on each axis whose values have no order."""
     apart = [axis for axis in space.axes if axis.apart]
     return _same(columns, apart, candidate) if apart else np.ones(next(iter(columns.values())).shape, dtype=np.bool_)
 

@@ -6,13 +6,12 @@ import numpy as np
 
 from flagcore.contracts import Choice, SearchContext, Strategy, Workload
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Features, Past
+from flagcore.domain.experience import Features, Past, features
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import IntArray, Space
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.learning import features
 
 
 def rank(strategy: Strategy, context: SearchContext) -> Choice:

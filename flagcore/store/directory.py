@@ -71,12 +71,12 @@ class RunDirectory:
         Raises RunError with the difference if the folder belongs to another task.
         """
         known = self.known()
-        said = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
+        wanted = {"task": redact_data(json.loads(json.dumps(task))), "fixed": json.loads(json.dumps(fixed))}
         if known is None:
-            known = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **said}
+            known = {"run": f"{self.path.resolve().name}-{uuid4().hex[:12]}", **wanted}
             text = json.dumps(known, indent=2, sort_keys=True, ensure_ascii=False)
             write(self.path / IDENTITY, text, private=bool(secrets_in_data(known["fixed"])))
-        changes = list(differences(known["task"], said["task"]))
+        changes = list(differences(known["task"], wanted["task"]))
         if changes:
             shown = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
             raise RunError(

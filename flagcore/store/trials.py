@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, create_trial
 from optuna.trial import TrialState as OptunaState
 
 from flagcore.domain.candidate import Candidate, KnobValue
-from flagcore.domain.objective import is_rate, told
+from flagcore.domain.objective import is_rate, objective_value
 from flagcore.domain.trial import NOTES, RUN, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import open_regular, read_regular
@@ -138,7 +138,7 @@ class OptunaStore:
         state = STATES.get(trial.state, OptunaState.FAIL)
         values = None
         if measured and state is OptunaState.COMPLETE:
-            values = [told(self._objective, measured.step_time_s, measured)]
+            values = [objective_value(self._objective, measured.step_time_s, measured)]
         self._storage.set_trial_state_values(identifier, state, values)
 
     def _close_interrupted(self) -> None:
@@ -241,5 +241,5 @@ def _finite(figure: object) -> bool:
 
 
 def _line(error: Exception) -> str:
-    told = getattr(error, "strerror", None) or str(error)
-    return " ".join(told.split())[:200] or type(error).__name__
+    message = getattr(error, "strerror", None) or str(error)
+    return " ".join(message.split())[:200] or type(error).__name__

@@ -14,10 +14,14 @@ from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import Trial, TrialState
 from flagcore.learning import MEMORY, TIME, Belief, Ratios, chance_to_gain, expected_gain
-from flagcore.learning.costs import expected_seconds, whole_seconds
-from flagcore.learning.failures import chance_to_end
-from flagcore.learning.limits import chance_to_keep
-from flagcore.learning.trials import observed_memory, observed_times, unit_where_unknown
+from flagcore.learning.chances import chance_to_end, chance_to_keep
+from flagcore.learning.trials import (
+    expected_seconds,
+    observed_memory,
+    observed_times,
+    unit_where_unknown,
+    whole_seconds,
+)
 
 MAX_ROWS = 4096
 """Of the open candidates as many are weighed, the fastest predicted ones."""

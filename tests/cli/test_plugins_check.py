@@ -77,7 +77,7 @@ def test_a_broken_pyproject_is_a_failed_check(flag: Flag, acme: Path, old: str, 
 
 @pytest.mark.process
 def test_a_check_that_hangs_is_given_up(flag: Flag, acme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flagcore.api.plugin_tools.check.CHECK_SECONDS", 8.0)
+    monkeypatch.setattr("flagcore.testing.runner.CHECK_SECONDS", 8.0)
     hooks = acme / "flagcore_acme/hooks.py"
     endless = """
 

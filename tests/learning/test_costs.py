@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.learning.costs import expected_seconds, whole_seconds
+from flagcore.learning.trials import expected_seconds, whole_seconds
 from tests.strategies.contexts import predictions, ran, search_context
 
 KNOWN = predictions()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.trial import Trial, TrialState
-from flagcore.learning.failures import chance_to_end
+from flagcore.learning.chances import chance_to_end
 from tests.strategies.contexts import SPACE, predictions, ran, search_context
 
 KNOWN = predictions()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from flagcore.learning.memory import least_share
+from flagcore.learning.chances import least_share
 
 
 def test_a_prediction_stands_until_something_was_measured() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, deferred, in_flight, makespan

@@ -16,12 +16,11 @@ import yaml
 from flagcore import api
 from flagcore.contracts import Pipelined
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.experience import Past
+from flagcore.domain.experience import Past, features
 from flagcore.domain.knob import Effect, Factor, Knob, Requirement
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Role, Trial, TrialState
 from flagcore.errors import SpecError
-from flagcore.learning import features
 from flagcore.plugins import strategy, workload_of
 from flagcore.problem import Problem, build_problem, candidate_columns
 from flagcore.spec import parse_spec

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flagcore.report.compact_table import candidates_table
 from flagcore.report.formats import fitted
+from flagcore.report.text import candidates_table
 
 RECORDS = [
     {

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,13 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.errors import SpecError
-from flagcore.spec import read_model
+from flagcore.spec.models import model_from
 
 ErrorOf = Callable[..., SpecError]
+
+
+def read_model(source: str | Mapping[str, object], base: Path) -> Model:
+    return model_from(source, base=base)
 
 
 def config(kind: str, layers: int, hidden: int, ffn: int, heads: int, vocab: int, **more: Any) -> dict[str, Any]:

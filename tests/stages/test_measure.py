@@ -14,8 +14,7 @@ from flagcore.contracts import Platform, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.failure import classify
-from flagcore.domain.launch import Exit, FailurePattern
+from flagcore.domain.launch import Exit, FailurePattern, classify
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD

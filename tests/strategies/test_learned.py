@@ -11,8 +11,7 @@ from flagcore.domain.experience import Observed, Past
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Trial, TrialState
-from flagcore.learning.costs import whole_seconds
-from flagcore.learning.trials import LEAST_NOISE, PROBE_NOISE, observed_memory, observed_times
+from flagcore.learning.trials import LEAST_NOISE, PROBE_NOISE, observed_memory, observed_times, whole_seconds
 from flagcore.strategies.learned import STRATEGY
 from tests.strategies.contexts import SPACE, distorted, predictions, ran, search_context
 

@@ -31,7 +31,7 @@ CALIBRATED = "calibration"
 class CalibratedPlugins(LoadedPlugins):
     """As `LoadedPlugins`, with the kernel and collective times of a chip from its calibration where there is one.
 
-    `told` is called with a line for each calibration that costs are made of, for one of fewer devices than a node
+    `warn` is called with a line for each calibration that costs are made of, for one of fewer devices than a node
     has, and for each file that cannot be read and is of another chip, once each.
     """
 
@@ -40,10 +40,10 @@ class CalibratedPlugins(LoadedPlugins):
         plugins: Iterable[Plugin],
         failures: Iterable[PluginFailure],
         calibrations: Calibrations,
-        told: Callable[[str], object],
+        warn: Callable[[str], object],
     ) -> None:
         super().__init__(plugins, failures)
-        self._calibrations, self._told = calibrations, told
+        self._calibrations, self._warn = calibrations, warn
         self._found: dict[str, Calibration | None] = {}
         self._few: set[str] = set()
         self._support: dict[str, EngineSupport] = {}
@@ -52,22 +52,22 @@ class CalibratedPlugins(LoadedPlugins):
         """Return the plugins' chips, and those that no plugin catalogues but that were calibrated."""
         if self._catalogue is None:
             catalogue = super()._known_chips()
-            kept_here: tuple[tuple[Path, Calibration], ...] = ()
+            saved: tuple[tuple[Path, Calibration], ...] = ()
             with suppress(RunError):  # reported when its times are read
-                kept_here = self._calibrations.all()
-            for _, kept in reversed(kept_here):
-                if kept.facts is not None and bare(kept.chip) not in catalogue:
+                saved = self._calibrations.all()
+            for _, calibration in reversed(saved):
+                if calibration.facts is not None and bare(calibration.chip) not in catalogue:
                     with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
-                        chip = chip_of(kept)
-                        catalogue[bare(kept.chip)] = (chip, CALIBRATED)
+                        chip = chip_of(calibration)
+                        catalogue[bare(calibration.chip)] = (chip, CALIBRATED)
                         self._chips.append(chip)
-                        self._support[chip.name] = support_from(kept.facts, chip.name)
+                        self._support[chip.name] = support_from(calibration.facts, chip.name)
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
         """Return the plugins' answer; of a chip that only a calibration knows, what torch reported."""
-        said = super().engine_support(chip, engine, engine_version)
-        return said if said.device_type else self._support.get(chip.name, said)
+        answer = super().engine_support(chip, engine, engine_version)
+        return answer if answer.device_type else self._support.get(chip.name, answer)
 
     def kernel_costs(self, chip: Chip, engine: str) -> KernelCostStack | None:
         """Return the calibration on top of the plugins' costs and the roofline. Raises RunError."""
@@ -94,11 +94,11 @@ class CalibratedPlugins(LoadedPlugins):
             found = self._calibrations.find(chip, _installed_torch())
             if not self._found:
                 for _, error in self._calibrations.unreadable():
-                    self._told(str(error))
+                    self._warn(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:
                 message = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
-                self._told("; ".join([message, *busy(found[1].others or 0.0)]))
+                self._warn("; ".join([message, *busy(found[1].others or 0.0)]))
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
@@ -106,7 +106,7 @@ class CalibratedPlugins(LoadedPlugins):
         name, most = group.chip.name, calibration.devices
         if most < group.devices_per_node and name not in self._few:
             self._few.add(name)
-            self._told(
+            self._warn(
                 f"{name} was calibrated on {most} of the {group.devices_per_node} devices of a node: collectives "
                 "among more were not measured; run `flag calibrate` where all of them are"
             )

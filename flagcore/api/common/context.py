@@ -80,19 +80,19 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
     place = UNNAMED if isinstance(where, Mapping) else Path(where)
     if isinstance(where, Mapping) or not place.is_dir():
         problem, workload = build_problem_of_spec(where, chip, without)
-        return _known(place, problem, workload, learn(()), Past.empty())
+        return _snapshot(place, problem, workload, learn(()), Past.empty())
     run = load_run(place)
     if chip is not None:
         raise UsageError(f"--chip {chip} goes with a spec; the run {place} has a chip of its own")
     home = run_home(run)
-    said = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
-    spec = _with_its_hardware(_spec(home / SPEC, None, without), said)
+    stored = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
+    spec = _with_its_hardware(_spec(home / SPEC, None, without), stored)
     workload = plugins.workload_of(spec.work)
     with loaded_plugins(without) as loaded:
         problem = build_problem(spec, loaded, workload)
         _require_known_values(run, problem)
-        past = past_of_problem(problem, loaded, workload, said["run"])
-        found = _known(place, problem, workload, run.search_state, past)
+        past = past_of_problem(problem, loaded, workload, stored["run"])
+        found = _snapshot(place, problem, workload, run.search_state, past)
     warn_about_problem(problem, workload)
     return replace(found, run=run)
 
@@ -102,10 +102,10 @@ def run_home(run: Run) -> Path:
     return run.folder / str(run.data["engine"]) if run.engines else run.folder
 
 
-def _with_its_hardware(spec: Spec, said: Mapping[str, Any]) -> Spec:
+def _with_its_hardware(spec: Spec, stored: Mapping[str, Any]) -> Spec:
     """Return the spec of a run with the hardware and the baseline that it had, whatever is on this machine."""
-    spec = replace(spec, baseline=said["fixed"].get("baseline"))
-    hardware = said["task"].get("hardware") or {}
+    spec = replace(spec, baseline=stored["fixed"].get("baseline"))
+    hardware = stored["task"].get("hardware") or {}
     if spec.cluster.groups or not {"chip", "devices_per_node"} <= hardware.keys():
         return spec
     chip, devices = str(hardware["chip"]), int(hardware["devices_per_node"])
@@ -125,7 +125,7 @@ def _require_known_values(run: Run, problem: Problem) -> None:
                 raise RunError(f"{run.folder} cannot be read: {message}") from None
 
 
-def _known(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
+def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
     space, predictions = problem.space, problem.predictions
     taught = search_state.trials, problem.pruned, search_state.probes
     pruned = prune(space, predictions, workload, problem.rules, *taught)
@@ -136,8 +136,8 @@ def _known(where: Path, problem: Problem, workload: Workload, search_state: Sear
 
 
 def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Mapping[str, Any] | None = None) -> Spec:
-    file, told = spec_data(asked, data)
-    spec = parsed(told, file=str(file), base=file.parent, without=without)
+    file, content = spec_data(asked, data)
+    spec = parsed(content, file=str(file), base=file.parent, without=without)
     if chip is None:
         return spec
     if spec.cluster.groups:

@@ -1,11 +1,13 @@
-"""A spec as users pass it: a file, or plain data."""
+"""Specs: as users pass them, a file or plain data, and as the folder of a run stores them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore.problem import Problem
 from flagcore.spec import spec_as_data
 from flagcore.spec.plain_data import plain
 
@@ -22,3 +24,56 @@ def spec_data(spec: SpecLike, data: Mapping[str, Any] | None = None) -> tuple[Pa
         return UNNAMED, dict(plain(spec, file=str(UNNAMED)))
     file = Path(spec)
     return file, spec_as_data(file) if data is None else dict(data)
+
+
+RUNS = Path("runs")
+"""The default folder of runs."""
+
+
+def with_fidelity(data: Mapping[str, Any], fidelity: str | None = None) -> dict[str, Any]:
+    """Return a spec's data with a fidelity, or without any."""
+    tuner = dict(data.get("auto_tuner") or {})
+    control = {key: value for key, value in (tuner.get("control") or {}).items() if key != "fidelity"}
+    if fidelity is not None:
+        control["fidelity"] = fidelity
+    if control == (tuner.get("control") or {}):
+        return dict(data)
+    return {**data, "auto_tuner": {**tuner, "control": control}}
+
+
+def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return a spec's data with absolute paths, so that a copy of it means the same in another folder."""
+    moved = dict(data)
+    if isinstance(data.get("model"), str):
+        moved["model"] = str((base / data["model"]).resolve())
+    for kind in ("train", "serve"):
+        work = dict(data.get(kind) or {})
+        if work.get("command"):
+            moved[kind] = {**work, "directory": str((base / (work.get("directory") or ".")).resolve())}
+    serve = dict(moved.get("serve") or {})
+    if serve.get("weights"):
+        serve["weights"] = str((base / serve["weights"]).resolve())
+    if (serve.get("profile") or {}).get("trace"):
+        serve["profile"] = {**serve["profile"], "trace": str((base / serve["profile"]["trace"]).resolve())}
+    if serve:
+        moved["serve"] = serve
+    cluster = data.get("cluster")
+    if isinstance(cluster, dict) and cluster.get("hostfile"):
+        moved["cluster"] = {**cluster, "hostfile": str((base / cluster["hostfile"]).resolve())}
+    return moved
+
+
+def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
+    """Return what must not change when a run is resumed: spec, model, hardware, and how trials are started."""
+    cluster = problem.platform.task.cluster
+    group = cluster.groups[0]
+    hardware = {"chip": cluster.chips, "nodes": group.nodes, "devices_per_node": group.devices_per_node}
+    platform = problem.platform
+    engine = {"device": platform.support.device_type, "backend": platform.support.distributed_backend}
+    given = {"environment": dict(platform.environment), "engine": engine}
+    return {
+        "spec": with_fidelity(data),
+        "model": asdict(platform.task.spec.model),
+        "hardware": hardware,
+        "plugins say": given,
+    }

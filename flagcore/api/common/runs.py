@@ -16,7 +16,7 @@ from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html
 from flagcore.report.result import SCHEMA_VERSION
 from flagcore.report.text import candidate_columns, candidate_text
 from flagcore.spec import spec_as_data
@@ -104,7 +104,7 @@ def load_run(folder: Path | str) -> Run:
     """
     run = read_run(Path(folder))
     for each in run.engines.values() or (run,):
-        _whole(each)
+        _require_complete_journal(each)
     return run
 
 
@@ -116,25 +116,25 @@ def read_run(path: Path) -> Run:
     known = RunDirectory(path).known()
     if known is None:
         raise RunError(f"{path} is not a run; `flag tune` creates one, in `--run-dir`")
-    kept = stored_trials(path, known["run"], known["fixed"].get("storage"))
-    said = [each.fidelity for each in kept if each.fidelity in FIDELITIES and not each.source]
-    fidelity = str(data.get("fidelity") or max(said, key=FIDELITIES.index, default=RUN))
+    stored = stored_trials(path, known["run"], known["fixed"].get("storage"))
+    fidelities = [each.fidelity for each in stored if each.fidelity in FIDELITIES and not each.source]
+    fidelity = str(data.get("fidelity") or max(fidelities, key=FIDELITIES.index, default=RUN))
     if fidelity == ESTIMATE:
         return _from_predictions(path, data)
-    knows = learn(kept, fidelity)
+    state = learn(stored, fidelity)
     return Run(
         folder=path,
         spec=spec_as_data(path / SPEC),
         data=data,
         fidelity=fidelity,
-        trials=knows.trials,
-        repeats=knows.repeats,
-        probes=knows.probes,
-        imported=tuple(trial for trial in kept if trial.source),
-        baseline=knows.baseline,
-        best=knows.best,
-        gains=gains(knows),
-        search_state=knows,
+        trials=state.trials,
+        repeats=state.repeats,
+        probes=state.probes,
+        imported=tuple(trial for trial in stored if trial.source),
+        baseline=state.baseline,
+        best=state.best,
+        gains=gains(state),
+        search_state=state,
     )
 
 
@@ -153,7 +153,6 @@ def _result(path: Path) -> Mapping[str, Any]:
 
 
 def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
-    """Return the run of several engines: that of the winner, and all of them by name."""
     try:
         names = [name for name, each in data["engines"].items() if "error" not in each]
         won = str(data["engine"])
@@ -171,14 +170,14 @@ def count_trials(data: Mapping[str, Any]) -> int:
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
 
 
-def _whole(run: Run) -> None:
+def _require_complete_journal(run: Run) -> None:
     """Raise RunError if the journal of a run has fewer trials than its result."""
     try:
-        told = count_trials(run.data)
+        expected = count_trials(run.data)
     except TypeError as error:
         raise RunError(f"{run.folder / RESULT} cannot be read ({error!r}); `flag tune` writes it") from None
-    if (kept := len(run.trials) + len(run.repeats) + len(run.probes)) < told:
-        lost = f"the journal has {kept} of the {told} trials of result.json, so it was cut or replaced"
+    if (stored := len(run.trials) + len(run.repeats) + len(run.probes)) < expected:
+        lost = f"the journal has {stored} of the {expected} trials of result.json, so it was cut or replaced"
         raise RunError(f"{run.folder}: {lost}; restore it, or read result.json and report.html")
 
 
@@ -218,8 +217,8 @@ def _as_predicted(data: Mapping[str, Any]) -> Trial:
 
 
 def _compared(trial: Trial) -> Mapping[str, Any]:
-    told, believed = trial.predicted, trial.believed or {}
-    steps = {"predicted": told.get("step_time_s"), "believed": believed.get("step_time_s")}
+    expected, believed = trial.predicted, trial.believed or {}
+    steps = {"predicted": expected.get("step_time_s"), "believed": believed.get("step_time_s")}
     return {
         "number": trial.number,
         "candidate": trial.candidate.as_dict(),

@@ -17,11 +17,10 @@ from flagcore.contracts import Plugins, Workload
 from flagcore.domain.chip import Chip
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.effects import engine_task
-from flagcore.domain.experience import Observed, Past
+from flagcore.domain.experience import Observed, Past, features
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.errors import FlagError
-from flagcore.learning import features
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
 from flagcore.plugins import engines
 from flagcore.problem import Problem, candidate_columns
@@ -62,8 +61,8 @@ def past(
     for record in islice(records, MOST):
         with suppress(FlagError, KeyError, TypeError, ValueError):
             kind = record["kind"]
-            told = dict(record[kind])
-            command = tuple(told.pop("command", None) or ()) or None  # a job record has no key for it
+            work_data = dict(record[kind])
+            command = tuple(work_data.pop("command", None) or ()) or None  # a job record has no key for it
             if kind == "serve" and record["measured"]["objective"] != objective:
                 continue
             beside = {knob: record["candidate"][knob.name] for knob in knobs if knob.name in record["candidate"]}
@@ -71,7 +70,7 @@ def past(
                 knob.parse(value, knob.name)
             names = {knob.name for knob in beside}
             own = {name: value for name, value in record["candidate"].items() if name not in names}
-            job = read_job({**record, kind: told, "candidate": own}, known)
+            job = read_job({**record, kind: work_data, "candidate": own}, known)
             work = replace(job.work, command=command)
             nodes = job.devices // job.devices_per_node
             group = NodeGroup(chip=chip, nodes=nodes, devices_per_node=job.devices_per_node)
@@ -95,7 +94,6 @@ def _observed(
     plugins: Plugins,
     workload: Workload,
 ) -> tuple[Observed, Observed]:
-    """Return times and memory of the records of one task."""
     task = members[0][0]
     legal = legality(task, workload)
     each = [candidate_columns(task, workload, candidate) for _, candidate, _ in members]

@@ -55,12 +55,16 @@ def ask_torch() -> Torch | None:
             return None
     for line in reversed((tool_output(sys.executable, "-c", _ASK, timeout_seconds=SECONDS) or "").splitlines()):
         with suppress(ValueError, KeyError, TypeError):
-            said = json.loads(line[line.index("{") :])
+            reported = json.loads(line[line.index("{") :])
             devices = tuple(
                 Device(index=place, chip=str(name), memory_bytes=int(total))
-                for place, (name, total) in enumerate(said["devices"])
+                for place, (name, total) in enumerate(reported["devices"])
             )
-            return Torch(kind=str(said["kind"]), backend=str(said["backend"]), devices=devices) if devices else None
+            return (
+                Torch(kind=str(reported["kind"]), backend=str(reported["backend"]), devices=devices)
+                if devices
+                else None
+            )
     return None
 
 
@@ -70,22 +74,22 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
 
     Raises NoDevice for devices that a plugin lists but torch cannot use: nothing can be measured on them.
     """
-    strange = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
-    said = ask_torch()
-    if said and not strange:
-        strange = [device for device in said.devices if loaded.find_chip(device.chip) is None]
-    if not strange:
+    unlisted = [device for device in loaded.devices() if loaded.find_chip(device.chip) is None]
+    reported = ask_torch()
+    if reported and not unlisted:
+        unlisted = [device for device in reported.devices if loaded.find_chip(device.chip) is None]
+    if not unlisted:
         return None
-    name = Counter(device.chip for device in strange).most_common(1)[0][0]
-    if said is None:
+    name = Counter(device.chip for device in unlisted).most_common(1)[0][0]
+    if reported is None:
         message = f"{name} is not listed by any installed plugin, and torch finds no accelerator here"
         raise NoDevice(f"{message}; install the vendor's torch, or its plugin")
-    here = tuple(device for device in strange if device.chip == name)
+    here = tuple(device for device in unlisted if device.chip == name)
     memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
     source = Source(kind="measured", detail="what torch says of the device")
     known = Fact(value=float(memory), source=source) if memory else None
     chip = Chip(name=name, vendor=VENDOR, memory_bytes=known, devices_per_node=len(here))
-    return chip, support_of(said.kind, said.backend, name), here
+    return chip, support_of(reported.kind, reported.backend, name), here
 
 
 def facts_of(chip: Chip, support: EngineSupport) -> dict[str, Any]:

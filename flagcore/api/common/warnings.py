@@ -55,7 +55,7 @@ def parsed(data: Mapping[str, Any], *, file: str, base: Path, without: Collectio
 def warn_about_problem(problem: Problem, workload: Workload) -> None:
     """Warn of an engine that is untested on the chip, of variables that the user sets differently from plugins,
     of sizes that a rule holds at 1, of pruning rules that had to be left out, of settings that do
-    nothing, and of flags that nobody could check.
+    nothing, and of flags that cannot be checked.
     """
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:

@@ -33,7 +33,7 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
     leave. Raises UsageError.
     """
     task, axes = problem.platform.task, problem.legality.axes
-    given = _given(text, axes, problem.knobs)
+    given = _knob_values(text, axes, problem.knobs)
     for axis in axes:
         value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
@@ -50,8 +50,8 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
         if axis.is_flag and axis.knob not in given and (axis.knob not in fixed or plain[axis.knob][0])
     ]
     columns = {axis.knob: (plain if axis.knob in implied else whole)[axis.knob] for axis in axes}
-    taken = canonical(columns, problem.legality.merges)
-    return {knob: (columns if knob in given else taken)[knob] for knob in columns}, frozenset(given)
+    merged = canonical(columns, problem.legality.merges)
+    return {knob: (columns if knob in given else merged)[knob] for knob in columns}, frozenset(given)
 
 
 def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
@@ -59,7 +59,7 @@ def as_candidate(axes: Sequence[Axis], columns: Columns) -> Candidate:
     return Candidate(tuple((axis.knob, axis.decode(int(columns[axis.knob][0]))) for axis in axes))
 
 
-def _given(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:
+def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, KnobValue]:
     by_name = {axis.knob.casefold(): axis for axis in axes}
     by_name |= {knob_of(axis.knob, knobs).title.casefold(): axis for axis in axes}
     given: dict[str, KnobValue] = {}

@@ -27,7 +27,7 @@ from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
 from flagcore.problem import fastest
 from flagcore.report.candidate_report import candidate_report_text
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html
 from flagcore.report.result import trial as trial_record
 from flagcore.report.serving_text import limits_text
 from flagcore.stages.build import canonical
@@ -111,9 +111,9 @@ def candidate_report(snapshot: Snapshot, name: str) -> CandidateReport:
     to_change = changes(snapshot, meant, step, row)
     if state in (OPEN, RAN):
         to_change.pop("allowed", None)
-    task = snapshot.task
+    task, asked_for, kind = snapshot.task, name.strip().casefold(), "trial" if snapshot.run else "candidate"
     return CandidateReport(
-        name="the candidate" if named else _told_name(snapshot, name.strip().casefold()),
+        name="the candidate" if named else f"{kind} {asked_for}" if asked_for.isdecimal() else asked_for,
         where=str(snapshot.where),
         chip=task.cluster.chips,
         devices=task.cluster.devices,
@@ -167,10 +167,6 @@ def _by_name(snapshot: Snapshot, name: str) -> Candidate | None:
     if not 1 <= number <= order.size:
         raise UsageError(f"{snapshot.where} has no candidate {number}; those that are left are 1 to {order.size:,}")
     return snapshot.problem.space.candidate(int(order[number - 1]))
-
-
-def _told_name(snapshot: Snapshot, name: str) -> str:
-    return f"{'trial' if snapshot.run else 'candidate'} {name}" if name.isdecimal() else name
 
 
 def _no_best(snapshot: Snapshot) -> str:

@@ -22,8 +22,7 @@ from flagcore.domain.trial import Trial
 from flagcore.errors import UsageError
 from flagcore.report.comparison import compared_text
 from flagcore.report.explanation import memory_parts, part_name
-from flagcore.report.formats import lookup
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html, lookup
 from flagcore.store.directory import differences
 
 SURELY, PERHAPS, BELIEVED, PREDICTED, UNKNOWN = "surely", "perhaps", "as believed", "as predicted", "unknown"
@@ -108,17 +107,17 @@ class _Side:
         return step if isinstance(step, float) else None
 
     def data(self) -> dict[str, Any]:
-        told = self.report
+        report = self.report
         return {
-            "name": told.name,
-            "where": told.where,
-            "candidate": told.candidate,
-            "chip": told.chip,
-            "devices": told.devices,
-            "state": told.state,
-            "because": list(told.because),
-            "predicted": told.predicted,
-            "believed": told.believed,
+            "name": report.name,
+            "where": report.where,
+            "candidate": report.candidate,
+            "chip": report.chip,
+            "devices": report.devices,
+            "state": report.state,
+            "because": list(report.because),
+            "predicted": report.predicted,
+            "believed": report.believed,
             "measured": self._measured(),
         }
 
@@ -172,12 +171,12 @@ def _compared(a: _Side, b: _Side) -> Comparison:
     if isinstance(specs[0].work, ServeSpec) != isinstance(specs[1].work, ServeSpec):
         raise UsageError(f"{a.known.where} and {b.known.where} cannot be compared: one trains, the other serves")
     gap, sure = _gap(a, b)
-    told = [side.report.predicted or {} for side in (a, b)]
-    if not all(told):
-        told = [{}, {}]
-    time = _pairs(*(each.get("time", {}) for each in told))
-    memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in told))
-    figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in told]
+    predictions = [side.report.predicted or {} for side in (a, b)]
+    if not all(predictions):
+        predictions = [{}, {}]
+    time = _pairs(*(each.get("time", {}) for each in predictions))
+    memory = _pairs(*(memory_parts(each["memory"]) if each else {} for each in predictions))
+    figures = [{f"{name}.p50": lookup(each, f"{name}.p50") for name in LATENCIES} for each in predictions]
     return Comparison(
         a=a.data(),
         b=b.data(),
@@ -249,7 +248,6 @@ def _pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[float,
 
 
 def _because(a: _Side, b: _Side, time: Mapping[str, tuple[float, float]], gap: float | None, sure: str) -> list[str]:
-    """Return what explains the gap, in words."""
     sides = (("A", a), ("B", b))
     refused = [f"{name} is illegal: {side.report.because[0]}" for name, side in sides if not side.report.predicted]
     if refused or gap is None:

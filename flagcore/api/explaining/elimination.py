@@ -60,7 +60,7 @@ def state_of(
     """Return what became of a candidate, why in words, and the rules of this stage behind it."""
     outside = _outside(snapshot, candidate)
     if broken:
-        return ILLEGAL, [*map(_said, broken), *outside], []
+        return ILLEGAL, [*map(_broken_text, broken), *outside], []
     if row is None:
         unlisted = ["not in the space: no combination of the values that the spec lists gives it"]
         legal = LEGAL[(predicted or {"memory": {}})["memory"].get("fits")]
@@ -69,7 +69,7 @@ def state_of(
     if any(trial.fidelity == wanted and trial.role is not Role.IMPORTED for trial in tried):
         return (
             RAN,
-            [*(_ended(snapshot, trial) for trial in tried), *_altogether(snapshot, candidate)],
+            [*(_ended(snapshot, trial) for trial in tried), *_of_all_runs(snapshot, candidate)],
             _taught(snapshot, row),
         )
     probed = [_ended(snapshot, trial) for trial in tried if trial.fidelity != ESTIMATE]
@@ -90,7 +90,7 @@ def _outside(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     return lines
 
 
-def _said(rule: Mapping[str, Any]) -> str:
+def _broken_text(rule: Mapping[str, Any]) -> str:
     """Return a broken rule in words, with the values that it looked at."""
     here = ", ".join(f"{knob} = {value}" for knob, value in rule["values"].items())
     return f"{rule['rule']}: {rule['says']}" + (f"; here {here}" if here else "")
@@ -121,25 +121,20 @@ def _ended(snapshot: Snapshot, trial: Trial) -> str:
     return f"{line}, {more:+.1%} in time against the best (trial {best.number}: {of}){stopped}"
 
 
-def _altogether(snapshot: Snapshot, candidate: Candidate) -> list[str]:
+def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
     """Return the result of several runs of a candidate, and whether it may be as fast as the best.
 
     The latter only if the best ran more than once.
     """
     runs, best = snapshot.search_state.runs_of(candidate), snapshot.search_state.best
-    near = (
-        best is not None and len(snapshot.search_state.runs_of(best.candidate)) > 1 and candidate in _rivals(snapshot)
-    )
-    open_yet = ["the runs do not tell it apart from the best: it may be as fast"] if near else []
+    near = best is not None and len(snapshot.search_state.runs_of(best.candidate)) > 1
+    near = near and any(trial.candidate == candidate for trial in rivals(snapshot.search_state))
+    open_yet = ["not significantly slower than the best"] if near else []
     if len(runs) < 2:
         return open_yet
     step = 1.0 / snapshot.search_state.speed_of(candidate)
     line = f"the median of its {len(runs)} runs: {seconds_text(snapshot.task.spec.objective, step)}"
     return [f"{line}; it is the best" if best is not None and best.candidate == candidate else line, *open_yet]
-
-
-def _rivals(snapshot: Snapshot) -> set[Candidate]:
-    return {trial.candidate for trial in rivals(snapshot.search_state)}
 
 
 def _taught(snapshot: Snapshot, row: int) -> list[Mapping[str, Any]]:

@@ -8,14 +8,13 @@ from typing import Any
 
 from flagcore.api.common.context import load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.common.plugin_notes import knob_record, plugin_notes
 from flagcore.api.common.runs import Run
-from flagcore.api.planning.estimate import before_trials
+from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.plan import Counts, count, failed_repeats
 from flagcore.domain.trial import RUN
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import require_candidate
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html
 from flagcore.stages.prune import LEARNED
 
 
@@ -58,7 +57,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     if found.run is not None:
         lost = failed_repeats(found.run.repeats)
         counts, because = (
-            _kept(found.run) or count(problem.space, found.pruned, found.search_state),
+            _saved_counts(found.run) or count(problem.space, found.pruned, found.search_state),
             found.run.stopped_because,
         )
     says = {rule.name: rule.message for rule in problem.legality.rules}
@@ -80,7 +79,7 @@ def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str
     )
 
 
-def _kept(run: Run) -> Counts | None:
+def _saved_counts(run: Run) -> Counts | None:
     """Return the counts that a run saved when it ended, None for one in progress. Raises RunError."""
     if run.in_progress:
         return None

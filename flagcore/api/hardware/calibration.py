@@ -35,7 +35,7 @@ GRACE_SECONDS = 120.0
 """What start and end of the program may take beside the measuring."""
 
 UNPUBLISHED = ("bf16", "fp16", "fp32")
-"""What is measured of a chip whose rates nobody published."""
+"""What is measured of a chip without published rates."""
 
 
 def calibrate(
@@ -48,7 +48,7 @@ def calibrate(
     """Measure kernels and collectives on this machine's devices in about `seconds`, and keep the result.
 
     `devices` measures on the first few only. Predictions for the chip use the result from then on. `on_start` is
-    told in a line what is going to be measured. Returns the result and its file. Raises NoDevice if nothing can be
+    record in a line what is going to be measured. Returns the result and its file. Raises NoDevice if nothing can be
     measured, UsageError if there are fewer devices, RunError if the measurement fails or cannot be kept, Interrupted.
     """
     if find_spec("torch") is None:
@@ -124,8 +124,8 @@ def summary(calibration: Calibration) -> list[dict[str, Any]]:
     for (name, which), rows in kinds.items():
         best, unit = _best(name, rows)
         spread = 100.0 * median(float(row["spread"]) for row in rows)
-        told = {"what": f"{name} {which}", "measured": len(rows), "best": best, "unit": unit}
-        records.append(told | {"spread_percent": spread})
+        record = {"what": f"{name} {which}", "measured": len(rows), "best": best, "unit": unit}
+        records.append(record | {"spread_percent": spread})
     return records
 
 
@@ -220,7 +220,6 @@ def _run(launch: Launch) -> None:
 
 
 def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[str]:
-    """Return what cannot be measured with so few devices: collectives between more of them."""
     usual = chip.devices_per_node
     if support.shared_devices or min(here, count) >= usual:
         return []

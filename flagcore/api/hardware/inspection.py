@@ -23,7 +23,8 @@ def devices(without: Collection[str] = ()) -> list[dict[str, Any]]:
     with loaded_plugins(without) as loaded:
         found = loaded.devices()
         if not found:
-            raise NoDevice(f"no device found by the installed plugins ({', '.join(_names(loaded)) or 'none'})")
+            names = ", ".join(plugin.name for plugin in loaded.plugins)
+            raise NoDevice(f"no device found by the installed plugins ({names or 'none'})")
         return [_device(loaded, device) for device in found]
 
 
@@ -65,9 +66,9 @@ def plugin_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
     return records
 
 
-def _maturity(said: Maturity | None) -> dict[str, Any] | None:
+def _maturity(maturity: Maturity | None) -> dict[str, Any] | None:
     """Return what a plugin says of itself; `word` is hardware, transcripts or documents, the best of it."""
-    return {"word": said.word, **asdict(said)} if said else None
+    return {"word": maturity.word, **asdict(maturity)} if maturity else None
 
 
 def chip_table(without: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ def _support() -> list[dict[str, Any]]:
     with loaded_plugins(()) as loaded:
         found = {chip.name: chip for device in loaded.devices() if (chip := loaded.find_chip(device.chip))}
         pairs = [(chip, engine) for chip in found.values() for engine in plugins.names(plugins.WORKLOADS)]
-        said = [(chip, engine, loaded.engine_support(chip, engine)) for chip, engine in pairs]
+        answers = [(chip, engine, loaded.engine_support(chip, engine)) for chip, engine in pairs]
     return [
         {
             "name": chip.name,
@@ -116,7 +117,7 @@ def _support() -> list[dict[str, Any]]:
             "ok": answer.support is Support.YES,
             "mend": "" if answer.support is Support.YES else f"{answer.support.value}: {answer.reason}",
         }
-        for chip, engine, answer in said
+        for chip, engine, answer in answers
     ]
 
 
@@ -178,7 +179,3 @@ def _requirement(wanted: Requirement, purpose: str, extra: str) -> dict[str, Any
         return _part(wanted.name, purpose, None, mend)
     fits = wanted.specifier.contains(found, prereleases=True)
     return {"name": wanted.name, "for": purpose, "version": found, "ok": fits, "mend": "" if fits else mend}
-
-
-def _names(loaded: plugins.LoadedPlugins) -> list[str]:
-    return [plugin.name for plugin in loaded.plugins]

@@ -1,8 +1,8 @@
-"""Take the trials of another tuner into a run."""
+"""Read the configuration of another tuner, and add its trials to a run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,12 +10,11 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.context import build_problem_of_spec
-from flagcore.api.common.inputs import SpecLike, spec_data
-from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths
+from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths
 from flagcore.api.explaining.candidate_parser import as_candidate
 from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
-from flagcore.contracts import HistoryReader, HistoryRow, Workload
+from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.objective import figure_name, seconds
@@ -34,7 +33,7 @@ from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
 
 FARTHEST = 20.0
-"""A median of measured over predicted beyond this factor, either way, is told: the figures may be no milliseconds."""
+"""A median of measured over predicted beyond this factor, either way, is reported: units may be wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +81,11 @@ def import_history(
     if not trials:
         raise UsageError(f"no row of {path} can be taken: {'; '.join(reader.notes[:5]) or 'it has none'}")
     folder = Path(run_dir) if run_dir else RUNS / name.stem
-    kept = _keep(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
+    kept = _save(RunDirectory(folder), problem, data, name.parent, trials, experience=not same_machine)
     return ImportedTrials(run_dir=folder, trials=kept, notes=(*reader.notes, *_doubts(trials)), knobs=problem.knobs)
 
 
-def _keep(
+def _save(
     directory: RunDirectory,
     problem: Problem,
     data: Mapping[str, object],
@@ -198,16 +197,15 @@ class _Rows:
         measured = _served(task, row) if isinstance(task.spec.work, ServeSpec) else _trained(task, row)
         if measured is None:
             return replace(trial, reason=row.error or "it has no figure of the objective")
-        told = tuple(row.figures.values())
-        earlier = self._figures.setdefault(told, row.line) if told else row.line
+        row_figures = tuple(row.figures.values())
+        earlier = self._figures.setdefault(row_figures, row.line) if row_figures else row.line
         if earlier != row.line:  # its recorder keeps the figures of the task before where one fails
-            told_of = f"its figures are those of line {earlier}, as {self.title} repeats them where a task fails"
-            return replace(trial, reason=told_of)
+            reason = f"its figures are those of line {earlier}, as {self.title} repeats them where a task fails"
+            return replace(trial, reason=reason)
         return replace(trial, state=TrialState.MEASURED, measurement=measured)
 
 
 def _trained(task: Task, row: HistoryRow) -> Measurement | None:
-    """Return the measurement of a training row: one step, the mean."""
     if row.step_s is None:
         return None
     train = task.spec.train
@@ -245,11 +243,11 @@ def _served(task: Task, row: HistoryRow) -> Measurement | None:
         spread_s=0.0,
         tokens_per_second_per_device=(tokens or 0.0) / devices,
         figures=figures,
-        broken=tuple(f"{each} is {_told(figures, each)}" for each in missing),
+        broken=tuple(f"{each} is {_limit_text(figures, each)}" for each in missing),
     )
 
 
-def _told(figures: Mapping[str, float], name: str) -> str:
+def _limit_text(figures: Mapping[str, float], name: str) -> str:
     return f"{figures[name]:.4g} s, over its limit" if name in figures else "not measured"
 
 
@@ -264,3 +262,13 @@ def _doubts(trials: list[Trial]) -> list[str]:
     if 1.0 / FARTHEST < middle < FARTHEST:
         return []
     return [f"measured steps are {middle:.3g} times the predicted ones: are they milliseconds, and of this job?"]
+
+
+def read_tree(
+    directory: Path, name: str, overrides: Sequence[str] = (), *, importer: str | None = None
+) -> ImportedSpec:
+    """Return the configuration `name` in `directory`, as an installed importer reads it. Raises SpecError, UsageError.
+
+    `overrides` are a.b=c. `importer` is needed only if several are installed.
+    """
+    return plugins.importer(importer).read_tree(directory, name, overrides)

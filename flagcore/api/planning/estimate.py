@@ -1,27 +1,26 @@
-"""Predict without running: the candidates of a spec, and where they went."""
+"""Predict without running: the candidates of a spec, where they went, and what plugins add to the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.common.plugin_notes import plugin_notes
-from flagcore.contracts import Workload, model_parts
-from flagcore.domain.knob import Knobs
+from flagcore.contracts import Platform, Workload, model_parts
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Effect, Knob, Knobs
 from flagcore.domain.plan import Counts, count
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
-from flagcore.problem import Problem, fastest, require_candidate
-from flagcore.report.formats import lookup
-from flagcore.report.notebook import as_html
+from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
+from flagcore.report.formats import as_html, lookup
 from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table, predict_components, record
@@ -32,7 +31,7 @@ class Estimate:
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
-    the candidates whose time nobody can tell, and `no_time` says why; `runs` says what would run them, `notes` what
+    the candidates without a predicted time, and `no_time` says why; `runs` says what would run them, `notes` what
     plugins say of engine and chip. `knobs` are those of the task.
     """
 
@@ -140,3 +139,39 @@ def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[
         why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, problem.platform.costs)}"}
         records.append({"candidate": space.candidate(int(row)).as_dict(), **why, **record(task, figures)})
     return records
+
+
+def plugin_notes(platform: Platform) -> tuple[str, ...]:
+    """Return what plugins set for all candidates, and their notes on engine and chip."""
+    forced = (f"{each.setting} = {each.value} (rule {each.name}): {each.reason}" for each in platform.support.forced)
+    return (*forced, *platform.support.notes)
+
+
+def knob_record(task: Task, knob: Knob) -> dict[str, Any]:
+    """Return a plugin's knob as plain data. `not_launched` gives the reason for each value that no trial can have."""
+    why = {value: no_launch_reason(task, knob, value) for value in knob.effects}
+    source = knob.source
+    return {
+        "knob": knob.name,
+        "values": list(knob.values),
+        "in_space": knob in task.knobs,
+        "says": knob.help,
+        "claim": knob.claim,
+        "effect": f"{knob.effect_source.kind}: {knob.effect_source.detail}" if knob.effect_source else None,
+        "needs": [str(each) for each in knob.requires] + ["a mixture of experts"] * knob.experts_only,
+        "effects": [_effect(value, effect) for value, effect in knob.effects.items()],
+        "not_launched": {str(value): reason for value, reason in why.items() if reason},
+        "source": f"{source.kind}: {source.detail}" if source else None,
+    }
+
+
+def _effect(value: KnobValue, effect: Effect) -> dict[str, Any]:
+    return {
+        "value": value,
+        "part": effect.part,
+        "time": asdict(effect.time),
+        "memory": asdict(effect.memory),
+        "settings": dict(effect.settings),
+        "flags": list(effect.flags),
+        "environment": dict(effect.environment),
+    }

@@ -25,11 +25,10 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.chip import unknown_chip_hint, with_network
 from flagcore.domain.cluster import Cluster, NodeGroup
 from flagcore.domain.engine import EngineSupport
-from flagcore.domain.job import Job
 from flagcore.domain.prediction import of_row
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, IntArray, Rule
-from flagcore.domain.spec import ClusterSpec, Spec, Task, TrainSpec
+from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
@@ -86,7 +85,6 @@ def _job(line: Line, engines: Mapping[str, Workload]) -> Job:
 
 
 def _refused(error: FlagError) -> Answer:
-    """Return the answer for a record that cannot be predicted."""
     if isinstance(error, SpecError):
         return {"status": "invalid", "reason": "; ".join(map(str, error.problems))}
     return {"status": "unknown", "reason": str(error)}
@@ -178,7 +176,6 @@ class _Jobs:
 
 
 def _predicted(platform: _Platform, workload: Workload, rows: Sequence[_Row]) -> dict[int, Answer]:
-    """Return the answers to jobs of one task, by their places."""
     task = rows[0].task
     columns = {knob: np.concatenate([row.columns[knob] for row in rows]) for knob in rows[0].columns}
     broken: list[list[Rule]] = [[] for _ in rows]

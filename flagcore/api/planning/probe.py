@@ -25,7 +25,7 @@ from flagcore.report.text import candidate_text
 from flagcore.spec import spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
-from flagcore.stages.predict import GIB, rank_record, record
+from flagcore.stages.predict import in_gib, rank_record, record
 from flagcore.stages.probe import probe as probe_candidate
 
 
@@ -61,7 +61,7 @@ def probe(
     """Probe candidates of `spec_file` on one device of this machine, rank by rank.
 
     `candidate` is a place in the list of the fastest predicted, from 1, `baseline`, or knobs as `name=value,...`;
-    without it the `top` fastest predicted are probed. `ranks` are global ones; by default those that tell most. A
+    without it the `top` fastest predicted are probed. `ranks` are global ones; by default those that on_start most. A
     candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
@@ -88,9 +88,9 @@ def probe(
         found = []
         for number, each in enumerate(_chosen(problem, "baseline" if given else candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
-            tell = _teller(on_rank, candidate_text(each, problem.knobs), world)
+            on_start = _reporter(on_rank, candidate_text(each, problem.knobs), world)
             try:
-                several = problem.platform, workload, launcher, each, where, limit, ranks, tell
+                several = problem.platform, workload, launcher, each, where, limit, ranks, on_start
                 probed = probe_candidate(*several, devices=devices)
             except KeyboardInterrupt:
                 raise Interrupted("interrupted") from None
@@ -98,7 +98,7 @@ def probe(
         if not any(probed.measured or probed.out_of_memory for _, probed in found):
             last = found[-1][1].ranks[-1]
             raise EveryTrialFailed(f"no rank gave a result; the last one: {last.state.value}: {last.reason}")
-        return [_told(problem, *pair) for pair in found]
+        return [_probed_record(problem, *pair) for pair in found]
 
 
 def _spec(file: Path, candidate: str | None, without: Collection[str]) -> tuple[Spec, bool]:
@@ -135,7 +135,7 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
     return [problem.space.candidate(int(row)) for row in order[:top]]
 
 
-def _teller(on_rank: Callable[[str], object] | None, candidate: str, world: int) -> Callable[[int], object]:
+def _reporter(on_rank: Callable[[str], object] | None, candidate: str, world: int) -> Callable[[int], object]:
     def report(rank: int) -> None:
         if on_rank is not None:
             on_rank(f"probing rank {rank} of {world}: {candidate}")
@@ -143,7 +143,7 @@ def _teller(on_rank: Callable[[str], object] | None, candidate: str, world: int)
     return report
 
 
-def _told(problem: Problem, candidate: Candidate, probed: Probe) -> Probed:
+def _probed_record(problem: Problem, candidate: Candidate, probed: Probe) -> Probed:
     task, memory = problem.platform.task, problem.platform.costs.memory
     row = problem.space.find(candidate)
     assert row is not None, "every candidate that is probed is in the space"
@@ -165,8 +165,5 @@ def rank_probe_record(probed: RankProbe) -> dict[str, Any]:
     if probed.measured is not None:
         figures = asdict(probed.measured)
         data["stage"] = figures.pop("stage")
-        data["measured"] = {
-            name.replace("_bytes", "_gib"): value / GIB if name.endswith("_bytes") and value is not None else value
-            for name, value in figures.items()
-        }
+        data["measured"] = in_gib(figures)
     return {**data, "predicted": rank_record(probed.predicted), "duration_s": probed.duration_s}

@@ -15,7 +15,7 @@ from flagcore.api.common.knobs import knobs_of_spec
 from flagcore.api.common.runs import SPEC, count_trials, read_run
 from flagcore.api.common.warnings import warn
 from flagcore.contracts import Workload
-from flagcore.domain.plan import Plan, summarize
+from flagcore.domain.plan import summarize
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
 from flagcore.domain.trial import ESTIMATE
 from flagcore.errors import FlagError, RunError
@@ -41,8 +41,8 @@ def report(run_dir: Path | str, form: str = "html", *, without: Collection[str] 
     """Return the page of the run in a folder, as `html` or `markdown`. Nothing is written.
 
     What result.json lacks is in insight.json; where that is missing, it is predicted anew, and left out where this
-    machine predicts something else. A run that was killed, or that goes on, is told by its journal. `without` names
-    plugins to leave out of that. Raises RunError if the folder has no run that can be read.
+    machine predicts something else. A run that was killed, or is in progress, is read from its journal. `without`
+    names plugins to leave out of that. Raises RunError if the folder has no run that can be read.
     """
     try:
         return FORMS[form](page(_data(Path(run_dir), without)))
@@ -100,16 +100,18 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
             notes.append(f"{more} more trials have ended since this result." if more > 0 else "")
             notes.append("" if usable else f"What result.json does not keep is left out: {why}")
         elif not found or more > 0:
-            found, usable = result(_so_far(understood), str(folder)), {}
+            task, space = understood.task, understood.problem.space
+            plan = summarize(task, space, understood.pruned, understood.search_state, "", understood.problem.knobs)
+            found, usable = result(plan, str(folder)), {}
             notes.append("This run is in progress, or was killed: the report covers the trials that have ended.")
         if understood is not None and not usable:
             usable = _predicted_again(understood, found)
             notes.append("" if usable else DIFFERENT)
-    told = tuple(filter(None, notes))
+    shown_notes = tuple(filter(None, notes))
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    return RunData.to_hand_on(found, usable, secrets, folder=home, called=str(folder), notes=told, knobs=knobs)
+    return RunData.to_hand_on(found, usable, secrets, folder=home, called=str(folder), notes=shown_notes, knobs=knobs)
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:
@@ -128,12 +130,6 @@ def _understood(folder: Path, without: Collection[str]) -> tuple[Snapshot | None
     except FlagError as error:
         return None, str(error)
     return found, ""
-
-
-def _so_far(snapshot: Snapshot) -> Plan:
-    """Return the plan of the trials that have ended."""
-    problem = snapshot.problem
-    return summarize(snapshot.task, problem.space, snapshot.pruned, snapshot.search_state, "", problem.knobs)
 
 
 def _predicted_again(snapshot: Snapshot, found: Mapping[str, Any]) -> dict[str, Any]:

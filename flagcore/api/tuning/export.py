@@ -22,8 +22,7 @@ from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
-from flagcore.report.formats import as_yaml
-from flagcore.report.notebook import as_html
+from flagcore.report.formats import as_html, as_yaml
 from flagcore.report.plan_text import plan_text
 from flagcore.report.result import result
 from flagcore.report.text import candidate_text

@@ -53,7 +53,6 @@ def _listens(url: str) -> bool:
 
 
 def _answer(urls: Iterable[str]) -> bool:
-    """Return whether all URLs answer 200."""
     try:
         for url in urls:
             with DIRECT.open(url, timeout=ANSWER_SECONDS) as answer:

@@ -66,7 +66,6 @@ def each_engine(
 
 
 def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
-    """Return a spec's data with a share of its budget."""
     tuner = dict(data.get("auto_tuner") or {})
     control = dict(tuner.get("control") or {})
     if isinstance(control.get("max_trials", 20), int):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import SpecLike, spec_data
-from flagcore.api.common.run_folder import RUNS, fixed_task, with_absolute_paths, with_fidelity
+from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths, with_fidelity
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn, warn_about_problem
 from flagcore.api.reporting.report import save_report, save_report_of_engines
 from flagcore.api.tuning.export import Outcome, save
 from flagcore.api.tuning.several_engines import each_engine
 from flagcore.calibration import Experience
-from flagcore.contracts import Event, OnEvent, TrialStore, Workload, require_prober
+from flagcore.contracts import OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data
 from flagcore.domain.spec import Control, Spec
@@ -58,10 +57,10 @@ def tune(
     """
     file, data = spec_data(spec, data)
     directory, engines = Path(run_dir) if run_dir else RUNS / file.stem, engines_of(data)
-    options = _Options(new=new, without=without, storage=storage, fidelity=fidelity, on_event=on_event or _ignore)
 
     def tune_one(some: Mapping[str, Any], folder: Path) -> Outcome:
-        return _EngineRun(some, file, folder, options).tune()
+        run = _EngineRun(some, file, folder, new, without, storage, fidelity)
+        return run.tune(on_event or (lambda event: None))
 
     if len(engines) < 2:
         return tune_one(data, directory)
@@ -71,37 +70,36 @@ def tune(
     return replace(outcome, reported=save_report_of_engines(directory))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """Arguments of `tune` that are the same for every engine."""
-
-    new: bool
-    without: Collection[str]
-    storage: str | None
-    fidelity: str | None
-    on_event: OnEvent
-
-
 class _EngineRun:
     """Tunes one engine in one folder."""
 
-    def __init__(self, data: Mapping[str, Any], file: Path, run_dir: Path, options: _Options) -> None:
-        spec = parsed(data, file=str(file), base=file.parent, without=options.without)
-        if options.fidelity is not None:
-            spec = replace(spec, control=replace(spec.control, fidelity=options.fidelity))
-            data = with_fidelity(data, options.fidelity)
-        self.spec, self.data, self.base, self.options = spec, data, file.parent, options
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        file: Path,
+        run_dir: Path,
+        new: bool,
+        without: Collection[str],
+        storage: str | None,
+        fidelity: str | None,
+    ) -> None:
+        spec = parsed(data, file=str(file), base=file.parent, without=without)
+        if fidelity is not None:
+            spec = replace(spec, control=replace(spec.control, fidelity=fidelity))
+            data = with_fidelity(data, fidelity)
+        self.spec, self.data, self.base = spec, data, file.parent
+        self.new, self.without, self.storage = new, without, storage
         self.workload = plugins.workload_of(spec.work)
         self.launcher, self.strategy = plugins.launcher(spec.launcher), plugins.strategy(spec.strategy)
         self.directory, self.experience, self.name = RunDirectory(run_dir), Experience.of_user(), ""
 
-    def tune(self) -> Outcome:
+    def tune(self, on_event: OnEvent) -> Outcome:
         """Tune, save and report. Raises what stopped the run, or that nothing was measured."""
         _require_ready(self.workload, self.spec)
-        with loaded_plugins(self.options.without) as loaded:
+        with loaded_plugins(self.without) as loaded:
             spec = replace(self.spec, baseline=self._baseline())
             try:
-                result = run_loop(spec, self._dependencies(loaded))
+                result = run_loop(spec, self._dependencies(loaded, on_event))
                 outcome = self._save(result)
             finally:
                 self.directory.close()
@@ -110,32 +108,32 @@ class _EngineRun:
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
         """Return the baseline of the run that is resumed, or the spec's. Raises RunError for another storage."""
-        known = None if self.options.new else self.directory.known()
+        known = None if self.new else self.directory.known()
         if known is None:
             return self.spec.baseline
         fixed = known["fixed"]
-        if fixed.get("storage") != self.options.storage:
+        if fixed.get("storage") != self.storage:
             where = redact_text(fixed.get("storage") or "its own journal")
             raise RunError(f"{self.directory.path} has its trials in {where}: use the same --storage, or --new")
         same_spec = known["task"].get("spec") == redact_data(with_fidelity(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
         return baseline if same_spec else self.spec.baseline
 
-    def _dependencies(self, loaded: LoadedPlugins) -> Dependencies:
+    def _dependencies(self, loaded: LoadedPlugins, on_event: OnEvent) -> Dependencies:
         return Dependencies(
             plugins=loaded,
             workload=self.workload,
             launcher=self.launcher,
             strategy=self.strategy,
             open_store=self._open_store,
-            on_event=self.options.on_event,
+            on_event=on_event,
             past=lambda problem: past_of_problem(problem, loaded, self.workload, self.name),
             probe_strategy=plugins.strategy(PROBE_STRATEGY),
         )
 
     def _open_store(self, problem: Problem) -> TrialStore:
-        directory, storage = self.directory, self.options.storage
-        directory.open(new=self.options.new)
+        directory, storage = self.directory, self.storage
+        directory.open(new=self.new)
         warn_about_problem(problem, self.workload)
         fixed = {"baseline": problem.baseline.as_dict(), "storage": storage}
         self.name = directory.claim(fixed_task(self.data, problem), fixed)
@@ -188,7 +186,3 @@ def _raise_failure(result: TuneResult, run_dir: Path) -> None:
         logs = f" (logs in {(run_dir / last.log).parent})" if last else ""
         why = f"; the last one: {last.state.value}: {last.reason}{logs}" if last else ""
         raise EveryTrialFailed(f"none of {len(plan.trials)} trials gave a measurement{why}")
-
-
-def _ignore(event: Event) -> None:
-    """Ignore an event."""

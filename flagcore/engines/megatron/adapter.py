@@ -11,8 +11,7 @@ from flagcore.contracts import Costs, Platform, PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.launch import FailurePattern, Launch
-from flagcore.domain.passes import Passes
-from flagcore.domain.prediction import Components, ModelPart, Predictions, RankPrediction
+from flagcore.domain.prediction import Components, ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.probe import RankMeasurement
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import AUTO, SettingValue, Spec, Task

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.passes import Passes
-from flagcore.domain.prediction import Predictions, RankPrediction
+from flagcore.domain.prediction import Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import implementation_of_command

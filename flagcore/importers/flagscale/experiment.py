@@ -124,7 +124,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
 
 def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int | None] | None:
     """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
-    from flagcore.spec.hostfile import UNEQUAL, read_hosts
+    from flagcore.spec.convert import UNEQUAL, read_hosts
 
     key, at = f"{_RUNNER}.hostfile", "cluster"
     if not path.is_file():

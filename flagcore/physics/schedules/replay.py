@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules import orders, v_schedules, zero_bubble
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, makespan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flagcore.domain.objective import told
+from flagcore.domain.objective import objective_value
 from flagcore.i18n import _
 from flagcore.report.formats import lookup
 from flagcore.report.page.blocks import Block, Cell, Chart, Section, cell, percent, table
@@ -37,7 +37,7 @@ def _both(run: RunData, trial: Mapping[str, Any]) -> tuple[float, float, float, 
         return None
     seconds = float(measured["step_time_s"]["median"])
     value, low, high = (each or 0.0 for each in predicted)
-    return (told(run.objective, seconds) if run.serves else seconds, value, low, high)
+    return (objective_value(run.objective, seconds) if run.serves else seconds, value, low, high)
 
 
 def _scatter(run: RunData, pairs: list[tuple[Mapping[str, Any], tuple[float, float, float, float]]]) -> Chart:

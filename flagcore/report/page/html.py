@@ -14,7 +14,7 @@ from importlib.resources import files
 from flagcore import __version__
 from flagcore.errors import UsageError
 from flagcore.i18n import N_, _, language
-from flagcore.report.page.blocks import Block, Chart, Page
+from flagcore.report.page.blocks import Chart, Page
 from flagcore.report.page.charts import drawn
 
 TEMPLATES = files("flagcore.report.page") / "templates"
@@ -57,8 +57,8 @@ def as_html(page: Page) -> str:
     data = [drawn({"traces": chart.traces, "layout": chart.layout}) for chart in charts]
     numbers = {id(chart): number for number, chart in enumerate(charts)}
 
-    def number_of(block: Block) -> int:
-        return numbers[id(block)]
+    def description_of(chart: Chart) -> str:
+        return _("Chart: {title}. {summary} The table below shows its data.", title=chart.title, summary=chart.summary)
 
     return template.render(
         page=page,
@@ -72,18 +72,12 @@ def as_html(page: Page) -> str:
         plotly=Markup(library),
         script=Markup(script),
         kind_of=lambda block: type(block).__name__,
-        number_of=number_of,
-        description_of=_description,
+        number_of=lambda block: numbers[id(block)],
+        description_of=description_of,
     )
 
 
-def _description(chart: Chart) -> str:
-    """Return the description of a chart for screen readers."""
-    return _("Chart: {title}. {summary} The table below shows its data.", title=chart.title, summary=chart.summary)
-
-
 def _policy(scripts: list[str]) -> str:
-    """Return the content security policy of a page with these scripts."""
     hashes = " ".join(f"'sha256-{b64encode(sha256(each.encode()).digest()).decode()}'" for each in scripts)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
 

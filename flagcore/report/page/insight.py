@@ -13,15 +13,15 @@ from flagcore.contracts import Pipelined, Prober, Workload, memory_components
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.effects import effects_of_row, engine_task
-from flagcore.domain.prediction import of_row
+from flagcore.domain.prediction import MEMORY, of_row
 from flagcore.domain.spec import Task
 from flagcore.physics.cost_stack import KernelCostStack
 from flagcore.problem import Problem
 from flagcore.report.page.what_if import what_if
+from flagcore.stages.predict import in_gib
 from flagcore.stages.prune import LEARNED
 
 SCHEMA_VERSION = 1
-GIB = 2**30
 
 
 def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dict[str, Any]:
@@ -45,7 +45,6 @@ def insight(problem: Problem, workload: Workload, best: Candidate | None) -> dic
 
 
 def _says(problem: Problem) -> dict[str, str]:
-    """Return the description of each rule that eliminated something."""
     legality = {rule.name: rule.message for rule in problem.legality.rules}
     messages = legality | {rule.name: rule.message for rule in problem.rules} | LEARNED
     used = {*problem.space.illegal, *problem.pruned.rules, *LEARNED}
@@ -68,17 +67,8 @@ def _stages(problem: Problem, workload: Workload, row: int) -> list[dict[str, An
             {
                 "stage": stage,
                 "rank": rank.rank,
-                "static_gib": rank.static_bytes / GIB,
-                "peak_allocated_gib": rank.peak_allocated_bytes / GIB,
-                "reserved_gib": rank.reserved_bytes / GIB,
-                "device_used_gib": rank.device_used_bytes / GIB,
-                "components": {
-                    name: {
-                        key.replace("_bytes", "_gib"): value / GIB if key.endswith("_bytes") else value
-                        for key, value in part.items()
-                    }
-                    for name, part in of_row(parts, 0).items()
-                },
+                **in_gib({name: getattr(rank, name) for name in MEMORY if name != "activation_bytes"}),
+                "components": {name: in_gib(part) for name, part in of_row(parts, 0).items()},
             }
         )
     return found
@@ -103,7 +93,6 @@ def _pipeline(problem: Problem, workload: Workload, row: int) -> dict[str, Any] 
 
 
 def _chips(task: Task) -> Iterator[Mapping[str, Any]]:
-    """Yield the chips of a task with their facts in base units, each with its source."""
     for group in task.cluster.groups:
         yield {
             "name": group.chip.name,

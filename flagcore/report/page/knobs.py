@@ -53,7 +53,7 @@ def sensitivity(run: RunData, knobs: Sequence[Mapping[str, Any]]) -> Chart:
     )
     names = [value.knob for value in every]
     text = [f"{value.knob} = {value.text}" for value in every]
-    mine = [value for value in every if value.chosen]
+    chosen = [value for value in every if value.chosen]
     ring = {"symbol": "square-open", "size": 17, "color": COLOURS[5], "line": {"width": 2}}
     most = spans[0][0].knob, max(value.slower for value in spans[0])
     return Chart(
@@ -74,7 +74,7 @@ def sensitivity(run: RunData, knobs: Sequence[Mapping[str, Any]]) -> Chart:
                 text=text,
                 hovertemplate="%{text}: %{x:+.1%}<extra></extra>",
             ),
-            points(_("value of the best"), 1, [value.slower for value in mine], [value.knob for value in mine])
+            points(_("value of the best"), 1, [value.slower for value in chosen], [value.knob for value in chosen])
             | {"marker": ring},
         ),
         layout=rows_layout(_("slower than the fastest"), len(spans), xaxis={"tickformat": "+.0%"}),

@@ -105,7 +105,7 @@ def _quantiles(run: RunData, trial: Mapping[str, Any], place: int, latency: str)
 
 def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
     short = serving_text.SHORT_LATENCIES[latency]
-    mine = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
+    own_limits = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
         same = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
@@ -115,18 +115,18 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
             trace["line"] = {**trace["line"], "width": width}
             traces.append(trace)
     for series, each in enumerate(one for one in runs if not one.again):
-        marks = [(number(lookup(each.point, f"{latency}.{name}")), _share(name)) for name in STATISTICS[1:]]
+        marks = [(number(lookup(each.point, f"{latency}.{name}")), float(name[1:]) / 100.0) for name in STATISTICS[1:]]
         there = [(x, y) for x, y in marks if x is not None]
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
     values = [float(x) for trace in traces for x in trace["x"] if x is not None]
     shapes = []
-    for name, limit in mine.items():
+    for name, limit in own_limits.items():
         values.append(limit)
         shapes.append(limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit))
     load = serving_text.load_text(runs[0].point)
     return Chart(
         title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
-        summary=" ".join(_summary(latency, runs, mine)),
+        summary=" ".join(_summary(latency, runs, own_limits)),
         traces=tuple(traces),
         layout=layout(
             f"{short}, s",
@@ -156,10 +156,6 @@ def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], lis
     return x[:-1], y[:-1]
 
 
-def _share(statistic: str) -> float:
-    return float(statistic.removeprefix("p")) / 100.0
-
-
 def _summary(latency: str, runs: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:
     short = serving_text.SHORT_LATENCIES[latency]
     for each in runs:
@@ -185,7 +181,6 @@ def _share_within(values: Sequence[float], limit: float) -> float:
 
 
 def _statistics(run: RunData, latency: str) -> Table:
-    """Return the statistics of every load point of the best, the baseline and their repeats."""
     rows = []
     for who, again, trial in _trials(run):
         for point in _points(trial):

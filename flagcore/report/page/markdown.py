@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from flagcore.i18n import _
-from flagcore.report.page.blocks import Block, Cell, Chart, Code, Collapsed, Facts, Page, Table, Text
+from flagcore.report.page.blocks import Block, Chart, Code, Collapsed, Facts, Page, Table, Text
 
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~!])")
 
@@ -42,16 +42,11 @@ def _table(table: Table) -> str:
         return f"| {' | '.join(cells)} |"
 
     rule = line(["---:" if each else "---" for each in table.figures])
-    rows = [line([_cell(cell) for cell in row]) for row in table.rows]
+    rows = [line([_text(cell.text) for cell in row]) for row in table.rows]
     return "\n".join([line([_text(heading) for heading in table.headings]), rule, *rows])
 
 
-def _cell(cell: Cell) -> str:
-    return _text(cell.text)
-
-
 def _text(text: str) -> str:
-    """Return text in one line, with Markdown and HTML escaped."""
     return SPECIAL.sub(r"\\\1", " ".join(text.split())).replace("&", "&amp;")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from flagcore.domain.objective import is_rate
 from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import _
@@ -27,7 +24,7 @@ def progress(run: RunData) -> Section | None:
         spent += float(trial["duration_s"])
         figure = run.figure(trial)
         if trial["number"] in first:
-            if figure is not None and trial["state"] == "measured" and not _broken(trial):
+            if figure is not None and trial["state"] == "measured" and not trial["measured"].get("broken"):
                 best = figure if best is None else (max if is_rate(run.objective) else min)(best, figure)
             if best is not None:
                 steps.append((spent, best))
@@ -57,11 +54,11 @@ def progress(run: RunData) -> Section | None:
     traces[0]["line"] |= {"shape": "hv"}
     names = {"trial": _("trial"), "repeat": _("repeat"), "stopped": _("stopped early")}
     for series, kind in enumerate(names, start=1):
-        if mine := ran.get(kind):
-            x, y, numbers = zip(*mine, strict=True)
+        if of_kind := ran.get(kind):
+            x, y, numbers = zip(*of_kind, strict=True)
             traces.append(points(names[kind], series, x, y, text=list(numbers)))
     if failed:
-        low = min(y for mine in ran.values() for _, y, _ in mine)
+        low = min(y for of_kind in ran.values() for _, y, _ in of_kind)
         text = [name for _, name in failed]
         traces.append(points(_("not measured"), 4, [x for x, _ in failed], [low] * len(failed), text=text))
     summary = [
@@ -81,12 +78,7 @@ def progress(run: RunData) -> Section | None:
 
 
 def _improvement(run: RunData, first: float, last: float) -> str:
-    """Return how far the best first run improved."""
     start, end = cell(first).text, cell(last).text
     if start == end:
         return _("The first measured trial was the fastest: {value} {unit}.", value=start, unit=run.unit)
     return _("The best improved from {start} to {end} {unit}.", start=start, end=end, unit=run.unit)
-
-
-def _broken(trial: Mapping[str, Any]) -> bool:
-    return bool((trial["measured"] or {}).get("broken"))

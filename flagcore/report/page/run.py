@@ -13,15 +13,18 @@ from statistics import median_high
 from typing import Any
 
 from flagcore.domain.knob import Knobs
-from flagcore.domain.objective import SERVING, told
+from flagcore.domain.objective import SERVING, objective_value
 from flagcore.domain.secrets import redact_data, redact_text
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.files import open_regular, read_regular
-from flagcore.i18n import _
+from flagcore.i18n import N_, _
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.text import values_text
 
 INSIGHT = "insight.json"
+HOW = {RUN: N_("measured"), PROBE: N_("probed on one device"), ESTIMATE: N_("predicted only")}
+"""How the trials of a run were made, by its fidelity."""
 TAIL_LINES, TAIL_BYTES = 25, 4000
 """The most lines, and bytes, of the end of a log."""
 MAX_FILE = 1 << 20
@@ -99,7 +102,7 @@ class RunData:
             return None
         if not self.serves:
             return float(trial["measured"]["tokens_per_second_per_device"])
-        return told(self.objective, float(trial["measured"]["step_time_s"]["median"]))
+        return objective_value(self.objective, float(trial["measured"]["step_time_s"]["median"]))
 
     def predicted(self, trial: Mapping[str, Any], bound: str = "value") -> float | None:
         """Return the predicted objective of a trial, or its `low` or `high` bound; None without a prediction."""

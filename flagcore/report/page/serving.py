@@ -81,10 +81,12 @@ def _against(
     if len(front) > 1:
         traces.append(line(_("Pareto front"), 3, [x for x, _ in front], [y for _, y in front]))
         traces[0]["line"] |= {"shape": "hv"}
-    for group, series, size, mine in groups:
-        if mine:
-            text = [f"{_('trial')} {trial['number']}: {serving_text.load_text(point)}" for trial, point, *xy in mine]
-            trace = points(group, series, [x for *_, x, _ in mine], [y for *_, y in mine], text=text)
+    for group, series, size, group_points in groups:
+        if group_points:
+            text = [
+                f"{_('trial')} {trial['number']}: {serving_text.load_text(point)}" for trial, point, *xy in group_points
+            ]
+            trace = points(group, series, [x for *_, x, _ in group_points], [y for *_, y in group_points], text=text)
             traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     shapes: list[Any] = []
     x_values = [x for *_, x, _ in measured]
@@ -111,7 +113,6 @@ def _against(
 
 
 def _front(all_points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto-optimal (latency, rate) points by latency."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(all_points, key=lambda point: (point[0], -point[1])):
         if not front or y > front[-1][1]:

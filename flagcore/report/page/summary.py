@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagcore.domain.objective import is_rate
-from flagcore.domain.trial import ESTIMATE, PROBE, RUN
-from flagcore.i18n import N_, _, ngettext
+from flagcore.domain.trial import PROBE, RUN
+from flagcore.i18n import _, ngettext
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Code, Facts, Section, Text, table
-from flagcore.report.page.run import RunData, configuration, name_of, objective_text, text_file
+from flagcore.report.page.run import HOW, RunData, configuration, name_of, objective_text, text_file
 from flagcore.report.text import state_name
-
-HOW = {RUN: N_("measured"), PROBE: N_("probed on one device"), ESTIMATE: N_("predicted only")}
 
 
 def summary(run: RunData) -> Section:
@@ -38,8 +36,7 @@ def gain_cell(run: RunData, gain: float | None) -> Cell:
     if gain is None:
         return Cell("-")
     mark = "" if run.fidelity == RUN else "~"
-    text = serving_text.gain_text(run.objective, gain) if run.serves else f"{gain:+.1%} tokens/s"
-    return Cell(mark + text, gain)
+    return Cell(mark + serving_text.gain_text(run.objective, gain), gain)
 
 
 def _facts(run: RunData, best: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
@@ -52,12 +49,8 @@ def _facts(run: RunData, best: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
         yield name, Cell(_("{low} to {high}", low=shown(low), high=shown(high)))
     gains = run.result.get("gains") or []
     if len(gains) > 1:
-        text = _(
-            "{low} to {high}; lowest of {count} rounds shown",
-            low=_share(run, min(gains)),
-            high=_share(run, max(gains)),
-            count=len(gains),
-        )
+        least, most = (serving_text.gain_text(run.objective, each).split()[0] for each in (min(gains), max(gains)))
+        text = _("{low} to {high}; lowest of {count} rounds shown", low=least, high=most, count=len(gains))
         yield _("Uncertainty of the speedup"), Cell(text)
     elif gains and best["measured"]:
         yield _("Uncertainty of the speedup"), Cell(_("unknown: not repeated"))
@@ -113,12 +106,7 @@ def _gain(run: RunData, best: Mapping[str, Any]) -> Cell:
     return Cell(_("{gain} vs baseline: {baseline}", gain=text, baseline=configuration(run, baseline)), gain)
 
 
-def _share(run: RunData, gain: float) -> str:
-    return serving_text.gain_text(run.objective, gain).split()[0] if run.serves else f"{gain:+.1%}"
-
-
 def _doubts(run: RunData, best: Mapping[str, Any]) -> Iterator[Block]:
-    """Yield warnings about the significance of the result."""
     noise, gains = run.result.get("noise") or {}, run.result.get("gains") or []
     if len(gains) > 1 and min(gains) <= 0 and best["candidate"] != (run.baseline or best)["candidate"]:
         text = _("The speedup is not significant: the machine was noisy, and the baseline was as fast in one round.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
 from flagcore.i18n import N_, _
 from flagcore.physics.schedules.catalogue import SCHEDULES
@@ -79,9 +79,9 @@ def _timeline(passes: Passes, number: int) -> Chart:
     step, paired = step_seconds(passes, played), any(each.beside for each in drawn)
     seen = {kind: [each for each in drawn if each.kind == kind and each.end_s > each.start_s] for kind in KINDS}
     traces = [
-        _bars(passes, series, kind, mine, len(drawn), paired)
-        for series, (kind, mine) in enumerate(seen.items())
-        if mine
+        _bars(passes, series, kind, of_kind, len(drawn), paired)
+        for series, (kind, of_kind) in enumerate(seen.items())
+        if of_kind
     ]
     data = _seconds(passes, counted, played, step)
     idle = max(float(row[-1].value or 0.0) for row in data.rows)
@@ -106,20 +106,20 @@ def _timeline(passes: Passes, number: int) -> Chart:
 
 
 def _bars(
-    passes: Passes, series: int, kind: str, mine: Sequence[ExecutedPass], among: int, paired: bool
+    passes: Passes, series: int, kind: str, of_kind: Sequence[ExecutedPass], among: int, paired: bool
 ) -> dict[str, Any]:
     trace = bars(
         _(KINDS[kind]),
         series,
-        [each.end_s - each.start_s for each in mine],
-        [_row(passes, each.device) for each in mine],
-        base=[each.start_s for each in mine],
-        hovertext=[_hover(passes, each) for each in mine],
+        [each.end_s - each.start_s for each in of_kind],
+        [_row(passes, each.device) for each in of_kind],
+        base=[each.start_s for each in of_kind],
+        hovertext=[_hover(passes, each) for each in of_kind],
         hoverinfo="text",
-        width=[HIGH / 2.0 if each.beside else HIGH for each in mine] if paired else HIGH,
+        width=[HIGH / 2.0 if each.beside else HIGH for each in of_kind] if paired else HIGH,
     )
     if paired:
-        trace["offset"] = [0.0 if each.beside > 0 else -HIGH / 2.0 for each in mine]
+        trace["offset"] = [0.0 if each.beside > 0 else -HIGH / 2.0 for each in of_kind]
     pattern = {**trace["marker"]["pattern"], **TONES.get(kind, {})}
     numbered = among <= MAX_NUMBERED
     line = {"width": 1 if numbered else 0.3 if among <= MAX_OUTLINED else 0, "color": "#ffffff"}
@@ -127,8 +127,10 @@ def _bars(
     if kind == "F":
         trace["marker"]["color"] = COLOURS[4]
     if numbered:
-        second = [len(passes.forward_s) <= each.part for each in mine] if _twofold(passes) else [False] * len(mine)
-        numbers = [f"{each.microbatch}{'′' * later}" for each, later in zip(mine, second, strict=True)]
+        second = (
+            [len(passes.forward_s) <= each.part for each in of_kind] if _twofold(passes) else [False] * len(of_kind)
+        )
+        numbers = [f"{each.microbatch}{'′' * later}" for each, later in zip(of_kind, second, strict=True)]
         trace |= {"text": numbers, "textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
         trace |= {"textfont": {"color": "#ffffff" if kind == "W" else "#000000", "size": 12}}
     return trace

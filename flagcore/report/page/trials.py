@@ -52,7 +52,6 @@ def trials(run: RunData) -> Section:
 
 
 def _is_filled(value: Any) -> bool:
-    """Return whether a cell has a value."""
     return value.text != "-" if isinstance(value, Cell) else value not in (None, "")
 
 

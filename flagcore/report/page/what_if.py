@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from flagcore.domain.candidate import Candidate
 from flagcore.domain.space import IntArray
 from flagcore.problem import Problem
 from flagcore.stages.predict import record
@@ -28,11 +27,6 @@ class _Value:
     count: int = 0
 
 
-@dataclass(slots=True)
-class _Knob:
-    values: dict[int, _Value] = field(default_factory=dict)
-
-
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
     """Return for each knob with several values what each value costs, among candidates predicted to fit.
 
@@ -40,7 +34,7 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
     knobs differ from row `best`. Candidates without a predicted time are ignored.
     """
     space, own = problem.space, {knob: int(code[0]) for knob, code in problem.space.columns(np.array([best])).items()}
-    knobs = {knob: _Knob() for knob in own}
+    knobs: dict[str, dict[int, _Value]] = {knob: {} for knob in own}
     for rows in space.chunks(CHUNK):
         columns = space.columns(rows)
         seconds = problem.predictions.step_time_s[rows]
@@ -54,23 +48,23 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
             _update(knobs[knob], codes, seconds, distance, rows.start + usable)
     found = []
     for axis in space.axes:
-        values = knobs[axis.knob].values
+        values = knobs[axis.knob]
         if len(values) > 1:
             listed = [_value_record(problem, axis.decode(code), values[code], best) for code in sorted(values)]
             found.append({"knob": axis.knob, "best": axis.decode(own[axis.knob]), "values": listed})
     return found
 
 
-def _update(knob: _Knob, codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
+def _update(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
     for code in np.unique(codes).tolist():
-        mine = np.flatnonzero(codes == code)
-        found = knob.values.setdefault(code, _Value())
-        found.count += int(mine.size)
-        first = mine[np.argmin(seconds[mine])]
+        places = np.flatnonzero(codes == code)
+        found = values.setdefault(code, _Value())
+        found.count += int(places.size)
+        first = places[np.argmin(seconds[places])]
         if seconds[first] < found.seconds:
             found.fastest, found.seconds = int(rows[first]), float(seconds[first])
-        least = int(distance[mine].min())
-        near = mine[distance[mine] == least]
+        least = int(distance[places].min())
+        near = places[distance[places] == least]
         first = near[np.argmin(seconds[near])]
         if (least, seconds[first]) < (found.distance, found.near_seconds):
             found.nearest, found.distance, found.near_seconds = int(rows[first]), least, float(seconds[first])
@@ -87,16 +81,11 @@ def _value_record(problem: Problem, value: Any, found: _Value, best: int) -> dic
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:
     """Return a candidate by its differences from the best, with its prediction."""
-    candidate, own = problem.space.candidate(row), problem.space.candidate(best)
+    candidate, own = problem.space.candidate(row), problem.space.candidate(best).as_dict()
     predicted: Mapping[str, Any] = record(problem.platform.task, problem.predictions.row(row))
     keys = ("step_time_s", "tokens_per_second_per_device", "objective", "time", "limit", "memory")
     return {
         "candidate": candidate.as_dict(),
-        "differs": _differs(candidate, own),
+        "differs": {knob: value for knob, value in candidate.items if own.get(knob) != value},
         "predicted": {name: predicted[name] for name in keys if name in predicted},
     }
-
-
-def _differs(candidate: Candidate, own: Candidate) -> dict[str, Any]:
-    values = own.as_dict()
-    return {knob: value for knob, value in candidate.items if values.get(knob) != value}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES

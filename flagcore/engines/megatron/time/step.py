@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.passes import Passes
+from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.memory.stage_activations import offloaded_bytes
 from flagcore.engines.megatron.memory.training import split_parameters, stage_parameters

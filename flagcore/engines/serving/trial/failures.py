@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from flagcore.domain.failure import LONGEST_REASON
-from flagcore.domain.launch import FailurePattern
+from flagcore.domain.launch import LONGEST_REASON, FailurePattern
 from flagcore.domain.trial import TrialState
 from flagcore.files import open_regular
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flagcore.domain.failure import classify
-from flagcore.domain.launch import Exit
+from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware

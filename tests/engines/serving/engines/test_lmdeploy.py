@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from flagcore.api.hardware.inspection import doctor
-from flagcore.domain.failure import classify
-from flagcore.domain.launch import Exit
+from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.sizes import weight_bytes

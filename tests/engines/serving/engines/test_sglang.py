@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.domain.failure import classify
-from flagcore.domain.launch import Exit
+from flagcore.domain.launch import Exit, classify
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.common.hardware import Hardware

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flagcore.domain.failure import LONGEST_REASON, classify
-from flagcore.domain.launch import Exit, FailurePattern
+from flagcore.domain.launch import LONGEST_REASON, Exit, FailurePattern, classify
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP_ENGINE

@@ -1,4 +1,4 @@
-"""Runs the conformance kit on plugins, each in a process of its own: what crashes there is a failed check."""
+"""Runs the conformance kit on plugins, each in a process of its own: a crash there is a failed check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,6 +18,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.errors import UsageError
+from flagcore.i18n import _
 from flagcore.plugins.installed import installed, origin
 from flagcore.testing.package import read_source
 
@@ -164,3 +165,24 @@ def _read(report: Path) -> list[dict[str, str]]:
             with suppress(ValueError):  # the last one may be cut
                 records.append(json.loads(line))
     return records
+
+
+def as_text(checked: Sequence[Checked]) -> str:
+    """Return one paragraph per plugin: counts, failures with a fix, and reasons of skipped checks."""
+    return "\n\n".join("\n".join(_summary_lines(plugin)) for plugin in checked)
+
+
+def _summary_lines(plugin: Checked) -> Iterator[str]:
+    passed, failed, skipped = (len(plugin.of(state)) for state in ("passed", "failed", "skipped"))
+    counts = _("{passed} passed, {failed} failed, {skipped} skipped", passed=passed, failed=failed, skipped=skipped)
+    yield f"{plugin.name} {plugin.version}: {counts}"
+    for each in plugin.of("failed"):
+        yield "  " + _("failed: {check}", check=each["check"])
+        yield f"    {each['message']}"
+        yield "    " + _("fix: {fix}", fix=each["fix"])
+    reasons: dict[str, list[str]] = {}
+    for each in plugin.of("skipped"):
+        reasons.setdefault(each["message"], []).append(each["check"])
+    for reason, checks in reasons.items():
+        more = " " + _("and {count} more", count=len(checks) - 1) if len(checks) > 1 else ""
+        yield "  " + _("skipped: {checks}: {reason}", checks=checks[0] + more, reason=reason)

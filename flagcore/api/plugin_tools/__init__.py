@@ -1,1 +1,0 @@
-"""Tools for plugin authors: conformance checks and a scaffold."""
