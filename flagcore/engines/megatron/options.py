@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.engines.megatron.flags import settings_of_command
-from flagcore.engines.megatron.parallel.options import Options
-from flagcore.engines.megatron.recompute import recompute_modules, words
+from flagcore.engines.megatron.parallel.layout import Options
+from flagcore.engines.megatron.settings import recompute_modules, words
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.schedules.catalogue import SCHEDULES

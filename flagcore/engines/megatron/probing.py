@@ -26,10 +26,7 @@ def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
     longest and, if all these are dense, of one with experts. `columns` have one row.
     """
     train, layout = training(task), layout_of(task, columns)
-    width, stages = (
-        int(layout.tensor[0] * layout.context[0] * layout.data[0]),
-        int(layout.pipeline[0]),
-    )
+    width, stages = (int(layout.tensor[0] * layout.context[0] * layout.data[0]), int(layout.pipeline[0]))
     figures = [rank_figures(task, columns, each * width, costs) for each in range(stages)]
     chosen = {
         0,

@@ -139,12 +139,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         return several
 
     return (
-        Rule(
-            name="pipeline_stages",
-            knobs=(PP,),
-            message=_says_split(split),
-            broken=split.uneven,
-        ),
+        Rule(name="pipeline_stages", knobs=(PP,), message=_says_split(split), broken=split.uneven),
         Rule(
             name="virtual_needs_pipeline",
             knobs=(PP, VIRTUAL),
@@ -296,9 +291,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
             canonical=lambda c: {RECOMPUTE_LAYERS: np.where(_recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
         ),
         Merge(
-            name="recompute_of_every_layer",
-            knobs=(PP, VIRTUAL, METHOD, RECOMPUTE_LAYERS),
-            canonical=recompute_layers,
+            name="recompute_of_every_layer", knobs=(PP, VIRTUAL, METHOD, RECOMPUTE_LAYERS), canonical=recompute_layers
         ),
     )
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue
-from flagcore.engines.megatron.parallel.options import StageLayers
+from flagcore.engines.megatron.parallel.layout import StageLayers
 from flagcore.errors import SpecError
 
 LAYOUT = "pipeline_model_parallel_layout"

@@ -13,7 +13,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform
-from flagcore.engines.serving.common.sizes import parameters
+from flagcore.engines.serving.common.weights import parameters
 from flagcore.engines.serving.engine import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes

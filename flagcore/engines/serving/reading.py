@@ -88,7 +88,6 @@ class _Point:
         self.broken = tuple(_words(name, self.figures, task.spec.limits[name]) for name in over if over[name] > 1.0)
 
     def plain(self) -> dict[str, Any]:
-        """Return the load and its figures as plain data."""
         load = {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None}
         return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
 

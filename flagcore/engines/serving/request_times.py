@@ -36,7 +36,6 @@ class RequestTimes:
 
     @classmethod
     def from_outcome(cls, outcome: Outcome) -> RequestTimes:
-        """Return the requests of a simulation."""
         prompts, outputs, sent, first, end = (
             np.array([getattr(request, name) for request in outcome.requests], dtype=np.float64)
             for name in ("prompt", "output", "arrival", "first", "end")

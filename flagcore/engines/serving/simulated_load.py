@@ -54,12 +54,10 @@ class SimulatedLoad:
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest request, prompt and answer."""
         return float((self.input_len + self.output_len).max())
 
     @property
     def means(self) -> tuple[float, float]:
-        """Mean tokens of prompts and answers."""
         return float(self.input_len.mean()), float(self.output_len.mean())
 
     def flight(self, lanes: int) -> int:
@@ -68,7 +66,6 @@ class SimulatedLoad:
 
     @property
     def _in_flight(self) -> int:
-        """The most requests in flight on all lanes."""
         return min(self.load.concurrency or self.input_len.size, self.input_len.size)
 
     def figures(self, kinds: Sequence[tuple[Price, int]], slo: Mapping[str, float]) -> dict[str, float]:

@@ -12,8 +12,7 @@ from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory import training as memory
 from flagcore.engines.megatron.memory.kept_activations import Kinds
 from flagcore.engines.megatron.parallel import pipeline
-from flagcore.engines.megatron.parallel.layout import Layout
-from flagcore.engines.megatron.parallel.options import DEFAULTS, Options, StageLayers
+from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options, StageLayers
 from flagcore.physics.device_memory import PlainMemory
 from tests.engines.megatron.candidates import DEEPSEEK_16B, LLAMA, MOE, layout, random_layouts, train
 

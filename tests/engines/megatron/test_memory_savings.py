@@ -12,8 +12,7 @@ from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory.kept_activations import Kinds
 from flagcore.engines.megatron.memory.training import component_table, rank_memory, training_memory
 from flagcore.engines.megatron.parallel import pipeline
-from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.engines.megatron.parallel.options import Options
+from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from tests.engines.megatron.candidates import DEEPSEEK_16B, LATENT, LLAMA, MOE, layout, train
 

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.options import options
-from flagcore.engines.megatron.parallel.options import Options, StageLayers
+from flagcore.engines.megatron.parallel.layout import Options, StageLayers
 from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.errors import NotModelled, SpecError
 from flagcore.stages.build import check

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.memory.activations import attention, ffn
+from flagcore.engines.megatron.memory.activations import attention, ffn, mixture
 from flagcore.engines.megatron.memory.embedding_and_head import depths, embedding, head
-from flagcore.engines.megatron.memory.experts import mixture
-from flagcore.engines.megatron.memory.layers import Layer
 from flagcore.engines.megatron.memory.modules import Module, Sizes, kept, worst
-from flagcore.engines.megatron.memory.savings import OFFLOADED, dropped, saving
+from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
@@ -54,7 +52,6 @@ class Exit:
 
     @classmethod
     def of(cls, row: Sequence[Module]) -> Exit:
-        """Add up a row of modules."""
         parts: Parts = {}
         for module in row:
             add_parts(parts, {module.component: module.kept})
@@ -77,7 +74,6 @@ class Kinds:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of tensors that recur."""
         return self.rows.sizes
 
     @classmethod
@@ -120,11 +116,7 @@ class Kinds:
 
 
 def _layers(
-    train: Training,
-    rows: Rows,
-    recomputed: Mapping[str, FloatArray],
-    away: Collection[str],
-    here: FloatArray | float,
+    train: Training, rows: Rows, recomputed: Mapping[str, FloatArray], away: Collection[str], here: FloatArray | float
 ) -> list[Layer]:
     drops = dropped(train, rows.sizes, recomputed)
     found = []
@@ -221,9 +213,7 @@ class _Work:
         return dense, moe, (self.stage.layers - dense - moe) * self.input
 
     def bytes(self, dense: FloatArray, moe: FloatArray, inputs: FloatArray) -> FloatArray:
-        """Return what a micro-batch keeps."""
-        total: FloatArray = dense * self.dense.kept + moe * self.moe.kept + inputs
-        return total
+        return dense * self.dense.kept + moe * self.moe.kept + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
         """Return what so many recomputed layers, of the kind of the last, hold at their own worst moment."""
@@ -253,8 +243,7 @@ class _Work:
             dense, moe, inputs = self.split(block)
             later = self.bytes(dense, moe, none) / virtual
             above = np.maximum(np.where(self.chunk > block, beside, 0.0), repeated - later)
-            total: FloatArray = self.stage.in_flight * self.bytes(dense, moe, inputs) + above
-            return total
+            return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
 
         leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
         meet = leading + behind - (repeated - beside) / np.maximum(self.moe.kept, 1.0)
@@ -292,8 +281,7 @@ def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: Flo
     if dense.crossing is not None:
         behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
     last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
-    found: FloatArray = np.maximum(last, first - behind)
-    return found
+    return np.maximum(last, first - behind)
 
 
 def held_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: Held) -> Parts:

@@ -23,7 +23,6 @@ class Module:
 
     @property
     def kept(self) -> FloatArray:
-        """Return the bytes that wait for the backward pass."""
         return sum(self.tensors.values(), np.zeros(()))
 
 
@@ -67,7 +66,6 @@ class Sizes:
 
     @classmethod
     def of(cls, train: Training, layout: Layout) -> Sizes:
-        """Return the sizes of each candidate."""
         unit, h = float(train.value_bytes), float(train.model.hidden_size)
         tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
         split = layout.sequence_parallel * (layout.tensor > 1)

@@ -9,8 +9,7 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.parallel.layout import Layout
-from flagcore.engines.megatron.parallel.options import DEFAULTS, Options
+from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options
 from flagcore.physics.schedules import catalogue
 
 
@@ -37,7 +36,6 @@ class Stage:
 
     @property
     def layers(self) -> FloatArray:
-        """Number of layers on the stage."""
         return self.dense + self.moe
 
 

@@ -8,10 +8,9 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
 from flagcore.engines.megatron.parallel.pipeline import Stage
-from flagcore.engines.megatron.parallel.placement import Placement
-from flagcore.engines.megatron.time.messages import Messages
+from flagcore.engines.megatron.time.exchange import Messages
 from flagcore.engines.megatron.time.passes import StageTime
 from flagcore.physics.schedules import catalogue
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes
@@ -23,12 +22,7 @@ each."""
 
 
 def pipeline_time(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    place: Placement,
-    found: Sequence[Stage],
-    times: Sequence[StageTime],
+    train: Training, layout: Layout, costs: Costs, place: Placement, found: Sequence[Stage], times: Sequence[StageTime]
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds in which all stages are through with a step's micro-batches, and those of one message.
 
@@ -78,8 +72,7 @@ def sender_waits(train: Training, layout: Layout) -> FloatArray:
 def message_seconds(train: Training, layout: Layout, costs: Costs, place: Placement) -> FloatArray:
     """Return the seconds of one message between two stages: the mean over a pipeline's borders."""
     refill = sender_waits(train, layout) * _refill_seconds(costs)
-    seconds: FloatArray = Messages.of(train, layout, costs, place).mean(layout, place) + refill
-    return seconds
+    return Messages.of(train, layout, costs, place).mean(layout, place) + refill
 
 
 def _refill_seconds(costs: Costs) -> float:

@@ -12,9 +12,8 @@ from flagcore.domain.passes import Passes
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.memory.kept_activations import offloaded_bytes
 from flagcore.engines.megatron.memory.training import split_parameters, stage_parameters
-from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
-from flagcore.engines.megatron.parallel.placement import Placement
 from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime, quiet
@@ -53,11 +52,9 @@ class _Silence:
     """`flagcore.contracts.CollectiveCosts` of a rank that waits for nobody."""
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return no time."""
         return np.zeros_like(payload_bytes)
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return no share."""
         return np.zeros(np.shape(ranks))
 
 
@@ -174,12 +171,7 @@ def _stage_times(
 
 
 def _stage_time(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    parts: Parts,
-    found: Stage,
-    held: tuple[FloatArray, FloatArray],
+    train: Training, layout: Layout, costs: Costs, parts: Parts, found: Stage, held: tuple[FloatArray, FloatArray]
 ) -> StageTime:
     """Return a stage's time of one micro-batch: at least that in which the host launches its kernels.
 

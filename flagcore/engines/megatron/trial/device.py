@@ -1,4 +1,4 @@
-"""The device of one rank: choose it, wait for it, and say how much time and memory was used. Seconds and bytes.
+"""The device of one rank: selection, synchronization, time (seconds), memory (bytes), and a speed test.
 
 On an accelerator the numbers come from torch's allocator and the driver. On a CPU `device_used_bytes` is the
 rank's peak resident memory, and `peak_allocated_bytes` what the model added to it: anonymous memory above what
@@ -12,11 +12,15 @@ import contextlib
 import ctypes
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+
+from flagcore.engines.megatron.trial.job import Job
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _EXACT, _FAST = 64 << 10, 32 << 20
@@ -84,11 +88,9 @@ class Cpu:
         """Nothing runs in the background."""
 
     def clock(self) -> float:
-        """Return the processor time of this thread."""
         return time.thread_time()
 
     def met(self) -> None:
-        """Note what is resident."""
         self.start_peak()
         self._at_start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
@@ -112,12 +114,10 @@ class Cpu:
         return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._at_start)
 
     def watched(self, peak: int) -> None:
-        """Keep it, and let the C library reuse what is freed."""
         self._worst = peak
         _ask_system_from(_FAST)
 
     def memory(self) -> Memory:
-        """Return the watched peak, and the peak resident memory of this process."""
         return Memory(self._worst, None, max(self._peak, _status_bytes("VmHWM")))
 
 
@@ -134,7 +134,6 @@ class Accelerator:
         self._worst = 0
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         self._module.synchronize()
 
     def clock(self) -> float:
@@ -151,20 +150,16 @@ class Accelerator:
         self._module.reset_peak_memory_stats()
 
     def held_bytes(self) -> int:
-        """Return what tensors take."""
         return int(self._module.memory_allocated())
 
     def start_peak(self) -> None:
-        """Restart the allocator's peaks."""
         self._worst = max(self._worst, self.peak_bytes())
         self._module.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
-        """Return the allocator's peak."""
         return int(self._module.max_memory_allocated())
 
     def watched(self, peak: int) -> None:
-        """Keep it; watching costs nothing here."""
         self._worst = max(self._worst, peak)
 
     def memory(self) -> Memory:
@@ -192,3 +187,36 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+SIZE, PRODUCTS, ROUNDS = {"cpu": 256}, 8, 4
+ACCELERATORS_SIZE = 4096
+"""Rows and columns of the product: some 30 ms of a core or of an accelerator in all."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def speed_test(job: Job, rank_device: RankDevice) -> float | None:
+    """Return the seconds of some equal products, the fastest of several rounds; wall time of this rank alone.
+
+    All ranks start together, so that devices that share power, cooling or cores do so here, too. It comes after the
+    steps and after memory was read, so it changes no other figure. None on a device that has no room left for it.
+    """
+    size = SIZE.get(job.device.type, ACCELERATORS_SIZE)
+    dtype = torch.float32 if job.device.type == "cpu" else _DTYPES[job.train.precision]
+    ready = False
+    with suppress(RuntimeError):  # out of memory, which must not cost a trial that ran to its end
+        left = torch.ones(size, size, dtype=dtype, device=rank_device.device)
+        out = torch.empty_like(left)
+        torch.mm(left, left, out=out)
+        ready = True
+    best = float("inf")
+    for _ in range(ROUNDS):
+        rank_device.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(PRODUCTS if ready else 0):
+            torch.mm(left, left, out=out)
+        rank_device.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best if ready else None

@@ -75,7 +75,6 @@ class _Done:
     """A request that was answered at once."""
 
     def wait(self, *_: Any) -> bool:
-        """Do not wait."""
         return True
 
 

@@ -16,12 +16,11 @@ import torch
 from megatron.core import parallel_state as groups
 
 from flagcore.engines.megatron.trial import cpu, fake, metrics
-from flagcore.engines.megatron.trial.data import Batch, microbatches
 from flagcore.engines.megatron.trial.device import RankDevice, open_device
 from flagcore.engines.megatron.trial.job import Job, Probe
 from flagcore.engines.megatron.trial.model import Built, build
 from flagcore.engines.megatron.trial.rank import make_groups
-from flagcore.engines.megatron.trial.training import clear_gradients, forward_backward, watch
+from flagcore.engines.megatron.trial.training import Batch, clear_gradients, forward_backward, microbatches, watch
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,9 @@ class _Player:
         built.config.finalize_model_grads_func = self._finish
 
     def batches(self, number: int) -> list[Batch]:
-        """Return the micro-batches that are run of a step."""
         return microbatches(self._job, number, self._device.device, self._count)
 
     def step(self, number: int) -> ProbeStep:
-        """Play a step and time it."""
         job, built, clock = self._job, self._built, self._device.clock
         batches = self.batches(number)
         self._finish.seconds = 0.0

@@ -15,10 +15,9 @@ from megatron.core import parallel_state as groups
 
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.engines.megatron.trial import cpu, metrics
-from flagcore.engines.megatron.trial.device import RankDevice, open_device
+from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job, JobError
 from flagcore.engines.megatron.trial.model import Built, build
-from flagcore.engines.megatron.trial.speed import speed_test
 from flagcore.engines.megatron.trial.training import Step, train
 
 _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has lost its partner

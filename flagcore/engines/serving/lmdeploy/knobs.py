@@ -15,9 +15,8 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import engine_args, knobs, program
-from flagcore.engines.serving.common.hardware import Hardware, longest
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, TP
-from flagcore.engines.serving.common.sizes import weight_bytes
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, TP, Hardware, longest
+from flagcore.engines.serving.common.weights import weight_bytes
 from flagcore.engines.serving.engine import Settings
 
 PROGRAM = ("lmdeploy", "serve", "api_server")
@@ -203,5 +202,4 @@ def _cache_bytes(task: Task, get: Columns, ranks: IntArray, buffer_tokens: IntAr
 
 
 def _or_default(codes: IntArray, default: int) -> IntArray:
-    found: IntArray = np.where(codes > 0, codes, default)
-    return found
+    return np.where(codes > 0, codes, default)

@@ -5,13 +5,4 @@ from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, Target
 from flagcore.engines.serving.load.sending import measure
 
-__all__ = [
-    "Answer",
-    "LoadResult",
-    "ProblemKind",
-    "Target",
-    "goodput",
-    "measure",
-    "quantiles_of",
-    "read_report",
-]
+__all__ = ["Answer", "LoadResult", "ProblemKind", "Target", "goodput", "measure", "quantiles_of", "read_report"]

@@ -89,7 +89,6 @@ class _Simulation:
             self._enter(place)
 
     def run(self) -> Outcome:
-        """Serve all requests."""
         while True:
             self._look()
             if not (self.queue or self.partial or self.running):
@@ -228,7 +227,6 @@ class _Simulation:
         self.used += self.running * steps
 
     def _stop(self, request: Request) -> None:
-        """A sequence runs no more."""
         self.running -= 1
         self.offset -= request.context - request.since
         self.finish -= request.since + request.output - request.made
@@ -251,7 +249,6 @@ class _Simulation:
             self.sent += 1
 
     def _decode(self) -> None:
-        """Decode until something changes."""
         while self.used + self.running > self.lane.cache_tokens and self.running > 1:
             self._preempt()
         most = self.heap[0][0] - self.step

@@ -12,8 +12,7 @@ from pathlib import Path
 from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.load import read_report
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.ports import free_port, is_held_by
-from flagcore.engines.serving.trial.servers import Server
+from flagcore.engines.serving.trial.servers import Server, free_port, is_held_by
 from flagcore.errors import UsageError
 
 BALANCER = "flagcore.engines.serving.balancer"

@@ -13,8 +13,7 @@ import numpy as np
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.vllm.knobs import (
     BLOCK,

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from flagcore.engines.serving.trial.ports import free_port, is_held_by, listeners
+from flagcore.engines.serving.trial.servers import free_port, is_held_by, listeners
 
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
 
