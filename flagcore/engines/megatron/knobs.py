@@ -106,7 +106,7 @@ SPACE_KNOBS = (
         flags=_flag("num-layers-per-virtual-pipeline-stage"),
     ),
     _switch(
-        "use_recompute", "recompute", "Whether activations are computed again in the backward pass instead of kept."
+        "use_recompute", "recompute", "Whether activations are computed again in the backward pass instead of stored."
     ),
     Knob(
         name="recompute_granularity",

@@ -29,7 +29,7 @@ BLOCK_ROWS = 1 << 15
 DENSE, EXPERTS, GUESSED, SHARED = (0.87, 1.17), (0.80, 1.25), (0.76, 1.39), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
 over predicted where a source's runs had no part in the fit (`benchmarks/fitted.json`), of dense models and of mixtures
-of experts; of chips whose kernels nobody measured, from the same runs without the fitted curves; and of ranks that
+of experts; of chips without measured kernels, from the same runs without the fitted curves; and of ranks that
 share a plain processor and disturb each other."""
 
 
@@ -75,14 +75,14 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
     train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
     costs = costs.groups[sum(rank >= first for first in costs.further)]
-    held = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
-    reserved = costs.memory.reserved_bytes(held.peak)
+    memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
+    reserved = costs.memory.reserved_bytes(memory.peak)
     times = [float(time[0]) for time in rank_time(train, layout, costs, stage_of_rank(layout, rank))]
     compute, optimizer = (time if np.isfinite(time) else None for time in times)
     return RankPrediction(
         rank=rank,
-        static_bytes=float(held.static[0]),
-        peak_allocated_bytes=float(held.peak[0]),
+        static_bytes=float(memory.static[0]),
+        peak_allocated_bytes=float(memory.peak[0]),
         reserved_bytes=float(reserved[0]),
         device_used_bytes=float(costs.memory.device_used_bytes(reserved)[0]),
         compute_time_s=compute,
@@ -187,7 +187,7 @@ _EXPERTS = ("experts", "shared_experts", "router")
 def model_parts(task: Task) -> tuple[ModelPart, ...]:
     """Return the weights of one layer of each kind and how many such layers there are, padded vocabulary included.
 
-    Norms count with the attention and the FFN before which they stand, half and half; the last one with the head.
+    Norms count with the attention and the FFN that follows them, half and half; the last one with the head.
     """
     train, model = training(task), task.spec.model
     layout = _whole(task)

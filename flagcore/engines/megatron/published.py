@@ -1,4 +1,4 @@
-"""What a job record means that does not say: the defaults of a run that was published, decided here and nowhere else.
+"""The settings that a job record of a published run omits: this module alone defines them.
 
 - `implementation`: transformer-engine's layers, Megatron-LM's own default.
 - `overlap_grad_reduce` and `overlap_param_gather`: on with a distributed optimizer, off without. Tuned runs have all
@@ -16,12 +16,12 @@
   trained with dropout; else none.
 - All other settings: Megatron-LM's defaults.
 - Notes that name the pipeline's schedule are those of papers on schedules (arXiv 2104.04473, 2401.10241): their
-  Megatron-LM had no fused attention and waited for each message, whatever the record says. Their printed memory
-  (34 + 5 a s / h bytes a value of a layer's input) says so too.
-- A model's name that says LoRA: adapters are trained.
+  Megatron-LM had no fused attention and waited for each message, even if the record differs. Their printed memory
+  (34 + 5 a s / h bytes a value of a layer's input) confirms it.
+- A model's name with LoRA: adapters are trained.
 - Layers that do not divide over the stages: see `stages.published_split`.
 
-What the record says comes first, then what its notes say, then these.
+The record takes precedence, then its notes, then these defaults.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SPLITS = (
 def published(
     task: Task, values: Mapping[str, KnobValue], notes: str
 ) -> tuple[Task, dict[str, KnobValue], frozenset[str]]:
-    """Return the task and the knobs of a job record with all that it leaves out, and what its notes alone say.
+    """Return the task and the knobs of a job record with all that it omits, and the settings found only in its notes.
 
     Raises SpecError for a layout of stages that is none.
     """
@@ -66,9 +66,9 @@ def published(
     stages = int(values.get(PIPELINE) or 1)
     layout = settings.get(LAYOUT)
     if layout:
-        held = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
-        if not values.get(VIRTUAL) and len(held) % stages == 0:
-            values[VIRTUAL] = len(held) // stages
+        layout_stages = parse_layout(str(layout), task.spec.model.num_layers, task.spec.model.mtp_num_layers)
+        if not values.get(VIRTUAL) and len(layout_stages) % stages == 0:
+            values[VIRTUAL] = len(layout_stages) // stages
     elif not any(settings.get(key) or values.get(key) for key in SPLITS):
         settings |= published_split(task.spec.model, stages * int(values.get(VIRTUAL) or 1))
     spec = replace(task.spec, work=replace(train, implementation=kind, settings=settings))
@@ -82,7 +82,7 @@ def _tuned(task: Task, kind: str, given: Mapping[str, SettingValue], overlaps: b
 
 
 def _trains(name: str) -> str:
-    """Return what a model's name says of the weights that are trained: runs of adapters are told by it alone."""
+    """Return which weights are trained, by the model's name: only the name identifies runs of adapters."""
     found = re.search(r"\b(lora|peft)\b", name, re.IGNORECASE)
     return found[0] if found else ""
 
@@ -153,7 +153,7 @@ VALUES: Mapping[tuple[str, str], Mapping[str, SettingValue]] = {
     (BACKEND, "hybridep"): {DISPATCHER: "flex", BACKEND: "hybridep"},
     (GRAPH, "full_iteration"): {GRAPH: "local", SCOPE: "full_iteration"},
 }
-"""Values that say more than their setting's own name, or that another tool spells otherwise."""
+"""Values that imply other settings, or that another tool spells differently."""
 
 PHRASES: tuple[tuple[str, Mapping[str, SettingValue]], ...] = (
     (r"\binterleaved( 1f1b)?\b", {"pipeline_schedule": "interleaved"}),
@@ -183,7 +183,7 @@ IMPLIED: Mapping[str, str] = {
     OFFLOADED: OFFLOAD,
     "delay_wgrad_compute": EXPERT_OVERLAP,
 }
-"""What the engine demands beside a setting, so that a note of the one tells of the other."""
+"""What the engine requires together with a setting: a note of one implies the other."""
 
 NAMES_OF_SETTINGS = frozenset(knob.name for knob in SETTINGS)
 _PAIR = re.compile(r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE)
@@ -194,7 +194,7 @@ _OFF = r"[- _]*(?:off|disabled)\b"
 
 @lru_cache(maxsize=4096)
 def read_notes(notes: str) -> Mapping[str, SettingValue]:
-    """Return the settings that `notes` tell of. What is said first counts, names with values before phrases."""
+    """Return the settings in `notes`. The first mention counts, names with values before phrases."""
     found: dict[str, SettingValue] = {}
     rest = notes[:10_000]
     for pattern in (_LAYOUT, _PAIR):

@@ -20,17 +20,13 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
-from flagcore.errors import FlagError
+from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.files import open_regular, read_regular
 
-STEPS, METRICS = "steps.jsonl", "metrics.json"
+STEPS = "steps.jsonl"
 LOGS = ("stdout.log", "stderr.log")
 NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading somebody else's JSON may raise."""
-
-
-class NoMetrics(FlagError):
-    """A trial ended without the figures that it should have left."""
 
 
 def program_progress(folder: str) -> tuple[float, ...]:
@@ -39,7 +35,7 @@ def program_progress(folder: str) -> tuple[float, ...]:
 
 
 class CommandProgress:
-    """Tells the seconds of the steps that a user's command has printed. Each line is read once."""
+    """Reads the seconds of the steps that a user's command has printed. Each line is read once."""
 
     def __init__(self, folder: str) -> None:
         self._logs = MegatronLog()
@@ -56,7 +52,7 @@ def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
     if partial:
         steps = _steps(Path(folder, STEPS))
         return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
-    data = metrics(Path(folder, METRICS))
+    data = read_metrics(folder)
     try:
         ranks: list[dict[str, Any]] = data["ranks"]
         return measurement(
@@ -103,7 +99,6 @@ def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Me
     if not all(isinstance(step, float) and math.isfinite(step) and step > 0 for step in counted):
         raise NoMetrics("a step time is not a positive number")
     median = statistics.median(counted)
-    quarters = statistics.quantiles(counted, n=4, method="inclusive") if len(counted) > 1 else [0.0, 0.0, 0.0]
     tokens = spec.train.global_batch_size * spec.train.seq_length
     if not math.isfinite(tokens / median):
         raise NoMetrics(f"a step time of {median} s cannot be")
@@ -111,7 +106,7 @@ def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Me
     return Measurement(
         step_times_s=counted,
         step_time_s=median,
-        spread_s=quarters[2] - quarters[0],
+        spread_s=interquartile_range(counted),
         tokens_per_second_per_device=tokens / median / task.cluster.devices,
         losses=losses,
         **figures,
@@ -138,19 +133,6 @@ def _loss(step: Mapping[str, Any]) -> float | None:
     """Return the loss of a step, None where it is not finite."""
     loss = step["loss"]
     return float(loss) if loss is not None and math.isfinite(loss) else None
-
-
-def metrics(file: Path) -> dict[str, Any]:
-    """Return what the trial program wrote at its end. Raises NoMetrics."""
-    if not file.exists():
-        raise NoMetrics(f"it ended with exit code 0 but wrote no {METRICS}")
-    try:
-        data = json.loads(read_regular(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
-    if not isinstance(data, dict):
-        raise NoMetrics(f"{METRICS} is not an object")
-    return data
 
 
 def _most(ranks: Sequence[Mapping[str, Any]], figure: str) -> int | None:
@@ -184,7 +166,7 @@ MEMORY = re.compile(
 ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
 MIB = 1 << 20
 MOST_MIB = 1 << 30
-"""A petabyte: a line that tells of more tells nonsense."""
+"""A petabyte: a line with more is ignored."""
 LONGEST_LINE = 4096
 LARGEST_LOG = 64 << 20
 """Bytes beyond these are not looked at: a trial may print anything."""
@@ -210,7 +192,7 @@ def read_logs(files: Iterable[Path]) -> MegatronLog:
 
 
 def read_on(file: Path, place: int, log: MegatronLog, *, unfinished: bool = False) -> int:
-    """Add to `log` what stands in `file` from the byte `place` on, and return where the next reading begins.
+    """Add to `log` the lines of `file` from byte `place` on, and return where the next reading begins.
 
     A last line without an end is left for then, unless `unfinished`.
     """

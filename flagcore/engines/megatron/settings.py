@@ -87,12 +87,12 @@ SETTINGS = (
         **LAYERS,
     ),
     _setting(
-        "grad_reduce_in_bf16", "flag", "Whether gradients are kept and exchanged in bf16 where they would be in fp32."
+        "grad_reduce_in_bf16", "flag", "Whether gradients are stored and exchanged in bf16 where they would be in fp32."
     ),
     _setting(
         "accumulate_allreduce_grads_in_fp32",
         "flag",
-        "Whether gradients are kept and exchanged in fp32; bf16 does so.",
+        "Whether gradients are stored and exchanged in fp32; bf16 does so.",
         off="grad-reduce-in-bf16",
     ),
     _setting(
@@ -112,7 +112,7 @@ SETTINGS = (
         minimum=0,
         maximum=1,
     ),
-    _setting("fp8_param_gather", "flag", "Whether weights are kept and gathered in fp8."),
+    _setting("fp8_param_gather", "flag", "Whether weights are stored and gathered in fp8."),
     _setting("fine_grained_activation_offloading", "flag", "Whether activations of offload_modules wait on the host."),
     _setting(
         "offload_modules",

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.engines.megatron.memory.modules import Module, Sizes, kept
+from flagcore.engines.megatron.memory.modules import Module, Sizes, stored
 from flagcore.engines.megatron.parallel.layout import Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.physics.transformer import attended
 
 EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
-"""What a mixture of experts keeps besides its input."""
+"""What a mixture of experts stores besides its input."""
 
 OFFLOADED = {
     "attn_norm": ("attn_norm",),
@@ -35,7 +35,7 @@ OFFLOADED = {
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Bytes that a module needs besides its work, at most those that each other layer in flight does not keep."""
+    """Bytes that a module needs besides its work, at most those that each other layer in flight does not store."""
 
     bytes: FloatArray
     spared: FloatArray
@@ -46,7 +46,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Tensors that a row does not keep, by name, because they are recomputed together, where `on` is 1.
+    """Tensors that a row does not store, by name, because they are recomputed together, where `on` is 1.
 
     They come back when backward reaches the last module that had one, or the component `at` behind it. Each stays until
     its own module is done, `copies` times; `output` lies beside until all of them are. Neither counts where `within`
@@ -111,11 +111,12 @@ def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) ->
 def saving(
     row: Sequence[Module], drops: Sequence[Dropped], away: Collection[str], here: FloatArray | float
 ) -> list[Place]:
-    """Return a row that keeps neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
+    """Return a row that stores neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
 
     A tensor that several drop belongs to the first; one that is dropped is not sent. Of what is on the host a layer in
     backward has its own, and each tensor that it is done with makes room for that of the layer before, which is fetched
-    meanwhile: all of one layer's are there at all times (megatron-core 0.16 `fine_grained_activation_offload.py`).
+    at the same time: all of one layer's are always on the device (megatron-core 0.16
+    `fine_grained_activation_offload.py`).
     """
     left = [dict(module.tensors) for module in row]
     work = [module.work for module in row]
@@ -142,7 +143,7 @@ def saving(
     if away:
         _send(left, work, extras, away, here)
     rows = zip(row, left, work, extras, strict=True)
-    return [Place(replace(module, tensors=kept, work=need), tuple(extra)) for module, kept, need, extra in rows]
+    return [Place(replace(module, tensors=stored, work=need), tuple(extra)) for module, stored, need, extra in rows]
 
 
 def _send(
@@ -152,7 +153,7 @@ def _send(
     away: Collection[str],
     here: FloatArray | float,
 ) -> None:
-    """Take what is on the host out of what modules keep, and add it to what they need."""
+    """Take what is on the host out of what modules store, and add it to what they need."""
     sent = []
     for tensors in left:
         names = [name for name in tensors if name in away]
@@ -168,7 +169,7 @@ def _send(
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """How far a layer's moments lie above what it keeps: the worst of those that save nothing, and each that does."""
+    """How far a layer's moments lie above what it stores: the worst of those that save nothing, and each that does."""
 
     plain: FloatArray
     saving: tuple[tuple[FloatArray, tuple[Extra, ...]], ...]
@@ -182,7 +183,7 @@ class Moments:
             if place == split - 1:
                 behind = np.zeros(())
             above = module.work - behind + beside
-            behind = behind + module.kept
+            behind = behind + module.stored
             if extras:
                 saving.append((above, extras))
             else:
@@ -198,12 +199,12 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of one kind, bytes of one micro-batch: what it keeps, and its moments; `crossing` are those while a layer
+    """A layer of one kind, bytes of one micro-batch: what it stores, and its moments; `crossing`: those while a layer
     of another micro-batch runs forward beside its backward, None where none does.
     """
 
     parts: Parts
-    kept: FloatArray
+    stored: FloatArray
     moments: Moments
     crossing: Moments | None = None
 
@@ -217,11 +218,11 @@ class Layer:
         """
         parts: Parts = {}
         for place in row:
-            add_parts(parts, {place.module.component: place.module.kept})
-        total = kept([place.module for place in row])
+            add_parts(parts, {place.module.component: place.module.stored})
+        total = stored([place.module for place in row])
         crossing = None
         if front:
-            crossing = Moments.of(row, kept([place.module for place in row[:front]]), front)
+            crossing = Moments.of(row, stored([place.module for place in row[:front]]), front)
         return cls(parts, total, Moments.of(row), crossing)
 
     def above(self, layers: FloatArray, crossed: BoolArray | bool = False) -> FloatArray:

@@ -20,11 +20,11 @@ from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
 from flagcore.physics.transformer import attended, widths
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "ffn", "experts", "shared_experts", "mtp")
-"""Components whose products run in 8 or 4 bits where the precision says so."""
+"""Components whose products run in 8 or 4 bits if the precision requires it."""
 
 QUANTISED_BYTES = {"fp8": 2.0, "mxfp8": 2.0 * (1 + 1 / 32), "nvfp4": 2.0 * (1 / 2 + 1 / 16)}
 """Bytes a weight of its narrow copies, one for each direction of a product, with the scales of their blocks of 32 or
-16 (transformer-engine 2.9, `get_weight_workspace`; a chip whose fp8 products take both directions keeps one)."""
+16 (transformer-engine 2.9, `get_weight_workspace`; a chip whose fp8 products take both directions stores one)."""
 
 BUCKET_MULTIPLE = 128
 """Megatron pads gradient buffers to a common multiple of this and of the ranks that share them."""
@@ -67,7 +67,7 @@ def state(train: Training, layout: Layout, count: FloatArray, *, experts: bool, 
     """Return the bytes of `count` parameters, `linear` of which belong to linear layers.
 
     At 16 bits 2 + 4 + 12 / d with fp32 gradient buffers, over d ranks that share an optimizer; fp32 has no second copy
-    of the weights: 4 + 4 + 8 / d. A precision-aware optimizer keeps of a bf16 weight's main parameter only the
+    of the weights: 4 + 4 + 8 / d. A precision-aware optimizer stores of a bf16 weight's main parameter only the
     half that the weight does not have. Fully sharded, weights and gradients are shared as well.
     """
     options = train.options
@@ -128,7 +128,7 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     latent = model.multi_latent_attention
     angles = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if latent else model.kv_channels)
     own = angles * (stage.layers + stage.mtp if latent else layout.virtual)
-    if train.options.dropout:  # an engine of the time before: positions are learned, nothing stands in
+    if train.options.dropout:  # an engine of the time before: positions are learned, without stand-ins
         return sizes.gathered * np.ones(())
     if train.transformer_engine:
         joint = _joint(train, layout, stage, sizes, sizes.gathered * stage.last)
@@ -170,8 +170,8 @@ def left_over(train: Training, layout: Layout, stage: Stage, sizes: Sizes, *, at
 def unsharded(train: Training, layout: Layout, dense: State, experts: State) -> FloatArray:
     """Return the bytes of weights and gradients that are whole for a while where all ranks share them.
 
-    Those of the layer at work, and those of the next, which is fetched meanwhile (Megatron-FSDP; ZeRO-3): at most all
-    that the other ranks hold of a stage, whose shares on this rank are given.
+    Those of the layer at work, and those of the next, which is fetched at the same time (Megatron-FSDP; ZeRO-3): at
+    most all that the other ranks hold of a stage, whose shares on this rank are given.
     """
     if not train.options.fsdp:
         return np.zeros(())

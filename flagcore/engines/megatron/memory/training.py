@@ -9,7 +9,6 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.memory.kept_activations import Kinds, held, held_parts
 from flagcore.engines.megatron.memory.states import (
     LINEAR_PARTS,
     State,
@@ -22,6 +21,7 @@ from flagcore.engines.megatron.memory.states import (
     workspaces,
 )
 from flagcore.engines.megatron.memory.states import split_parameters as split_parameters
+from flagcore.engines.megatron.memory.stored_activations import Kinds, activation_parts, stage_activations
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
 from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts
 from flagcore.engines.megatron.parallel.parameters import stage_parameters as stage_parameters
@@ -180,18 +180,18 @@ class _Estimate:
         return own + workspaces(self.train) * self.workspace_bytes
 
     def activation(self, where: Stage) -> FloatArray:
-        found = held(self.train, self.layout, where, self.kinds)
-        total = found.kept + found.above
+        found = stage_activations(self.train, self.layout, where, self.kinds)
+        total = found.stored + found.above
         if self.selective is not None:
             total = np.where(self.layout.uniform == 1, np.minimum(total, self.selective.activation(where)), total)
         return total
 
     def parts(self, where: Stage) -> Parts:
-        """Return the same by component, with what is above all that is kept as `backward`."""
-        found = held(self.train, self.layout, where, self.kinds)
-        parts = held_parts(self.train, self.layout, where, self.kinds, found)
+        """Return the same by component, with what is above all that is stored as `backward`."""
+        found = stage_activations(self.train, self.layout, where, self.kinds)
+        parts = activation_parts(self.train, self.layout, where, self.kinds, found)
         whole = unsharded(self.train, self.layout, *self.states(where))
-        return {**parts, "backward": self.activation(where) + whole - found.kept}
+        return {**parts, "backward": self.activation(where) + whole - found.stored}
 
     def states(self, where: Stage) -> tuple[State, State]:
         """Return the states of the weights that all data-parallel ranks replicate, and of those of the experts."""
@@ -201,7 +201,7 @@ class _Estimate:
         """Return the memory of one stage.
 
         What a step leaves behind is there in the optimizer's step and gone before the next one's peak. More recompute,
-        which leaves more, is not said to need more.
+        which leaves more, is never predicted to need more.
         """
         train, layout = self.train, self.layout
         dense, experts = split_parameters(stage_parameters(train, layout, where))
@@ -233,7 +233,7 @@ def _states(train: Training, layout: Layout, params: Parts) -> tuple[State, Stat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InUse:
     """Bytes of the worst stage of each candidate: tensors, what the allocator holds, what the device shows in use, and
-    what it has: one figure for all, one a candidate where devices differ; None or NaN where nobody knows.
+    what it has: one figure for all, one a candidate where devices differ; None or NaN if unknown.
     """
 
     memory: Memory
@@ -245,8 +245,8 @@ class InUse:
 def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     """Return the memory of the worst stage: the one that needs most or, on devices of several kinds, has least room.
 
-    Room is told by the share of its device's capacity that a stage uses. A stage whose capacity nobody knows is the
-    worst unless another outgrows its own, so that nothing is said to fit which may not.
+    Room is measured as the share of its device's capacity that a stage uses. A stage with unknown capacity is the worst
+    unless another exceeds its own, so that no candidate is reported to fit that may not.
     """
     if len(costs.groups) == 1:
         memory = training_memory(train, layout, costs.memory.workspace_bytes())
@@ -260,9 +260,9 @@ def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
     has = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
     reserved_by, used_by, capacity_by = [], [], []
     for where, memory in zip(places, found, strict=True):
-        held = [model.reserved_bytes(memory.peak) for model in models]
-        shown = [model.device_used_bytes(each) for model, each in zip(models, held, strict=True)]
-        reserved_by.append(place.pick(where.index, held))
+        reserved_each = [model.reserved_bytes(memory.peak) for model in models]
+        shown = [model.device_used_bytes(each) for model, each in zip(models, reserved_each, strict=True)]
+        reserved_by.append(place.pick(where.index, reserved_each))
         used_by.append(place.pick(where.index, shown))
         capacity_by.append(place.pick(where.index, has))
     share = np.stack(used_by) / np.stack(capacity_by)

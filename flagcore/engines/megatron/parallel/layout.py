@@ -37,11 +37,11 @@ class Options:
     lives on the host. `offload_modules` are those whose saved activations go to the host, on the stages
     `offload_stages` (empty: on all).
 
-    `dropout` says that attention's probabilities and the outputs of attention and FFN are dropped at random.
+    `dropout`: attention's probabilities and the outputs of attention and FFN are dropped at random.
 
     With `adapters` only low-rank adapters are trained: the model's weights have no gradients and no optimizer.
 
-    `cuda_graph` says which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
+    `cuda_graph` is which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
     allgather, alltoall or flex; with `deduplicated_dispatch` a token goes to a node once, whatever the number of its
     experts there. `expert_imbalance` is the load of the busiest expert rank over the mean.
     """
@@ -69,12 +69,9 @@ class Options:
     tp_comm_overlap: bool = False
     overlap_p2p_comm: bool = True
     overlap_expert_comm: bool = False
-    delay_weight_gradient: bool = False
-    overlap_shared_expert: bool = False
     dispatcher: str = "alltoall"
     deduplicated_dispatch: bool = False
     grouped_gemm: bool = True
-    pad_experts_to_capacity: bool = False
     expert_imbalance: float = 1.0
     cp_comm: str = "p2p"
     cuda_graph: str = ""
@@ -83,17 +80,17 @@ class Options:
 
 
 DEFAULTS = Options()
-"""What holds where nothing is said."""
+"""Defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """What all candidates of a task share.
 
-    `flash` tells an attention kernel that keeps no scores from one that does. `fused_activation` says that
-    the FFN's activation function is one kernel. `transformer_engine` says that its layers replace megatron-core's
+    `flash`: the attention kernel stores no scores. `fused_activation`:
+    the FFN's activation function is one kernel. `transformer_engine`: its layers replace megatron-core's
     own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
-    attention are whole on each tensor-parallel rank. `repeated_keys` says that attention copies keys and values for
+    attention are whole on each tensor-parallel rank. `repeated_keys`: attention copies keys and values for
     each query head that shares them. `options` are the engine's further settings.
     """
 

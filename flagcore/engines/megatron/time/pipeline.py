@@ -1,4 +1,4 @@
-"""Time of the pipeline: from a few stages that stand for all others to the makespan of a schedule."""
+"""Time of the pipeline: from a few representative stages to the makespan of a schedule."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def pipeline_time(
 
 
 def sender_waits(train: Training, layout: Layout) -> FloatArray:
-    """Return 1 where the sender of a message computes nothing meanwhile, else 0."""
+    """Return 1 where the sender of a message computes nothing while it sends, else 0."""
     return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
 
 
@@ -91,7 +91,7 @@ def together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
 
 
 def _standing_for(length: int, indices: list[FloatArray]) -> list[IntArray]:
-    """Return, for each stage of a pipeline, which of the found ones stands for it, a candidate each."""
+    """Return, for each stage of a pipeline, which of the found ones represents it, one per candidate."""
     last = len(indices) - 1
     before = np.stack([np.where(index < length - 1, index, np.inf) for index in indices[:-1]])
     chosen = [np.maximum(np.count_nonzero(before <= place, axis=0), 1) - 1 for place in range(length - 1)]

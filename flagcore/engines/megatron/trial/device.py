@@ -51,13 +51,13 @@ class RankDevice(Protocol):
     def clock(self) -> float:
         """Return the seconds of this rank's work so far, all work given to the device done."""
 
-    def met(self) -> None:
+    def set_baseline(self) -> None:
         """Take what is allocated now, the process groups, for the process's own."""
 
     def built(self) -> None:
         """Forget the memory that building the model took and training does not."""
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return what is allocated now."""
 
     def start_peak(self) -> None:
@@ -82,7 +82,7 @@ class Cpu:
     def __init__(self) -> None:
         _ask_system_from(_EXACT)
         self._worst = self._peak = 0
-        self.met()
+        self.set_baseline()
 
     def synchronize(self) -> None:
         """Nothing runs in the background."""
@@ -90,14 +90,14 @@ class Cpu:
     def clock(self) -> float:
         return time.thread_time()
 
-    def met(self) -> None:
+    def set_baseline(self) -> None:
         self.start_peak()
         self._at_start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
     def built(self) -> None:
         """The peak comes in training; nothing to forget."""
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return the anonymous memory above the start, small blocks that were freed given back to the system."""
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
@@ -141,7 +141,7 @@ class Accelerator:
         self._module.synchronize()
         return time.perf_counter()
 
-    def met(self) -> None:
+    def set_baseline(self) -> None:
         """Nothing to note: the allocator counts tensors alone."""
 
     def built(self) -> None:
@@ -149,7 +149,7 @@ class Accelerator:
         self._module.empty_cache()
         self._module.reset_peak_memory_stats()
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         return int(self._module.memory_allocated())
 
     def start_peak(self) -> None:

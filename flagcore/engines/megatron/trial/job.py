@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed: as `use_recompute` says, else whether a granularity is given."""
+        """Whether activations are recomputed: `use_recompute`, else whether a granularity is given."""
         return self.recompute_granularity is not None if self.use_recompute is None else self.use_recompute
 
 

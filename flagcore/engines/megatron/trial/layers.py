@@ -64,12 +64,12 @@ def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device
     """Which of the gathered keys each of this rank's queries may see: [length, length * size], boolean."""
     chunks = torch.arange(length * size, device=device).view(2 * size, -1)
     positions = torch.cat([chunks[i] for r in range(size) for i in (r, 2 * size - 1 - r)])
-    mine = positions[rank * length : (rank + 1) * length]
-    return mine[:, None] >= positions[None, :]
+    own = positions[rank * length : (rank + 1) * length]
+    return own[:, None] >= positions[None, :]
 
 
 def block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers that this pipeline stage (and virtual stage) builds, dense or expert as the config says."""
+    """Return the layers that this pipeline stage (and virtual stage) builds, dense or expert by the config."""
     dense, experts = _layer_spec(config, None), None
     if config.num_moe_experts is not None:
         experts = _layer_spec(config, config.num_moe_experts)
@@ -99,7 +99,7 @@ def fill_gaps_without_transformer_engine() -> None:
     """Repair three places of Megatron-core 0.16 that assume transformer-engine could be imported.
 
     The expert router reads a name that only a successful import binds. A recomputed normalisation asks for
-    fp8 state unless it is told None, and its default is False. Latent attention asks whether a layer is one
+    fp8 state unless it gets None, and its default is False. Latent attention asks whether a layer is one
     of transformer-engine's, which are None.
     """
     if random.HAVE_TE:

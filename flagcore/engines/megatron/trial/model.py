@@ -21,10 +21,19 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from flagcore.engines.megatron.trial import cpu, layers
+from flagcore.engines.megatron.trial import layers, stand_ins
 from flagcore.engines.megatron.trial.job import Job
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OF_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("qk_layernorm", "add_qkv_bias", "mtp_num_layers", "gated_linear_unit"),
+)
+_OF_CANDIDATE = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+)
+_OF_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _VOCAB_MULTIPLE = 128  # Megatron-LM's make_vocab_size_divisible_by
 _FIRST_LOSS_SCALE = 2.0**12  # fp16; the usual 2**32 skips the first steps, which are the ones measured here
 
@@ -85,17 +94,9 @@ def transformer_config(job: Job) -> Any:
     dtype = _DTYPES[job.train.precision]
     interleaved = job.virtual_stages is not None
     values: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "qk_layernorm": model.qk_layernorm,
-        "add_qkv_bias": model.add_qkv_bias,
-        "mtp_num_layers": model.mtp_num_layers,
+        **{name: getattr(model, name) for name in _OF_MODEL},
+        **{name: getattr(candidate, name) for name in _OF_CANDIDATE},
         "normalization": "RMSNorm",
-        "gated_linear_unit": model.gated_linear_unit,
         "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
@@ -115,24 +116,16 @@ def transformer_config(job: Job) -> Any:
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
-        "tensor_model_parallel_size": candidate.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": candidate.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": job.virtual_stages,
-        "context_parallel_size": candidate.context_parallel_size,
-        "expert_model_parallel_size": candidate.expert_model_parallel_size,
         "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
         # Without tensor parallelism Megatron-LM clears the flag, where Megatron-core would refuse it.
         "sequence_parallel": candidate.sequence_parallel and candidate.tensor_model_parallel_size > 1,
-        "num_layers_in_first_pipeline_stage": candidate.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": candidate.num_layers_in_last_pipeline_stage,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": True,
     }
     if candidate.recomputes:
-        values["recompute_granularity"] = candidate.recompute_granularity
-        values["recompute_method"] = candidate.recompute_method
-        values["recompute_num_layers"] = candidate.recompute_num_layers
+        values |= {name: getattr(candidate, name) for name in _OF_RECOMPUTE}
         if candidate.recompute_modules is not None:
             values["recompute_modules"] = list(candidate.recompute_modules)
     if model.num_moe_experts is not None:
@@ -142,7 +135,7 @@ def transformer_config(job: Job) -> Any:
         kind = MLATransformerConfig
         values.update(_latent_attention_values(job))
     if job.device.type == "cpu":
-        values.update(cpu.config_overrides(interleaved))
+        values.update(stand_ins.config_overrides(interleaved))
     return kind(**values)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as groups
 
-from flagcore.engines.megatron.trial import cpu, fake, metrics
+from flagcore.engines.megatron.trial import metrics, stand_ins
 from flagcore.engines.megatron.trial.device import RankDevice, open_device
 from flagcore.engines.megatron.trial.job import Job, Probe
 from flagcore.engines.megatron.trial.model import Built, build
@@ -43,11 +43,11 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, probe.device)
     if job.device.type == "cpu":
-        cpu.stand_in_for_cuda()
+        stand_ins.stand_in_for_cuda()
     start = time.perf_counter()
-    fake.meet_nobody(job.device.type, probe.rank, job.world_size)
+    stand_ins.init_fake_world(job.device.type, probe.rank, job.world_size)
     make_groups(job)
-    rank_device.met()
+    rank_device.set_baseline()
     built = build(job, rank_device.device)
     rank_device.built()
     count = job.enough_microbatches(groups.get_pipeline_model_parallel_rank())
@@ -57,7 +57,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     steps = [player.step(0)]
     log.write(steps[0])
     peaks = watch(job, built, rank_device, player.batches(1))
-    held = rank_device.held_bytes()
+    static_bytes = rank_device.allocated_bytes()
     for number in range(1, job.train.train_iters):
         steps.append(player.step(number))
         log.write(steps[-1])
@@ -67,7 +67,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         "rank": probe.rank,
         "stage": groups.get_pipeline_model_parallel_rank(),
         "steps": [dataclasses.asdict(step) for step in steps],
-        "static_bytes": held,
+        "static_bytes": static_bytes,
         "peak_forward_backward_bytes": peaks[0],
         "peak_optimizer_bytes": peaks[1],
         **dataclasses.asdict(rank_device.memory()),

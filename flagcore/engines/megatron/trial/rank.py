@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from flagcore.domain.devices import SPEED_TEST
-from flagcore.engines.megatron.trial import cpu, metrics
+from flagcore.engines.megatron.trial import metrics, stand_ins
 from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job, JobError
 from flagcore.engines.megatron.trial.model import Built, build
@@ -26,18 +26,18 @@ _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has lost its 
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
     """Run the job as rank `number`.
 
-    The ranks meet at `listener`, a socket that the parent opened, or where the environment says if it is
+    The ranks meet at `listener`, a socket that the parent opened, or at the address in the environment if it is
     None. `import_s` is what importing took, for the record.
     """
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number)
     if job.device.type == "cpu":
-        cpu.stand_in_for_cuda()
+        stand_ins.stand_in_for_cuda()
 
     start = time.perf_counter()
     _meet(job, number, listener)
     make_groups(job)
-    rank_device.met()
+    rank_device.set_baseline()
     groups_end = time.perf_counter()
     built = build(job, rank_device.device)
     rank_device.built()
@@ -56,7 +56,7 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     if log is not None:
         log.close()
         metrics.write_metrics(job.output, {**report, "startup_s": startup})
-    dist.barrier()  # rank 0 may hold the meeting place: nobody leaves before it has written
+    dist.barrier()  # rank 0 may hold the meeting place: no rank leaves before it has written
     dist.destroy_process_group()
 
 
@@ -101,7 +101,7 @@ def make_groups(job: Job) -> None:
 
 def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, cpu_time_s: float) -> dict[str, Any]:
     """Gather all ranks' numbers; every rank returns the same report."""
-    mine = {
+    own = {
         "rank": dist.get_rank(),
         "parameters": metrics.own_parameters(built),
         **dataclasses.asdict(rank_device.memory()),
@@ -114,7 +114,7 @@ def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, 
     counted = metrics.counted_parameters(built)
     stage = groups.get_pipeline_model_parallel_rank()
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (mine, counted, stage, metrics.layers_here(built)))
+    dist.all_gather_object(gathered, (own, counted, stage, metrics.layers_here(built)))
     layers = {stage: count for _, _, stage, count in gathered}
     layers_per_stage = [layers[stage] for stage in sorted(layers)]
     return {

@@ -21,7 +21,7 @@ _NARROWS = ("quantization", "quantization-config", "torchao-config", "hf-overrid
 
 
 def check_directory(spec: Spec) -> None:
-    """Raise SpecError unless the weights are a directory with a config.json, quantized if the spec says so.
+    """Raise SpecError unless the weights are a directory with a config.json, quantized if the spec requires it.
 
     Engines serve weights as they are stored: with fp8 in the spec and plain weights, predictions of fp8 would be
     compared with measurements of bf16.

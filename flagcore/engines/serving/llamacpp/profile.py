@@ -140,7 +140,7 @@ _SLOTS_LINE = re.compile(r"kv_unified = '(true|false)'")
 
 
 def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
-    """Return what /props and the log say, without the later lines of a draft model."""
+    """Return the values in /props and the log, without the later lines of a draft model."""
     props = json.loads(fetch("/props"))
     found: dict[str, KnobValue] = {PARALLEL: int(props["total_slots"])}
     lines = dict(reversed(_CONTEXT_LINE.findall(log)))
@@ -204,10 +204,10 @@ FAILURES = (
         state=TrialState.INVALID,
         advice="llama.cpp cannot read these weights",
     ),
-    FailurePattern(pattern=r"couldn't bind HTTP server socket", state=TrialState.FAILED, advice="the port was taken"),
+    FailurePattern(pattern=r"couldn't bind HTTP server socket", state=TrialState.FAILED, advice="the port was in use"),
     FailurePattern(pattern=r"\bE (llama|ggml|gguf|srv|cmn)\w*\b.*|^error: ", state=TrialState.FAILED),
 )
-"""The first match counts: the last lines of a log only say that the model did not load."""
+"""The first match counts: the last lines of a log only report that the model did not load."""
 
 
 ENGINE = Engine(

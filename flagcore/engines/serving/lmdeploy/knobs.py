@@ -14,7 +14,7 @@ import numpy as np
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common import engine_args, knobs
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, TP, Hardware, longest
 from flagcore.engines.serving.common.weights import weight_bytes
 from flagcore.engines.serving.engine import Settings
@@ -140,11 +140,6 @@ KNOBS = (
     ),
 )
 BY_NAME = {knob.name: knob for knob in KNOBS}
-
-
-def version_of(spec: Spec) -> str:
-    """Return the version of the spec, or of the installed package; empty if unknown."""
-    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, PACKAGE)
 
 
 def parse_args(spec: Spec) -> knobs.EngineArgs:

@@ -33,7 +33,6 @@ from flagcore.engines.serving.lmdeploy.knobs import (
     PROGRAM,
     parse_args,
     settings,
-    version_of,
 )
 from flagcore.engines.serving.lmdeploy.rules import merges, rules
 from flagcore.engines.serving.load.result import GENERATE
@@ -124,7 +123,7 @@ FAILURES = (
         state=TrialState.INVALID,
     ),
     FailurePattern(pattern=r"turbomind does not support", state=TrialState.INVALID, advice="use backend pytorch"),
-    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was taken"),
+    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was in use"),
     FailurePattern(pattern=r"^([A-Za-z_][\w.]*)?(Error|Exception)\b: ", state=TrialState.FAILED),
 )
 
@@ -136,7 +135,7 @@ ENGINE = Engine(
     knobs=KNOBS,
     parse_args=parse_args,
     ready=_ready,
-    version=version_of,
+    version=lambda spec: program.version(spec, PROGRAM, PACKAGE),
     rules=rules,
     merges=merges,
     settings=settings,

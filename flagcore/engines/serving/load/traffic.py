@@ -25,8 +25,8 @@ class Traffic:
     """Requests in order. Lengths are tokens, `input_len` with the shared prefix.
 
     `arrive_s` are seconds after the first, None where the next request is sent when one ends. `blocks` are, of each
-    request, ids of pieces of `BLOCK` tokens that requests share; empty where a trace does not tell. `notes` say what is
-    not taken from the load as it stands.
+    request, ids of pieces of `BLOCK` tokens that requests share; empty if unknown. `notes` list what
+    differs from the load.
     """
 
     input_len: IntArray
@@ -44,7 +44,7 @@ def traffic(load: Load) -> Traffic:
         trace = trace.first(load.num_prompts)
         inputs, outputs = trace.input_len, trace.output_len
     elif not load.num_prompts:
-        raise SpecError(key="num_prompts", problem="is needed to send a load", fix="say how many requests are sent")
+        raise SpecError(key="num_prompts", problem="is needed to send a load", fix="set the number of requests")
     else:
         inputs = _lengths(lengths, load.input_len, load)
         outputs = _lengths(lengths, load.output_len, load)

@@ -24,7 +24,7 @@ def linear(
 
     `attention` products may be in a wider precision than the others, `wide` ones are in 16 bits. Weights that only are
     stored narrower are read as such and computed in the wider format. Operands are cast by the small kernels before
-    products, of which the engine's overheads tell: no cast of a product's own is counted.
+    products, which the engine's overheads count: no cast of a product's own is counted.
     """
     one = np.ones_like(tokens)
     precision = serving.wide_precision if wide else serving.attention_precision if attention else serving.precision

@@ -13,7 +13,7 @@ from flagcore.physics.kernels.roofline import BYTES
 from flagcore.physics.transformer import attended, widths
 
 GRAPH_BYTES = 12e6
-"""A layer's captured graphs: engines' own start-up logs tell 0.4 to 1 GiB for 32 to 80 layers. Estimated."""
+"""A layer's captured graphs: start-up logs of engines report 0.4 to 1 GiB for 32 to 80 layers. Estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from math import ceil, inf
 from flagcore.engines.serving.model.price import Price
 
 JOINT_ROWS = 128
-"""Requests that came at one moment and are parsed side by side: all of them are through when the last one is. So the
-first tokens of bursts of 64 and 128 say; of larger ones as many at a time."""
+"""Most requests with one arrival time that are parsed together: all are ready when the last one is. From the first
+tokens of bursts of 64 and 128; larger bursts are split."""
 
 MANY_PIECES = 4
 """Iterations that one prompt fills, from which on they are one step."""

@@ -32,9 +32,9 @@ class Overheads:
     An iteration that is not captured as a graph is launched kernel by kernel, `eager_kernels` of each layer,
     `eager_experts` and `eager_latent` more for each of these kinds; the host may then be slower than the device.
 
-    `mixes` says that prompts are computed beside decoding, else in iterations of their own, which are never captured.
+    `mixes`: prompts are computed together with decoding, else in separate iterations, which are never captured.
     `reserve` is the share of its answer for which the cache must have room before a request is admitted.
-    `activations_beside` says that the share of memory that the engine is given is for weights and cache alone.
+    `activations_beside`: the engine's share of memory is for weights and cache alone.
     """
 
     iteration: float

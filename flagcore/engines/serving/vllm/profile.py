@@ -140,14 +140,14 @@ def check_install(path: str) -> None:
         )
 
 
+def _version(name: str, folders: list[str]) -> str:
+    return next((found.version for found in metadata.distributions(name=name, path=folders)), "")
+
+
 def _graph_tokens(task: Task) -> int:
     newer = (release(task.spec.serve.engine_version) or MORE_GRAPHS_SINCE) >= MORE_GRAPHS_SINCE
     in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
     return MORE_GRAPH_TOKENS if newer and in_four_bits else GRAPH_TOKENS
-
-
-def _version(name: str, folders: list[str]) -> str:
-    return next((found.version for found in metadata.distributions(name=name, path=folders)), "")
 
 
 _ENGINE_LINE = re.compile(r"Initializing a V1 LLM engine .*")
@@ -179,7 +179,7 @@ COUNTERS: Mapping[str, str] = {
 
 
 def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
-    """Return what /metrics and the log say. Raises OSError if /metrics does not answer.
+    """Return the values in /metrics and the log. Raises OSError if /metrics does not answer.
 
     `max_num_seqs` is reported only if it was set; block size and memory share come from the cache itself.
     """
@@ -271,7 +271,7 @@ FAILURES = (
         state=TrialState.INVALID,
     ),
     FailurePattern(pattern=r"validation errors? for \w+|Value error, ", state=TrialState.INVALID),
-    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was taken"),
+    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was in use"),
     FailurePattern(
         pattern=_PREFIX
         + r"(?!.*Engine core initialization failed)(ERROR .*?\] )?([A-Za-z_][\w.]*)?(Error|Exception)\b: ",

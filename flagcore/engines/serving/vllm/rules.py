@@ -128,10 +128,10 @@ def merges(task: Task) -> tuple[Merge, ...]:
 
     def batch(c: Columns) -> dict[str, IntArray]:
         tokens, seqs = batch_defaults(task, c[TP] * c[PP])
-        held = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
+        fits = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
         return {
             TOKENS: np.where(c[TOKENS] == tokens, 0, c[TOKENS]),
-            SEQS: np.where((c[SEQS] == seqs) & held, 0, c[SEQS]),
+            SEQS: np.where((c[SEQS] == seqs) & fits, 0, c[SEQS]),
         }
 
     on_cores = Hardware.of(task).on_cores

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import LATENCIES
-from flagcore.engines.serving.load import Answer, LoadResult, goodput
-from flagcore.engines.serving.load.figures import QUANTILES, duration_s, figures_of, quantiles_of, steady_rate
+from flagcore.engines.serving.load.figures import QUANTILES, duration_s, figures_of, goodput, quantiles_of, steady_rate
+from flagcore.engines.serving.load.result import Answer, LoadResult
 from flagcore.engines.serving.load.sending import Meter
 
 
