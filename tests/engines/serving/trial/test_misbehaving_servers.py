@@ -14,8 +14,8 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
+from flagcore.engines.results import METRICS
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
-from flagcore.engines.serving.trial.job import METRICS
 from flagcore.engines.serving.trial.servers import listeners
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
