@@ -21,7 +21,8 @@ import time
 from statistics import median
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load import Target, measure
+from flagcore.engines.serving.load.result import Target
+from flagcore.engines.serving.load.sending import measure
 
 GOAL = 20_000
 EVENT = {

@@ -9,8 +9,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Flag
 from flagcore.domain.spec import SettingValue, TrainSpec
 from flagcore.engines.megatron.knobs import BY_NAME, SPACE_KNOBS
-from flagcore.engines.megatron.recompute import recompute_modules
-from flagcore.engines.megatron.settings import SETTINGS
+from flagcore.engines.megatron.settings import SETTINGS, recompute_modules
 from flagcore.spec.knobs import setting_from_text
 
 BY_FLAG = {

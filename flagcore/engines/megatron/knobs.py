@@ -55,10 +55,7 @@ SPACE_KNOBS = (
         flags=_flag("tensor-model-parallel-size"),
     ),
     _size(
-        "pipeline_model_parallel_size",
-        "PP",
-        "Number of pipeline stages.",
-        flags=_flag("pipeline-model-parallel-size"),
+        "pipeline_model_parallel_size", "PP", "Number of pipeline stages.", flags=_flag("pipeline-model-parallel-size")
     ),
     _size(
         "context_parallel_size",
@@ -110,9 +107,7 @@ SPACE_KNOBS = (
         flags=_flag("num-layers-per-virtual-pipeline-stage"),
     ),
     _switch(
-        "use_recompute",
-        "recompute",
-        "Whether activations are computed again in the backward pass instead of kept.",
+        "use_recompute", "recompute", "Whether activations are computed again in the backward pass instead of stored."
     ),
     Knob(
         name="recompute_granularity",

@@ -87,7 +87,7 @@ def _only_predicted(key: str, value: SettingValue) -> bool:
 
 
 def _trial_runs(train: TrainSpec, key: str, value: SettingValue) -> bool:
-    """Return whether the trial program takes a setting, or does without being told what it says."""
+    """Return whether the trial program takes a setting, or runs the same way without it."""
     does: dict[str, tuple[SettingValue, ...]] = {
         "pipeline_schedule": (value,),
         "moe_expert_imbalance": (value,),

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from flagcore.domain.spec import SettingValue, Task, TrainSpec
 from flagcore.engines.megatron.flags import settings_of_command
-from flagcore.engines.megatron.parallel.options import Options
-from flagcore.engines.megatron.recompute import recompute_modules, words
+from flagcore.engines.megatron.parallel.layout import Options
+from flagcore.engines.megatron.settings import recompute_modules, words
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
 from flagcore.errors import NotModelled, SpecError
 from flagcore.physics.schedules.catalogue import SCHEDULES
@@ -30,7 +30,7 @@ def runs(train: TrainSpec) -> str:
 
 
 def settings_in_force(train: TrainSpec) -> Settings:
-    """Return the defaults, what a user's own command says, and what the spec says, the latter first.
+    """Return the defaults, the settings of a user's own command, and those of the spec, which take precedence.
 
     Raises SpecError where spec and command contradict each other.
     """
@@ -40,7 +40,7 @@ def settings_in_force(train: TrainSpec) -> Settings:
             raise SpecError(
                 key=f"train.settings.{key}",
                 value=train.settings[key],
-                problem=f"contradicts train.command, which says {value}",
+                problem=f"contradicts train.command, which sets {value}",
                 fix="remove one of the two",
             )
     return {**DEFAULTS[runs(train)], **command, **train.settings}
@@ -86,12 +86,9 @@ def options(task: Task) -> Options:
         tp_comm_overlap=on("tp_comm_overlap"),
         overlap_p2p_comm=bool(given.get("overlap_p2p_comm", True)),
         overlap_expert_comm=on("overlap_moe_expert_parallel_comm"),
-        delay_weight_gradient=on("delay_wgrad_compute"),
-        overlap_shared_expert=on("moe_shared_expert_overlap"),
         dispatcher=dispatcher,
         deduplicated_dispatch=dispatcher == "flex",
         grouped_gemm=on("moe_grouped_gemm"),
-        pad_experts_to_capacity=on("moe_pad_expert_input_to_capacity"),
         expert_imbalance=_imbalance(given),
         cp_comm=str(given.get("cp_comm_type", "p2p")),
         cuda_graph=_graph(given),
@@ -131,7 +128,7 @@ def check(task: Task, given: Settings) -> None:
         ),
         LAYOUT: (
             bool({EMBEDDING, LOSS, "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"} & on),
-            "is the only setting that may say how layers are split",
+            "excludes other settings of the split of layers",
         ),
     }
     for key, (is_wrong, problem) in wrong.items():
@@ -163,7 +160,7 @@ def numbers(text: SettingValue) -> tuple[int, ...]:
 def _grad_bytes(precision: str, given: Settings) -> int:
     """Return the width of gradient buffers: as wide as the weights, but fp32 where these are bf16.
 
-    Source: Megatron-LM `arguments.py`, which turns fp32 accumulation on for bf16 unless told otherwise.
+    Source: Megatron-LM `arguments.py`, which turns fp32 accumulation on for bf16 by default.
     """
     if precision == "fp32" or given.get("accumulate_allreduce_grads_in_fp32"):
         return 4

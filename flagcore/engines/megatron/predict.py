@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 
 from flagcore.contracts import Costs
-from flagcore.domain.prediction import Passes, Predictions, RankPrediction
+from flagcore.domain.prediction import ModelPart, Passes, Predictions, RankPrediction
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import implementation_of_command
-from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE
-from flagcore.engines.megatron.memory.device_usage import memory_in_use
-from flagcore.engines.megatron.memory.training import component_table, rank_memory, stage_of_rank
+from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
+from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
 from flagcore.engines.megatron.options import options, settings_in_force
-from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.engines.megatron.parallel import parameters
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
-from flagcore.engines.megatron.parallel.placement import Placement
 from flagcore.engines.megatron.split import Split
 from flagcore.engines.megatron.time import step
 from flagcore.engines.megatron.time.step import rank_time, step_time
@@ -26,7 +28,7 @@ BLOCK_ROWS = 1 << 15
 DENSE, EXPERTS, GUESSED, SHARED = (0.87, 1.17), (0.80, 1.25), (0.76, 1.39), (0.87, 1.60)
 """Bounds of an 80% interval of the step time as shares of the prediction: the 10th and 90th percentiles of measured
 over predicted where a source's runs had no part in the fit (`benchmarks/fitted.json`), of dense models and of mixtures
-of experts; of chips whose kernels nobody measured, from the same runs without the fitted curves; and of ranks that
+of experts; of chips without measured kernels, from the same runs without the fitted curves; and of ranks that
 share a plain processor and disturb each other."""
 
 
@@ -72,14 +74,14 @@ def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankP
     """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
     train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
     costs = costs.groups[sum(rank >= first for first in costs.further)]
-    held = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
-    reserved = costs.memory.reserved_bytes(held.peak)
+    memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
+    reserved = costs.memory.reserved_bytes(memory.peak)
     times = [float(time[0]) for time in rank_time(train, layout, costs, stage_of_rank(layout, rank))]
     compute, optimizer = (time if np.isfinite(time) else None for time in times)
     return RankPrediction(
         rank=rank,
-        static_bytes=float(held.static[0]),
-        peak_allocated_bytes=float(held.peak[0]),
+        static_bytes=float(memory.static[0]),
+        peak_allocated_bytes=float(memory.peak[0]),
         reserved_bytes=float(reserved[0]),
         device_used_bytes=float(costs.memory.device_used_bytes(reserved)[0]),
         compute_time_s=compute,
@@ -176,3 +178,48 @@ def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
         capacity_bytes=found.capacity,
         model_flops=model_flops(train),
     )
+
+
+_EXPERTS = ("experts", "shared_experts", "router")
+
+
+def model_parts(task: Task) -> tuple[ModelPart, ...]:
+    """Return the weights of one layer of each kind and how many such layers there are, padded vocabulary included.
+
+    Norms count with the attention and the FFN that follows them, half and half; the last one with the head.
+    """
+    train, model = training(task), task.spec.model
+    layout = _whole(task)
+    one = np.ones(1)
+    dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
+    edge = parameters.edge_parameters(train, layout, first=one, last=one)
+    attention, ffn = _halves(train, layout, moe=False)
+    parts = [ModelPart("Embedding", float(edge["embedding"][0]), 1)]
+    parts.append(ModelPart("MLA" if model.multi_latent_attention else "Attention", attention, model.num_layers))
+    if model.num_moe_experts is not None:
+        parts.append(ModelPart("MoE", _halves(train, layout, moe=True)[1], model.num_layers - dense))
+    if dense:
+        parts.append(ModelPart("MLP", ffn, dense))
+    if model.mtp_num_layers:
+        extra = _sum(parameters.mtp_parameters(train, layout)) / model.mtp_num_layers
+        parts.append(ModelPart("MTP", extra, model.mtp_num_layers))
+    parts.append(ModelPart("Output", _sum(edge) - parts[0].params, 1))
+    return tuple(parts)
+
+
+def _whole(task: Task) -> Layout:
+    """Return the layout of one device that holds all."""
+    spec = replace(task.spec, work=replace(task.spec.train, settings={}))
+    return layout_of(replace(task, spec=spec), candidate_columns({}))
+
+
+def _halves(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:
+    """Return the weights of a layer's attention and of its FFN or experts."""
+    parts = {name: float(value[0]) for name, value in parameters.layer_parameters(train, layout, moe=moe).items()}
+    norm = float(train.model.hidden_size)
+    ffn = norm + sum(value for name, value in parts.items() if name in (*_EXPERTS, "ffn"))
+    return sum(parts.values()) - ffn, ffn
+
+
+def _sum(parts: Mapping[str, FloatArray]) -> float:
+    return float(sum(value[0] for value in parts.values()))

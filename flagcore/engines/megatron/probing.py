@@ -1,10 +1,8 @@
-"""Probes of single ranks: which ones tell most, how one is started, and what it left."""
+"""Probes of single ranks: which ranks to probe, how to start a probe, and its results."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,8 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.launching import job, program
 from flagcore.engines.megatron.parallel.pipeline import stage
 from flagcore.engines.megatron.predict import layout_of, rank_figures, training
-from flagcore.engines.megatron.reading import METRICS, NOT_AS_AGREED, NoMetrics, metrics
+from flagcore.engines.megatron.reading import NOT_AS_AGREED
+from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 
 
 def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
@@ -26,10 +25,7 @@ def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
     longest and, if all these are dense, of one with experts. `columns` have one row.
     """
     train, layout = training(task), layout_of(task, columns)
-    width, stages = (
-        int(layout.tensor[0] * layout.context[0] * layout.data[0]),
-        int(layout.pipeline[0]),
-    )
+    width, stages = (int(layout.tensor[0] * layout.context[0] * layout.data[0]), int(layout.pipeline[0]))
     figures = [rank_figures(task, columns, each * width, costs) for each in range(stages)]
     chosen = {
         0,
@@ -54,13 +50,13 @@ def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: st
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:
     """Return what the trial program measured as one rank. Raises NoMetrics."""
-    data = metrics(Path(folder, METRICS))
+    data = read_metrics(folder)
     try:
         steps: list[dict[str, Any]] = data["steps"][task.spec.control.warmup_iters :]
         if not steps:
             raise NoMetrics(f"it left {len(data['steps'])} steps, and all of them are warm-up")
-        compute, compute_spread = _middle([float(step["compute_s"]) for step in steps])
-        optimizer, optimizer_spread = _middle([float(step["optimizer_s"]) for step in steps])
+        compute = [float(step["compute_s"]) for step in steps]
+        optimizer = [float(step["optimizer_s"]) for step in steps]
         reserved = data["peak_reserved_bytes"]
         return RankMeasurement(
             stage=int(data["stage"]),
@@ -70,10 +66,10 @@ def read_probe(task: Task, folder: str) -> RankMeasurement:
             peak_allocated_bytes=int(data["peak_allocated_bytes"]),
             reserved_bytes=None if reserved is None else int(reserved),
             device_used_bytes=int(data["device_used_bytes"]),
-            compute_time_s=compute,
-            compute_spread_s=compute_spread,
-            optimizer_time_s=optimizer,
-            optimizer_spread_s=optimizer_spread,
+            compute_time_s=statistics.median(compute),
+            compute_spread_s=interquartile_range(compute),
+            optimizer_time_s=statistics.median(optimizer),
+            optimizer_spread_s=interquartile_range(optimizer),
             steps=len(steps),
             microbatches=int(data["num_microbatches"]),
             microbatches_run=int(data["microbatches_run"]),
@@ -81,9 +77,3 @@ def read_probe(task: Task, folder: str) -> RankMeasurement:
         )
     except NOT_AS_AGREED as error:
         raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
-
-
-def _middle(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return median and interquartile range."""
-    quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [0.0, 0.0, 0.0]
-    return statistics.median(seconds), quarters[2] - quarters[0]

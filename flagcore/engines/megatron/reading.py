@@ -1,11 +1,18 @@
-"""From what a trial left in its folder to a measurement, for the trial program and for a user's own command."""
+"""Reads what a trial wrote: the files of the trial program, or the log of a user's own command.
+
+Log lines: Megatron-LM core_v0.16 `training/training.py` (`training_log`), `training/utils.py` (`report_memory`) and
+`training/arguments.py` (`_print_args`).
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +20,13 @@ from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.devices import SPEED_TEST
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.megatron.logs import MegatronLog, read_logs, read_on
-from flagcore.errors import FlagError
-from flagcore.files import read_regular
+from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
+from flagcore.files import open_regular, read_regular
 
-STEPS, METRICS = "steps.jsonl", "metrics.json"
+STEPS = "steps.jsonl"
 LOGS = ("stdout.log", "stderr.log")
 NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading somebody else's JSON may raise."""
-
-
-class NoMetrics(FlagError):
-    """A trial ended without the figures that it should have left."""
 
 
 def program_progress(folder: str) -> tuple[float, ...]:
@@ -33,14 +35,13 @@ def program_progress(folder: str) -> tuple[float, ...]:
 
 
 class CommandProgress:
-    """Tells the seconds of the steps that a user's command has printed. Each line is read once."""
+    """Reads the seconds of the steps that a user's command has printed. Each line is read once."""
 
     def __init__(self, folder: str) -> None:
         self._logs = MegatronLog()
         self._places = {Path(folder, name): 0 for name in LOGS}
 
     def __call__(self) -> tuple[float, ...]:
-        """Return them all so far."""
         for file, place in self._places.items():
             self._places[file] = read_on(file, place, self._logs)
         return tuple(self._logs.step_times_s)
@@ -51,7 +52,7 @@ def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
     if partial:
         steps = _steps(Path(folder, STEPS))
         return measurement(task, [step["step_time_s"] for step in steps], losses=[step["loss"] for step in steps])
-    data = metrics(Path(folder, METRICS))
+    data = read_metrics(folder)
     try:
         ranks: list[dict[str, Any]] = data["ranks"]
         return measurement(
@@ -98,7 +99,6 @@ def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Me
     if not all(isinstance(step, float) and math.isfinite(step) and step > 0 for step in counted):
         raise NoMetrics("a step time is not a positive number")
     median = statistics.median(counted)
-    quarters = statistics.quantiles(counted, n=4, method="inclusive") if len(counted) > 1 else [0.0, 0.0, 0.0]
     tokens = spec.train.global_batch_size * spec.train.seq_length
     if not math.isfinite(tokens / median):
         raise NoMetrics(f"a step time of {median} s cannot be")
@@ -106,7 +106,7 @@ def measurement(task: Task, step_times_s: Sequence[float], **figures: Any) -> Me
     return Measurement(
         step_times_s=counted,
         step_time_s=median,
-        spread_s=quarters[2] - quarters[0],
+        spread_s=interquartile_range(counted),
         tokens_per_second_per_device=tokens / median / task.cluster.devices,
         losses=losses,
         **figures,
@@ -135,19 +135,6 @@ def _loss(step: Mapping[str, Any]) -> float | None:
     return float(loss) if loss is not None and math.isfinite(loss) else None
 
 
-def metrics(file: Path) -> dict[str, Any]:
-    """Return what the trial program wrote at its end. Raises NoMetrics."""
-    if not file.exists():
-        raise NoMetrics(f"it ended with exit code 0 but wrote no {METRICS}")
-    try:
-        data = json.loads(read_regular(file))
-    except (OSError, ValueError, RecursionError) as error:
-        raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
-    if not isinstance(data, dict):
-        raise NoMetrics(f"{METRICS} is not an object")
-    return data
-
-
 def _most(ranks: Sequence[Mapping[str, Any]], figure: str) -> int | None:
     known = [int(rank[figure]) for rank in ranks if rank.get(figure) is not None]
     return max(known) if known else None
@@ -167,3 +154,81 @@ def _effective(candidate: Candidate, log: MegatronLog) -> dict[str, KnobValue]:
         else:
             effective[knob] = int(printed) if printed.isdecimal() else printed
     return effective
+
+
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\):\s*([0-9.]+)\s*\|")
+LOSS = re.compile(r"lm loss:\s*([^\s|]+)", re.IGNORECASE)
+NAN_ITERATIONS = re.compile(r"number of nan iterations:\s*([1-9]\d*)")
+MEMORY = re.compile(
+    r"\[Rank (\d+)\] \(after \d+ iterations\) memory \(MB\) \|"
+    r".*?max allocated:\s*([0-9.]+) \|.*?max reserved:\s*([0-9.]+)"
+)
+ARGUMENT = re.compile(r"^\s*(?:\d+:\s*)?([a-z_0-9]+) \.{3,}\s*(\S+)\s*$")
+MIB = 1 << 20
+MOST_MIB = 1 << 30
+"""A petabyte: a line with more is ignored."""
+LONGEST_LINE = 4096
+LARGEST_LOG = 64 << 20
+"""Bytes beyond these are not looked at: a trial may print anything."""
+
+
+@dataclass(slots=True)
+class MegatronLog:
+    """The figures of one run: seconds by step, losses (None where not finite), peak bytes over the ranks."""
+
+    step_times_s: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    arguments: dict[str, str] = field(default_factory=dict)
+
+
+def read_logs(files: Iterable[Path]) -> MegatronLog:
+    """Read the log files of a run, line by line; bytes that are no text are ignored, missing files too."""
+    log = MegatronLog()
+    for file in files:
+        read_on(file, 0, log, unfinished=True)
+    return log
+
+
+def read_on(file: Path, place: int, log: MegatronLog, *, unfinished: bool = False) -> int:
+    """Add to `log` the lines of `file` from byte `place` on, and return where the next reading begins.
+
+    A last line without an end is left for then, unless `unfinished`.
+    """
+    with suppress(OSError), open_regular(file) as lines:
+        lines.seek(place)
+        while place < LARGEST_LOG and (line := lines.readline(LONGEST_LINE)):
+            if not (line.endswith(b"\n") or unfinished or len(line) == LONGEST_LINE):
+                break
+            place += len(line)
+            _read_line(line.decode("utf-8", errors="replace"), log)
+    return place
+
+
+def _read_line(line: str, log: MegatronLog) -> None:
+    if step := ITERATION.search(line):
+        seconds = _number(step[2])
+        if seconds is None:
+            return
+        log.step_times_s.append(seconds / 1000)
+        if loss := LOSS.search(line):
+            log.losses.append(None if NAN_ITERATIONS.search(line) else _number(loss[1]))
+        elif NAN_ITERATIONS.search(line):
+            log.losses.append(None)
+    elif memory := MEMORY.search(line):
+        allocated, reserved = _number(memory[2]), _number(memory[3])
+        if allocated is not None and reserved is not None and max(allocated, reserved) < MOST_MIB:
+            log.peak_allocated_bytes = max(log.peak_allocated_bytes or 0, int(allocated * MIB))
+            log.peak_reserved_bytes = max(log.peak_reserved_bytes or 0, int(reserved * MIB))
+    elif argument := ARGUMENT.match(line):
+        log.arguments.setdefault(argument[1], argument[2])
+
+
+def _number(text: str) -> float | None:
+    """Return `text` as a finite number, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

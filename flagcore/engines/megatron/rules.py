@@ -139,12 +139,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
         return several
 
     return (
-        Rule(
-            name="pipeline_stages",
-            knobs=(PP,),
-            message=_says_split(split),
-            broken=split.uneven,
-        ),
+        Rule(name="pipeline_stages", knobs=(PP,), message=_split_message(split), broken=split.uneven),
         Rule(
             name="virtual_needs_pipeline",
             knobs=(PP, VIRTUAL),
@@ -191,9 +186,10 @@ def _experts(task: Task) -> Sequence[Rule]:
     )
 
 
-def _says_split(split: Split) -> str:
-    if split.held:
-        return f"{PP} must divide the {len(split.held)} stages of the layout, with multi-token prediction at the end"
+def _split_message(split: Split) -> str:
+    if split.layout_layers:
+        stages = len(split.layout_layers)
+        return f"{PP} must divide the {stages} stages of the layout, with multi-token prediction at the end"
     beside = f" and {split.counted - split.layers} for embedding and loss" if split.counted > split.layers else ""
     return (
         f"{PP} must divide num_layers = {split.layers}{beside}, or what {FIRST} and {LAST} leave of them "
@@ -296,9 +292,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
             canonical=lambda c: {RECOMPUTE_LAYERS: np.where(_recomputes(c, FULL), c[RECOMPUTE_LAYERS], 0)},
         ),
         Merge(
-            name="recompute_of_every_layer",
-            knobs=(PP, VIRTUAL, METHOD, RECOMPUTE_LAYERS),
-            canonical=recompute_layers,
+            name="recompute_of_every_layer", knobs=(PP, VIRTUAL, METHOD, RECOMPUTE_LAYERS), canonical=recompute_layers
         ),
     )
 

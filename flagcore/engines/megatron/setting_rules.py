@@ -75,11 +75,13 @@ def _schedule_rule(given: SettingValue, split: Split, batch: int) -> Rule:
     least = 2 if name is None and str(given or "1f1b").lower() != "1f1b" else 1
     most = SCHEDULES[name].parts if name else None
     dual = name in ("dualpipe", "dualpipev")
-    says = f"pipeline_schedule: {given} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
+    message = (
+        f"pipeline_schedule: {given} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
+    )
     if name == "dualpipev":
-        says += ", and two micro-batches a stage or more"
+        message += ", and two micro-batches a stage or more"
     if name == "dualpipe":
-        says += ", an even number of stages and of micro-batches, and two micro-batches a stage or more"
+        message += ", an even number of stages and of micro-batches, and two micro-batches a stage or more"
 
     def broken(c: Columns) -> BoolArray:
         virtual = split.virtual(c)
@@ -93,4 +95,4 @@ def _schedule_rule(given: SettingValue, split: Split, batch: int) -> Rule:
         return result
 
     knobs = (PP, VIRTUAL, DP, MBS) if dual else (PP, VIRTUAL)
-    return Rule(name="pipeline_schedule", knobs=knobs, message=says, broken=broken)
+    return Rule(name="pipeline_schedule", knobs=knobs, message=message, broken=broken)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flagcore.domain.knob import Flag, Kind, Knob
+from flagcore.domain.spec import SettingValue
 
 LAYERS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
@@ -85,12 +87,12 @@ SETTINGS = (
         **LAYERS,
     ),
     _setting(
-        "grad_reduce_in_bf16", "flag", "Whether gradients are kept and exchanged in bf16 where they would be in fp32."
+        "grad_reduce_in_bf16", "flag", "Whether gradients are stored and exchanged in bf16 where they would be in fp32."
     ),
     _setting(
         "accumulate_allreduce_grads_in_fp32",
         "flag",
-        "Whether gradients are kept and exchanged in fp32; bf16 does so.",
+        "Whether gradients are stored and exchanged in fp32; bf16 does so.",
         off="grad-reduce-in-bf16",
     ),
     _setting(
@@ -110,7 +112,7 @@ SETTINGS = (
         minimum=0,
         maximum=1,
     ),
-    _setting("fp8_param_gather", "flag", "Whether weights are kept and gathered in fp8."),
+    _setting("fp8_param_gather", "flag", "Whether weights are stored and gathered in fp8."),
     _setting("fine_grained_activation_offloading", "flag", "Whether activations of offload_modules wait on the host."),
     _setting(
         "offload_modules",
@@ -208,3 +210,24 @@ SETTINGS = (
     ),
     _setting("cross_entropy_loss_fusion", "flag", "Whether the loss is one fused kernel."),
 )
+
+
+EXPERT_LEVELS: Mapping[str, frozenset[str]] = {
+    "light": frozenset({"moe_act", "router"}),
+    "medium": frozenset({"moe_act", "router", "moe_fc1", "shared_experts"}),
+    "full": frozenset({"moe"}),
+}
+"""What recompute of experts by level drops: the small steps between the products; these, the experts' first product and
+the shared experts; the whole MoE layer. `router` and `moe_fc1` are no modules of Megatron-core."""
+
+
+def recompute_modules(settings: Mapping[str, SettingValue]) -> frozenset[str]:
+    """Return what selective recompute drops: the modules that are given, and those of the level for experts."""
+    level = str(settings.get("moe_recompute_level") or "")
+    given = settings.get("recompute_modules") or ("" if level else "core_attn")
+    return words(given) | EXPERT_LEVELS.get(level, frozenset())
+
+
+def words(text: SettingValue) -> frozenset[str]:
+    """Return the words of a list."""
+    return frozenset(str(text).split(",")) if text else frozenset()

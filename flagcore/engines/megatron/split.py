@@ -1,4 +1,4 @@
-"""How a task's settings and a candidate's knobs deal out the layers to the stages of the pipeline, by columns."""
+"""How a task's settings and a candidate's knobs assign layers to pipeline stages, by columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Layers of a model and the settings about their split. `held` are the layers of each stage of a layout.
+    """Layers of a model and the settings about their split. `layout_layers` are the layers of each stage of a layout.
 
     `counted` is the number of layers in an even split: embedding and loss may count as one each. `last_stages` is how
     many of the layout's last stages must be the last of a device: those from the one with multi-token prediction on.
@@ -26,7 +26,7 @@ class Split:
 
     layers: int
     counted: int
-    held: tuple[int, ...]
+    layout_layers: tuple[int, ...]
     last_stages: int
     first: int
     last: int
@@ -41,7 +41,7 @@ class Split:
         return cls(
             layers=model.num_layers,
             counted=model.num_layers + bool(given.get(EMBEDDING)) + bool(given.get(LOSS)),
-            held=tuple(stage.layers for stage in stages),
+            layout_layers=tuple(stage.layers for stage in stages),
             last_stages=len(stages) - mtp[0] if mtp else 0,
             first=int(given.get(FIRST) or 0),
             last=int(given.get(LAST) or 0),
@@ -49,8 +49,8 @@ class Split:
 
     def virtual(self, c: Columns) -> IntArray:
         """Return the virtual stages of a device, 1 where stages are not interleaved; rounded down."""
-        if self.held:
-            return np.maximum(len(self.held) // c[PIPELINE], 1)
+        if self.layout_layers:
+            return np.maximum(len(self.layout_layers) // c[PIPELINE], 1)
         stage, each = self.counted // c[PIPELINE], c[EACH]
         from_each = np.where(each > 0, np.maximum(stage // np.maximum(each, 1), 1), 1)
         given = c.get(VIRTUAL)
@@ -64,8 +64,8 @@ class Split:
 
     def uneven(self, c: Columns) -> BoolArray:
         """Return where the layers do not divide over the pipeline stages, or a stage stays empty."""
-        if self.held:
-            broken: BoolArray = (len(self.held) % c[PIPELINE] != 0) | (c[PIPELINE] < self.last_stages)
+        if self.layout_layers:
+            broken: BoolArray = (len(self.layout_layers) % c[PIPELINE] != 0) | (c[PIPELINE] < self.last_stages)
             return broken
         middle, stages = self._middle(c)
         first, last = self.ends(c)
@@ -76,8 +76,8 @@ class Split:
     def ragged(self, c: Columns) -> BoolArray:
         """Return where a device's layers do not divide over its virtual stages."""
         given, each = c.get(VIRTUAL, np.zeros_like(c[PIPELINE])), c[EACH]
-        if self.held:
-            other: BoolArray = (each > 0) | ((given > 0) & (given * c[PIPELINE] != len(self.held)))
+        if self.layout_layers:
+            other: BoolArray = (each > 0) | ((given > 0) & (given * c[PIPELINE] != len(self.layout_layers)))
             return other
         first, last = self.ends(c)
         by_each = (each > 0) & (((self.counted // c[PIPELINE]) % np.maximum(each, 1) != 0) | (first > 0) | (last > 0))
@@ -87,16 +87,16 @@ class Split:
 
     def stage_layers(self, c: Columns) -> IntArray:
         """Return the layers of the largest pipeline stage."""
-        if self.held:
-            return max(self.held) * self.virtual(c)
+        if self.layout_layers:
+            return max(self.layout_layers) * self.virtual(c)
         first, last = self.ends(c)
         largest: IntArray = np.maximum(np.maximum(first, last), self._middle(c)[0])
         return largest
 
     def chunk_layers(self, c: Columns) -> list[IntArray]:
         """Return all numbers of layers that a virtual stage may have, the largest first."""
-        if self.held:
-            return [np.full_like(c[PIPELINE], number) for number in sorted(set(self.held), reverse=True)]
+        if self.layout_layers:
+            return [np.full_like(c[PIPELINE], number) for number in sorted(set(self.layout_layers), reverse=True)]
         chunk = self.stage_layers(c) // self.virtual(c)
         return [chunk] if self.counted == self.layers else [chunk, np.maximum(chunk - 1, 0)]
 

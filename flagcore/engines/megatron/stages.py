@@ -1,4 +1,4 @@
-"""How layers are dealt out to the stages of a pipeline: Megatron's layout texts, and what a published run did."""
+"""How layers are assigned to pipeline stages: Megatron's layout texts, and the layouts of published runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from flagcore.domain.model import Model
 from flagcore.domain.spec import SettingValue
-from flagcore.engines.megatron.parallel.options import StageLayers
+from flagcore.engines.megatron.parallel.layout import StageLayers
 from flagcore.errors import SpecError
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -48,7 +48,7 @@ def parse_layout(text: str, num_layers: int, mtp_num_layers: int) -> tuple[Stage
 
 
 def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
-    """Return the settings by which a run that was published dealt its layers out to `stages` (virtual) stages.
+    """Return the settings with which a published run assigned its layers to `stages` (virtual) stages.
 
     An even split if layers divide; else embedding and loss count as a layer each if they then divide; else
     the loss alone; else every stage has the same number, rounded up, and what is missing at the end is taken from the

@@ -1,8 +1,20 @@
-"""A serving engine as a workload of the core."""
+"""A serving engine as a workload of the core.
+
+Job records of published runs are completed with the settings that they omit:
+
+- The cache is in 8 bits if the chip computes in 4 bits and the weights are narrower than 16: the recipes for such chips
+  use it, and the numbers of requests in published points confirm it. On other chips it is in 16.
+- If the weights take more than four fifths of a device, the engine's share of memory is 95%.
+- A missing release, or one that is a commit, is replaced with a release from the time of these measurements.
+- All other settings: `PublishedRuns` of the engine, then the engine's defaults.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,11 +26,13 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import Axis, BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Spec, Task
 from flagcore.domain.trial import Measurement
-from flagcore.engines.serving import dominance, launching, reading
+from flagcore.engines.serving import launching, reading
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.engine import Engine
+from flagcore.engines.serving.common.hardware import DP, PP, TP, Hardware
+from flagcore.engines.serving.common.knobs import count
+from flagcore.engines.serving.common.weights import weight_bytes
+from flagcore.engines.serving.engine import Engine, PublishedRuns
 from flagcore.engines.serving.predict import predict
-from flagcore.engines.serving.published import published
 from flagcore.engines.serving.trial.failures import PATTERNS
 from flagcore.errors import SpecError
 
@@ -67,10 +81,24 @@ class Serving:
         return {name: np.log2(np.maximum(values[largest], 1).astype(np.float64)) for name, values in figures.items()}
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        return (dominance.SloImpossible(task.spec.limits),) if task.spec.limits else ()
+        return (SloImpossible(task.spec.limits),) if task.spec.limits else ()
 
     def needs_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
-        return dominance.needs_at_least(self.knobs, columns, candidate)
+        """Return the rows with at least the values of `candidate`. A knob that is not set has no order."""
+        values, orders = candidate.as_dict(), {knob.name: knob.memory_order for knob in self.knobs}
+        result = np.ones(next(iter(columns.values())).size, dtype=np.bool_)
+        for name, column in columns.items():
+            value, order = values.get(name), orders.get(name, 0)
+            if isinstance(value, str):  # only its axis knows the code of a word
+                return np.zeros_like(result)
+            code = 0 if value is None else int(value)
+            if order > 0 and code > 0:
+                result &= column >= code
+            elif order < 0:
+                result &= column <= code
+            else:
+                result &= column == code
+        return result
 
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         """Return no row: no knob of a scheduler has one order in time for every model and load."""
@@ -121,3 +149,54 @@ class Serving:
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         """Return the patterns of the trial program, which has read the engine's own log."""
         return PATTERNS
+
+
+CACHE_TYPE = "kv_cache_type"
+WIDE = ("bf16", "fp16", "fp32")
+CROWDED, RAISED = 0.8, 0.95
+"""The share of a device that weights take above which the engine's share of memory was raised, and to what."""
+
+
+def published(task: Task, values: Mapping[str, KnobValue], runs: PublishedRuns) -> tuple[Task, dict[str, KnobValue]]:
+    """Return the task and the knobs of a job record with all that it leaves out."""
+    serve, chip = task.spec.serve, task.cluster.groups[0].chip
+    values = dict(values)
+    if runs.cache_type and serve.precision not in WIDE and "fp4" in chip.dense_flops_per_second:
+        values.setdefault(CACHE_TYPE, runs.cache_type)
+    if runs.release and not re.match(r"v?\d+\.\d+", serve.engine_version or ""):
+        serve = replace(serve, engine_version=runs.release)
+    serve = replace(serve, engine_args={**runs.engine_args, **serve.engine_args})
+    if runs.memory_flag and _weights_share(task, values) > CROWDED:
+        serve = replace(serve, engine_args={runs.memory_flag: RAISED, **serve.engine_args})
+    return replace(task, spec=replace(task.spec, work=serve)), values
+
+
+def _weights_share(task: Task, values: Mapping[str, KnobValue]) -> float:
+    """Return the share of a device's memory that its part of the weights takes; NaN if the memory is unknown."""
+    devices = math.prod(count(values, knob) for knob in (TP, PP, DP))
+    return weight_bytes(task) / devices / Hardware.of(task).memory_bytes
+
+
+CERTAIN = 0.4
+"""1.3% of 152 published first tokens took less than 0.49 of the prediction. A limit that even this share of the
+prediction exceeds is certain to be missed."""
+
+
+class SloImpossible:
+    """A predicted figure exceeds its limit even after twice its uncertainty, and at least `CERTAIN`, is taken off."""
+
+    name = "slo_impossible"
+
+    def __init__(self, limits: Mapping[str, float]) -> None:
+        self._limits = limits
+        bounds = ", ".join(f"{name} <= {limit:g} s" for name, limit in limits.items())
+        self.message = f"it is predicted to miss the SLO by far ({bounds})"
+
+    def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
+        """Return True where a limit cannot be kept; an unknown figure or interval excludes nothing."""
+        least = np.minimum((predictions.low_s / predictions.step_time_s) ** 2, CERTAIN)
+        pruned = np.zeros(predictions.step_time_s.shape, dtype=np.bool_)
+        for name, limit in self._limits.items():
+            if name in predictions.figures:
+                pruned |= predictions.figures[name] * least > limit
+        return pruned

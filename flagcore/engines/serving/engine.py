@@ -13,11 +13,10 @@ from flagcore.domain.space import Axis, Columns, FloatArray, IntArray, Merge, Ru
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import knobs as common_knobs
 from flagcore.engines.serving.common import metrics
-from flagcore.engines.serving.common.names import TP
-from flagcore.engines.serving.common.overheads import HostTimes, Releases, overheads_of
-from flagcore.engines.serving.common.sizes import fewest_devices
+from flagcore.engines.serving.common.hardware import TP
+from flagcore.engines.serving.common.weights import fewest_devices
 from flagcore.engines.serving.load.result import COMPLETIONS
-from flagcore.engines.serving.model.work import Overheads
+from flagcore.engines.serving.model.work import HostTimes, Overheads, Releases, overheads_of
 
 PORT = "{port}"
 """Placeholder in a command line for the port, which is chosen when the server starts."""
@@ -150,7 +149,6 @@ class Engine:
         return neutral | {self.split_by: fewest_devices(task)} | self.parse_args(task.spec).fixed
 
     def read_counters(self, fetch: Fetch) -> Mapping[str, float]:
-        """Return the counters of a running server; none if it does not answer."""
         return metrics.counters(fetch, self.counters)
 
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:

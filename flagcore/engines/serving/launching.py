@@ -27,17 +27,11 @@ def ready(spec: Spec, engine: Engine) -> None:
     """Raise SpecError or NoDevice unless servers of `spec` can be started and loaded here."""
     serve, cluster = spec.serve, spec.cluster
     if cluster.groups:
-        chips, problem = (
-            [group.chip for group in cluster.groups],
-            "are several kinds of chips, not one machine",
-        )
+        chips, problem = [group.chip for group in cluster.groups], "are several kinds of chips, not one machine"
         fix = "plan with `flag estimate`"
         raise SpecError(key="cluster.groups", value=chips, problem=problem, fix=fix)
     if cluster.nodes > 1:
-        problem, fix = (
-            "is more than one: servers start on one machine",
-            "use 1, or plan with `flag estimate`",
-        )
+        problem, fix = "is more than one: servers start on one machine", "use 1, or plan with `flag estimate`"
         raise SpecError(key="cluster.nodes", value=cluster.nodes, problem=problem, fix=fix)
     for load in serve.loads:
         traffic(in_flight(load))

@@ -13,7 +13,7 @@ from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import FloatArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds, uniform
-from flagcore.engines.serving.common.sizes import parameters
+from flagcore.engines.serving.common.weights import parameters
 from flagcore.engines.serving.engine import GRAPH_TOKENS, Settings
 from flagcore.engines.serving.model.iteration import iteration_costs
 from flagcore.engines.serving.model.memory import ServingMemory, serving_memory, table_bytes
@@ -181,8 +181,8 @@ def _predictions(
     least = memory.weights + memory.activations + memory.graphs
     one = settings.context_len * memory.token
     cache = np.where(np.isinf(memory.cache), one, memory.cache)  # unknown room: what one request needs
-    held = least + np.maximum(cache, one)
-    reserved = np.where(np.isnan(settings.cache_bytes), held, costs.memory.reserved_bytes(held))
+    needed = least + np.maximum(cache, one)
+    reserved = np.where(np.isnan(settings.cache_bytes), needed, costs.memory.reserved_bytes(needed))
     used = costs.memory.device_used_bytes(reserved)
     if capacity is not None:  # an engine does not start without room for one request
         beside = np.where(np.isnan(settings.memory_fraction), 0.0, (1.0 - settings.memory_fraction) * capacity)
@@ -196,7 +196,7 @@ def _predictions(
         time_s={},
         static_bytes=(memory.weights + cache)[fullest],
         activation_bytes=(memory.activations + memory.graphs)[fullest],
-        peak_allocated_bytes=held[fullest],
+        peak_allocated_bytes=needed[fullest],
         reserved_bytes=reserved[fullest],
         device_used_bytes=used[fullest],
         worst_stage=np.zeros(time.shape, dtype=np.int64),

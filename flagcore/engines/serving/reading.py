@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.objective import figure_name, is_rate, seconds
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
+from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.trial.job import MALFORMED, METRICS
-from flagcore.errors import FlagError
-from flagcore.files import read_regular
+from flagcore.engines.serving.trial.job import MALFORMED
 
 GOODPUT = "goodput_requests_per_s"
 PER_DEVICE = "output_tokens_per_s_per_device"
 LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")
 """The keys that identify a load point in a measurement's `points`."""
-
-
-class NoMetrics(FlagError):
-    """A trial ended without its figures."""
 
 
 def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> Measurement:
@@ -36,7 +29,7 @@ def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> 
     misses the SLO by most, or, if none does, the slowest. Memory in use is known on CPU cores: the resident memory of
     the fullest instance, per core, as it is predicted. Raises NoMetrics.
     """
-    data, devices = _metrics(Path(folder, METRICS)), max(1, min(sum(each), task.cluster.devices))
+    data, devices = read_metrics(folder), max(1, min(sum(each), task.cluster.devices))
     on_cores = Hardware.of(task).on_cores
     try:
         points = [_Point(task, point, devices) for point in data["points"]]
@@ -45,7 +38,7 @@ def read(task: Task, candidate: Candidate, folder: str, each: Sequence[int]) -> 
         return Measurement(
             step_times_s=chosen.steps_s,
             step_time_s=chosen.step_s,
-            spread_s=_spread(chosen.steps_s),
+            spread_s=interquartile_range(chosen.steps_s),
             tokens_per_second_per_device=chosen.figures["total_tokens_per_s"] / devices,
             effective=_effective(candidate, data),
             versions={name: str(version) for name, version in data["versions"].items()},
@@ -88,7 +81,6 @@ class _Point:
         self.broken = tuple(_words(name, self.figures, task.spec.limits[name]) for name in over if over[name] > 1.0)
 
     def plain(self) -> dict[str, Any]:
-        """Return the load and its figures as plain data."""
         load = {key: self.load[key] for key in LOAD_KEYS if self.load.get(key) is not None}
         return load | ({} if self.answered is None else {"answered": self.answered}) | self.figures
 
@@ -138,23 +130,3 @@ def _memory(data: Mapping[str, Any], parts: Sequence[int]) -> dict[str, float]:
         for name, value in memory.items():
             found.setdefault(name, []).append(float(value) / (max(devices, 1) if name.endswith("_gib") else 1))
     return {name: max(values) if name.endswith("_gib") else sum(values) for name, values in found.items()}
-
-
-def _spread(steps_s: Sequence[float]) -> float:
-    """Return the interquartile range, 0 for one repeat."""
-    if len(steps_s) < 2:
-        return 0.0
-    quarters = statistics.quantiles(steps_s, n=4, method="inclusive")
-    return quarters[2] - quarters[0]
-
-
-def _metrics(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(read_regular(file))
-    except FileNotFoundError:
-        raise NoMetrics(f"exit code 0, but no {METRICS} was written") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
-    if not isinstance(data, dict):
-        raise NoMetrics(f"{METRICS} is not an object")
-    return data

@@ -13,10 +13,9 @@ from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, ServeSpec
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
 from flagcore.engines.serving.engine import Settings
-from flagcore.engines.serving.model.closed_loop import ClosedLoop, steady
+from flagcore.engines.serving.model.closed_loop import ClosedLoop, parts, steady
 from flagcore.engines.serving.model.iteration import IterationCosts
 from flagcore.engines.serving.model.memory import ServingMemory
-from flagcore.engines.serving.model.parts import parts
 from flagcore.engines.serving.model.price import Lane, Price
 from flagcore.engines.serving.model.work import Overheads, Split
 from flagcore.engines.serving.simulated_load import MAX_REQUESTS, SimulatedLoad

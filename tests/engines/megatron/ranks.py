@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.engines.megatron.parallel.options import Options, StageLayers
+from flagcore.engines.megatron.parallel.layout import Layout, Options, StageLayers, Training
 
 ROOT = Path(__file__).resolve().parents[3]
 

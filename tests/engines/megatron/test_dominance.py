@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.engines.megatron import dominance
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.knobs import candidate_columns
 from flagcore.stages.build import build
@@ -37,8 +36,8 @@ MORE_MEMORY: dict[str, tuple[dict[str, KnobValue], dict[str, KnobValue]]] = {
 @pytest.mark.parametrize("name", MORE_MEMORY)
 def test_needs_at_least_as_much_memory(name: str) -> None:
     more, less = MORE_MEMORY[name]
-    assert dominance.needs_at_least(candidate_columns(more), small.candidate(**less)).tolist() == [True]
-    assert dominance.needs_at_least(candidate_columns(less), small.candidate(**more)).tolist() == [False]
+    assert WORKLOAD.needs_at_least(candidate_columns(more), small.candidate(**less)).tolist() == [True]
+    assert WORKLOAD.needs_at_least(candidate_columns(less), small.candidate(**more)).tolist() == [False]
 
 
 @pytest.mark.parametrize(
@@ -62,23 +61,23 @@ def test_needs_at_least_as_much_memory(name: str) -> None:
 )
 def test_of_other_differences_nothing_is_concluded(one: dict[str, KnobValue], other: dict[str, KnobValue]) -> None:
     for row, than in ((one, other), (other, one)):
-        assert not dominance.needs_at_least(candidate_columns(row), small.candidate(**than)).any()
+        assert not WORKLOAD.needs_at_least(candidate_columns(row), small.candidate(**than)).any()
 
 
 def test_more_recompute_takes_at_least_as_long_and_nothing_else_does() -> None:
     plain = small.candidate()
-    assert dominance.takes_at_least(candidate_columns(UNIFORM), plain).all()
-    assert dominance.takes_at_least(candidate_columns(SELECTIVE), plain).all()
-    assert not dominance.takes_at_least(candidate_columns({}), small.candidate(**UNIFORM)).any()
-    assert not dominance.takes_at_least(candidate_columns({"micro_batch_size": 2}), plain).any()
-    assert not dominance.takes_at_least(candidate_columns({"use_distributed_optimizer": True}), plain).any()
+    assert WORKLOAD.takes_at_least(candidate_columns(UNIFORM), plain).all()
+    assert WORKLOAD.takes_at_least(candidate_columns(SELECTIVE), plain).all()
+    assert not WORKLOAD.takes_at_least(candidate_columns({}), small.candidate(**UNIFORM)).any()
+    assert not WORKLOAD.takes_at_least(candidate_columns({"micro_batch_size": 2}), plain).any()
+    assert not WORKLOAD.takes_at_least(candidate_columns({"use_distributed_optimizer": True}), plain).any()
 
 
 def test_every_candidate_needs_and_takes_at_least_itself() -> None:
     for values in (UNIFORM, {**BLOCK, "recompute_num_layers": 2}, SELECTIVE, {}):
         columns, itself = candidate_columns(values), small.candidate(**values)
-        assert dominance.needs_at_least(columns, itself).all()
-        assert dominance.takes_at_least(columns, itself).all()
+        assert WORKLOAD.needs_at_least(columns, itself).all()
+        assert WORKLOAD.takes_at_least(columns, itself).all()
 
 
 @pytest.mark.parametrize("seed", range(6))

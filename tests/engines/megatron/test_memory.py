@@ -10,10 +10,9 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory import training as memory
-from flagcore.engines.megatron.memory.stage_activations import Kinds
+from flagcore.engines.megatron.memory.stored_activations import Kinds
 from flagcore.engines.megatron.parallel import pipeline
-from flagcore.engines.megatron.parallel.layout import Layout
-from flagcore.engines.megatron.parallel.options import DEFAULTS, Options, StageLayers
+from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options, StageLayers
 from flagcore.physics.device_memory import PlainMemory
 from tests.engines.megatron.candidates import DEEPSEEK_16B, LLAMA, MOE, layout, random_layouts, train
 
@@ -109,7 +108,7 @@ def test_plain_memory_tells_allocated_reserved_and_used_apart() -> None:
 
 
 def kept_in_a_layer(model: Model, **work: Any) -> float:
-    return float(Kinds.of(train(model, **work), layout()).dense.kept[0])
+    return float(Kinds.of(train(model, **work), layout()).dense.stored[0])
 
 
 def test_a_layer_of_the_time_before_keeps_what_its_paper_says() -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory.training import training_memory
-from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.engines.megatron.parallel.options import Options
+from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
 from tests.engines.megatron.candidates import DEEPSEEK_16B, LLAMA, MOE, NUMBER, random_layouts, train
 
 MODELS = {

@@ -10,8 +10,7 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory.training import component_table, training_memory
-from flagcore.engines.megatron.parallel.layout import Training
-from flagcore.engines.megatron.parallel.options import Options
+from flagcore.engines.megatron.parallel.layout import Options, Training
 from flagcore.physics.device_memory import PlainMemory
 from tests.engines.megatron.candidates import DEEPSEEK_16B, LATENT, layout, train
 

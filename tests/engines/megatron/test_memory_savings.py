@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.memory.stage_activations import Kinds
+from flagcore.engines.megatron.memory.stored_activations import Kinds
 from flagcore.engines.megatron.memory.training import component_table, rank_memory, training_memory
 from flagcore.engines.megatron.parallel import pipeline
-from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.engines.megatron.parallel.options import Options
+from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from tests.engines.megatron.candidates import DEEPSEEK_16B, LATENT, LLAMA, MOE, layout, train
 
@@ -188,7 +187,7 @@ def test_overlapped_experts_hold_one_more_pass_before_the_first_backward_and_par
         pipeline.in_flight(split, first, hidden.options), pipeline.in_flight(split, first, job.options)
     )
     more = rank_memory(hidden, split, 0).activation - rank_memory(job, split, 0).activation
-    layer = Kinds.of(job, split).moe.kept
+    layer = Kinds.of(job, split).moe.stored
     assert more[0] == 0  # nothing runs beside the only micro-batch
     assert (more[1:] > 0).all()
     assert (more[1:] < 1.2 * layer[1:]).all()

@@ -13,11 +13,8 @@ from flagcore.domain.chip import Chip, Fact
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.memory.device_usage import memory_in_use
-from flagcore.engines.megatron.memory.training import rank_memory
-from flagcore.engines.megatron.parallel.layout import Layout
-from flagcore.engines.megatron.parallel.options import Options, StageLayers
-from flagcore.engines.megatron.parallel.placement import Placement
+from flagcore.engines.megatron.memory.training import memory_in_use, rank_memory
+from flagcore.engines.megatron.parallel.layout import Layout, Options, Placement, StageLayers
 from flagcore.engines.megatron.time.step import step_time
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory

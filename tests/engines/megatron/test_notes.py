@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.engines.megatron.notes import read_notes
+from flagcore.engines.megatron.published import read_notes
 
 OVERLAP, EXPERTS = "overlap_grad_reduce", "overlap_moe_expert_parallel_comm"
 DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"

@@ -10,7 +10,7 @@ import pytest
 
 from flagcore.engines.megatron.adapter import WORKLOAD
 from flagcore.engines.megatron.options import options
-from flagcore.engines.megatron.parallel.options import Options, StageLayers
+from flagcore.engines.megatron.parallel.layout import Options, StageLayers
 from flagcore.engines.megatron.predict import layout_of, training
 from flagcore.errors import NotModelled, SpecError
 from flagcore.stages.build import check
@@ -83,7 +83,7 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "filled up to a capacity": (
         {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
-        {"expert_imbalance": 1.5, "pad_experts_to_capacity": True},
+        {"expert_imbalance": 1.5},
     ),
     "graphs of layers": (
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"},
@@ -118,7 +118,6 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "tp_comm_overlap": True,
             "overlap_p2p_comm": False,
             "overlap_expert_comm": True,
-            "delay_weight_gradient": True,
             "fsdp": True,
             "fp8_param_gather": True,
             "cross_entropy_fusion": True,

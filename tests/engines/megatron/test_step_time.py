@@ -12,8 +12,7 @@ from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory.training import training_memory
-from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.engines.megatron.parallel.options import Options
+from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.time.step import rank_time, step_time
 from flagcore.physics.collectives.costs import Collectives

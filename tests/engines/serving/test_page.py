@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from flagcore.engines.results import METRICS
 from flagcore.engines.serving.export import COMPOSE, FRONT_PORT, NGINX, START
-from flagcore.engines.serving.trial.job import METRICS, SERVE
+from flagcore.engines.serving.trial.job import SERVE
 from flagcore.spec import read_spec
 from tests.small import ENGINES
 

@@ -17,10 +17,10 @@ from flagcore.domain.serving import LATENCIES, RATES, STATISTICS, Load, ServeSpe
 from flagcore.domain.spec import ClusterSpec, Spec, Task
 from flagcore.engines.serving import simulate, simulated_load
 from flagcore.engines.serving.common.heterogeneous import InstanceKinds
-from flagcore.engines.serving.common.overheads import UNFITTED, overheads_of
-from flagcore.engines.serving.common.sizes import parameters
+from flagcore.engines.serving.common.weights import parameters
 from flagcore.engines.serving.engine import Settings
-from flagcore.engines.serving.model.parts import PARTS
+from flagcore.engines.serving.model.closed_loop import PARTS
+from flagcore.engines.serving.model.work import UNFITTED, overheads_of
 from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG
 from flagcore.engines.serving.sglang.profile import RECEIVE
 from flagcore.engines.serving.vllm.profile import ENGINE as VLLM

@@ -1,22 +1,23 @@
-"""Attention and FFN: what they keep of a micro-batch for backward, and what they need besides at their worst moments.
+"""Attention, FFN and experts: what they store of a micro-batch for backward, and what they need at their worst moments.
 
 Counted op by op in megatron-core 0.16's own layers (`attention.py`, `multi_latent_attention.py`, `mlp.py`,
-`tensor_parallel/layers.py`), and read from what transformer-engine 2.9 saves (`linear.py`,
-`layernorm_linear.py`, `dot_product_attention`). By hand: Korthikanti et al. 2022 (arXiv 2205.05198), with dropout
-and without a gate.
+`tensor_parallel/layers.py`, `moe/moe_layer.py`, `router.py`, `token_dispatcher.py`, `experts.py`), and read from what
+transformer-engine 2.9 saves (`linear.py`, `layernorm_linear.py`, `dot_product_attention`). By hand: Korthikanti et al.
+2022 (arXiv 2205.05198), with dropout and without a gate. Tokens are spread evenly over experts, times
+`Options.expert_imbalance`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray
+from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.physics.transformer import attended, widths
 
 DROPPED = 2.5
-"""Tensors of the attention scores' size, in units of a 16-bit value, that softmax and dropout keep: the probabilities,
+"""Tensors of the attention scores' size, in units of a 16-bit value, that softmax and dropout store: the probabilities,
 the same after dropout, and its mask of one byte (arXiv 2205.05198, equation 1)."""
 
 
@@ -32,7 +33,7 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     context = unit * local * out
     quantised = local * out * sizes.linear * (train.precision == "fp8")
     leave = sizes.gathered + context + sizes.weight * h * out / layout.tensor
-    core = {"qkv": heads, "context": context * (1.0 + _apart(train, layout)), "scores": kept_scores(train, layout)}
+    core = {"qkv": heads, "context": context * (1.0 + _apart(train, layout)), "scores": stored_scores(train, layout)}
     return [
         norm("attn_norm", sizes),
         Module("qkv_proj", enter, sizes.hidden + into),
@@ -42,7 +43,7 @@ def attention(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def norm(name: str, sizes: Sizes) -> Module:
-    """Return a norm before a block: it keeps its input and one fp32 number a token."""
+    """Return a norm before a block: it stores its input and one fp32 number a token."""
     return Module("norms", {name: sizes.hidden + 4.0 * sizes.rows}, 2.0 * sizes.hidden)
 
 
@@ -55,7 +56,7 @@ def ffn(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return what an FFN of `width` on tensor-parallel ranks keeps before and after its activation function, and what
+    """Return what an FFN of `width` on tensor-parallel ranks stores before and after its activation function, and what
     its backward needs besides the gradient of its output.
     """
     first, last, moments = products(train, sizes, sizes.tokens, width)
@@ -67,12 +68,12 @@ def dense_products(train: Training, sizes: Sizes, width: FloatArray) -> tuple[Fl
 def products(
     train: Training, sizes: Sizes, tokens: FloatArray, width: FloatArray, *, weighted: bool = False
 ) -> tuple[FloatArray, FloatArray, tuple[FloatArray, FloatArray, FloatArray]]:
-    """Return what the two products of an FFN keep before and after its activation function, and three moments of its
+    """Return what the two products of an FFN store before and after its activation function, and three moments of its
     backward: second product, activation function, first product.
 
     Each moment is what is allocated, less what the later ones have freed, without the gradients of the FFN's input and
     output. `weighted` multiplies each token's row with a number, as experts do. An activation function of several
-    kernels keeps silu of the gate, the other half, and its product with them.
+    kernels stores silu of the gate, the other half, and its product with them.
     """
     h, up = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
     wide, extra = sizes.unit * tokens * width, np.zeros(())
@@ -84,10 +85,10 @@ def products(
     return first, last, (wide + weight, (1.0 + up) * wide + extra - last, up * (wide + weight) - first - last)
 
 
-def kept_scores(train: Training, layout: Layout) -> FloatArray:
-    """Return the bytes that the attention core keeps besides its inputs and output.
+def stored_scores(train: Training, layout: Layout) -> FloatArray:
+    """Return the bytes that the attention core stores besides its inputs and output.
 
-    A fused core keeps one fp32 number a row (log-sum-exp; Dao 2023, arXiv 2307.08691), one that is not fused the
+    A fused core stores one fp32 number a row (log-sum-exp; Dao 2023, arXiv 2307.08691), one that is not fused the
     probabilities, and with dropout `DROPPED` as much.
     """
     rows = layout.tokens(train.sequence) * train.model.num_attention_heads / layout.tensor
@@ -97,11 +98,11 @@ def kept_scores(train: Training, layout: Layout) -> FloatArray:
 
 
 def _grouped(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return what the core of multi-head or grouped-query attention keeps of queries, keys and values.
+    """Return what the core of multi-head or grouped-query attention stores of queries, keys and values.
 
     megatron-core's own layers rotate queries and keys into new tensors with cosine and sine of each position for
     both, and hold the joint projection because values are a view of it. Transformer-engine copies the
-    values and lets the projection go. Norms of queries and keys keep their inputs.
+    values and frees the projection. Norms of queries and keys store their inputs.
     """
     model, unit, local = train.model, sizes.unit, sizes.local
     query, key, value = (unit * width * local for width in widths(model))
@@ -120,7 +121,7 @@ def _grouped(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
 
 
 def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArray]:
-    """Return what the projections of latent attention keep: compressed queries and keys before and after their norms.
+    """Return what the projections of latent attention store: compressed queries and keys before and after their norms.
 
     In megatron-core's own layers the compressed queries stay as they were gathered over tensor-parallel ranks.
     """
@@ -134,15 +135,15 @@ def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArr
 
 
 def _latent_heads(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
-    """Return what the core of latent attention keeps of queries, keys and values of all heads, each once."""
+    """Return what the core of latent attention stores of queries, keys and values of all heads, each once."""
     angles = 4.0 * sizes.unit * train.sequence / layout.context * (train.model.qk_pos_emb_head_dim or 0)
     return sizes.unit * sizes.local * sum(widths(train.model)) + angles * (not train.transformer_engine)
 
 
 def _apart(train: Training, layout: Layout) -> FloatArray:
-    """Return whether context parallelism keeps the core's output as it was before it went back to its ranks.
+    """Return whether context parallelism stores the core's output as it was before it went back to its ranks.
 
-    It does with heads dealt out to the ranks and with keys gathered, and does not in a ring (transformer-engine 2.9
+    It does with heads assigned to the ranks and with keys gathered, and does not in a ring (transformer-engine 2.9
     `context_parallel.py`).
     """
     apart: FloatArray = (layout.context > 1).astype(np.float64)
@@ -169,3 +170,69 @@ def _core_work(train: Training, layout: Layout, sizes: Sizes) -> FloatArray:
 def _mask(train: Training, sizes: Sizes) -> FloatArray:
     """Return the mask of the dropout behind a block, a byte an element."""
     return sizes.hidden / sizes.unit * train.options.dropout
+
+
+MAP_BYTES, CHOICE_BYTES = 4.0, 22.0
+"""Bytes that routing stores of each token: for an expert a 16-bit probability and two flags, for a choice its place,
+and its probability before and after the tokens are sorted."""
+
+
+def mixture(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
+    """Return norm, router, shared experts and routed experts of one layer."""
+    model = train.model
+    routing = (MAP_BYTES * (model.num_moe_experts or 0) + CHOICE_BYTES * model.moe_router_topk) * sizes.rows
+    entry = sizes.unit * model.hidden_size * sizes.rows
+    modules = [norm("mlp_norm", sizes), Module("router", {"mlp_input": entry, "routing": routing}, 3.0 * sizes.hidden)]
+    if shared := model.moe_shared_expert_intermediate_size:
+        first, last, work = dense_products(train, sizes, shared / layout.tensor)
+        tensors = {"shared_first": first, "shared_act": last}
+        modules.append(Module("shared_experts", tensors, 2.0 * sizes.hidden + work))
+    return [*modules, routed(train, layout, sizes)]
+
+
+def routed(train: Training, layout: Layout, sizes: Sizes) -> Module:
+    """Return the routed experts of one rank with the way of their tokens there and back."""
+    model, options = train.model, train.options
+    h, load = model.hidden_size, options.expert_imbalance
+    own = np.maximum((model.num_moe_experts or 0) / layout.expert, 1.0)
+    batched = options.grouped_gemm and train.transformer_engine
+    number = np.ones_like(own) if batched else own
+    copies = layout.expert_tokens(model, train.sequence) * load
+    width = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+    first, last, moments = products(train, sizes, copies / number, width, weighted=True)
+    sent = sizes.unit * h * model.moe_router_topk * sizes.rows * load
+    every = sizes.unit * h * copies
+    last_gradient = every * (number > 1.0)  # of the output: allocated until all experts are done; a single one frees it
+    each = np.maximum(moments[1], moments[2] + every / number) + last_gradient
+    several, apart = own > 1, layout.expert_tensor > 1
+    if options.dispatcher == "allgather":
+        everywhere = gathered_tokens(layout, sizes)
+        enter = every + everywhere
+        forward = every + np.maximum(every * several, np.maximum(everywhere, sizes.hidden))
+    else:
+        enter = np.maximum(2.0 * sent, np.maximum((sent + every) * apart, 2.0 * every * several))
+        forward = _dispatch(layout, sent, every, several, apart)
+    backward = sizes.hidden + np.maximum(enter, np.maximum(every + moments[0], each))
+    beside = (layout.pipeline > 1) * 1.0 + (model.moe_shared_expert_intermediate_size is not None)
+    forward = forward + sizes.hidden * beside  # a gradient that the pipeline still holds, the shared experts' output
+    tensors = {"expert_fc1": sizes.linear * h * copies, "moe_first": first * number, "moe_act": last * number}
+    return Module("experts", tensors, np.maximum(forward, backward))
+
+
+def gathered_tokens(layout: Layout, sizes: Sizes) -> FloatArray:
+    """Return the bytes of the tokens of all ranks that share a layer's experts, where they are gathered."""
+    ranks = layout.expert * layout.expert_tensor
+    return np.where(ranks > 1, ranks * sizes.hidden, 0.0)
+
+
+def _dispatch(layout: Layout, sent: FloatArray, every: FloatArray, several: BoolArray, apart: BoolArray) -> FloatArray:
+    """Return what lies on the way to the experts and back, besides the experts' input, when their output goes back.
+
+    The tokens sorted by expert, what came in from other expert ranks, the experts' output, and the same in the
+    order of the tokens or summed over ranks; a step that a layout does not have is no tensor of its own.
+    """
+    away = layout.expert > 1
+    permuted = sent * (away | several | apart)
+    received = sent * (away & (several | apart))
+    back: FloatArray = np.where(several, every + sent * apart, sent * (away | apart))
+    return permuted + received + every + back

@@ -1,4 +1,4 @@
-"""Embedding, output head with loss, and multi-token prediction: what they keep, and their worst moments.
+"""Embedding, output head with loss, and multi-token prediction: what they store, and their worst moments.
 
 Counted op by op in megatron-core 0.16 (`gpt_model.py`, `tensor_parallel/cross_entropy.py`,
 `multi_token_prediction.py`).
@@ -17,7 +17,7 @@ from flagcore.engines.megatron.parallel.parameters import padded_vocab
 
 
 def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
-    """Return the embedding: it keeps token numbers alone, and the gradient of its weights is as wide as they."""
+    """Return the embedding: it stores token numbers alone, and the gradient of its weights is as wide as they."""
     table = sizes.unit * padded_vocab(train.model, layout.tensor) / layout.tensor * train.model.hidden_size
     return Module("embedding", {"tokens": 8.0 * sizes.tokens}, sizes.hidden + sizes.gathered + table)
 
@@ -25,12 +25,12 @@ def embedding(train: Training, layout: Layout, sizes: Sizes) -> Module:
 def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
     """Return final norm and output head with its loss.
 
-    The loss keeps fp32 probabilities, and has 16-bit logits besides at its peak; in backward the 16-bit gradient
-    stands in place of them while the gradients of input and weight are computed. A fused loss works in the
+    The loss stores fp32 probabilities, and has 16-bit logits besides at its peak; in backward the 16-bit gradient
+    replaces them while the gradients of input and weight are computed. A fused loss works in the
     logits themselves. The logits of the last depth of multi-token prediction are still there.
     """
     logits = _logits(train, layout, sizes)
-    tensors = {"head_input": sizes.unit * train.model.hidden_size * sizes.rows, "logits": logits.kept}
+    tensors = {"head_input": sizes.unit * train.model.hidden_size * sizes.rows, "logits": logits.stored}
     earlier = logits.plain * (train.model.mtp_num_layers > 0)
     return [
         Module("norms", {"final_norm": sizes.hidden + 4.0 * sizes.rows}, 2.0 * sizes.hidden),
@@ -39,37 +39,37 @@ def head(train: Training, layout: Layout, sizes: Sizes) -> list[Module]:
 
 
 def depths(
-    train: Training, layout: Layout, sizes: Sizes, kept: FloatArray, above: FloatArray, layers: FloatArray
+    train: Training, layout: Layout, sizes: Sizes, stored: FloatArray, above: FloatArray, layers: FloatArray
 ) -> list[Module]:
-    """Return multi-token prediction: for each depth one more layer, which keeps `kept` and needs `above`, and a loss.
+    """Return multi-token prediction: per depth one more layer, which stores `stored` and needs `above`, and a loss.
 
-    Besides, a depth keeps an embedding of all tokens, two norms' inputs and their outputs side by side, its output
-    before and after a norm, and a copy of that beside the others' outputs. Uniform recompute keeps inputs alone, and
+    Besides, a depth stores an embedding of all tokens, two norms' inputs and their outputs side by side, its output
+    before and after a norm, and a copy of that beside the others' outputs. Uniform recompute stores inputs alone, and
     has an output besides, where the stage's other `layers` and depths spare as much.
     """
     number = train.model.mtp_num_layers
     if not number:
         return []
     full = layout.uniform > 0
-    one = kept + 6.0 * sizes.hidden + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
+    one = stored + 6.0 * sizes.hidden + 12.0 * sizes.rows + sizes.gathered - sizes.scattered
     spared = 3.0 * sizes.hidden
     logits = _logits(train, layout, sizes)
     gradients = number * sizes.hidden  # of all depths' outputs, side by side
-    others = (number - 1.0) * (one - spared) + layers * (kept - sizes.hidden)
+    others = (number - 1.0) * (one - spared) + layers * (stored - sizes.hidden)
     output = np.clip(others, 0.0, sizes.hidden)
     work = gradients + np.where(full, one - spared + above + output, above)
     return [
         Module("mtp", {"mtp": number * np.where(full, spared, one)}, work),
-        Module("mtp", {"mtp_logits": number * logits.kept}, np.maximum(logits.forward, logits.backward)),
+        Module("mtp", {"mtp_logits": number * logits.stored}, np.maximum(logits.forward, logits.backward)),
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Logits:
-    """Bytes of one loss: logits as computed, what is kept, and the worst moments of forward and backward above that."""
+    """Bytes of one loss: computed logits, stored logits, and the worst moments of forward and backward above them."""
 
     plain: FloatArray
-    kept: FloatArray
+    stored: FloatArray
     forward: FloatArray
     backward: FloatArray
 

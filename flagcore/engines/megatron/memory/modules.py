@@ -14,7 +14,7 @@ from flagcore.engines.megatron.parallel.layout import Layout, Training
 @dataclass(frozen=True, slots=True)
 class Module:
     """Bytes of one micro-batch. `tensors` wait for the backward pass, by name; `work` is what is allocated above all
-    that a row of modules keeps up to and with this one, at the worst moment of this module's forward or backward.
+    that a row of modules stores up to and with this one, at the worst moment of this module's forward or backward.
     """
 
     component: str
@@ -22,25 +22,24 @@ class Module:
     work: FloatArray
 
     @property
-    def kept(self) -> FloatArray:
-        """Return the bytes that wait for the backward pass."""
+    def stored(self) -> FloatArray:
         return sum(self.tensors.values(), np.zeros(()))
 
 
-def kept(modules: Sequence[Module]) -> FloatArray:
-    """Return the bytes that a row of modules keeps."""
-    return sum((module.kept for module in modules), np.zeros(()))
+def stored(modules: Sequence[Module]) -> FloatArray:
+    """Return the bytes that a row of modules stores."""
+    return sum((module.stored for module in modules), np.zeros(()))
 
 
 def worst(modules: Sequence[Module]) -> FloatArray:
-    """Return how far the worst moment of a row of modules lies above what it keeps.
+    """Return how far the worst moment of a row of modules lies above what it stores.
 
     Backward runs in reverse and frees what is behind it, so this is a maximum over modules, not their sum.
     """
     above, behind = np.zeros(()), np.zeros(())
     for module in reversed(modules):
         above = np.maximum(above, module.work - behind)
-        behind = behind + module.kept
+        behind = behind + module.stored
     return above
 
 
@@ -67,7 +66,6 @@ class Sizes:
 
     @classmethod
     def of(cls, train: Training, layout: Layout) -> Sizes:
-        """Return the sizes of each candidate."""
         unit, h = float(train.value_bytes), float(train.model.hidden_size)
         tokens, rows = layout.tokens(train.sequence), layout.token_rows(train.sequence)
         split = layout.sequence_parallel * (layout.tensor > 1)

@@ -1,8 +1,8 @@
-"""Selective recompute and offload: what rows of modules do not keep, and what they need in its place.
+"""Selective recompute and offload: the tensors that rows of modules omit, what they need instead, and layers of both.
 
-A saving never adds more at a layer's worst moment than the other layers in flight keep less for it, so that no set of
-savings is said to need more than a smaller one. Megatron may: with one layer in flight, recompute has a module's output
-beside what it would have kept anyway.
+A saving never adds more at a layer's worst moment than the other layers in flight store less because of it, so a set
+of savings never needs more than a subset of it. Megatron may: with one layer in flight, recompute holds a module's
+output beside what it would have stored anyway.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.memory.modules import Module, Sizes
+from flagcore.domain.space import BoolArray, FloatArray
+from flagcore.engines.megatron.memory.modules import Module, Sizes, stored
 from flagcore.engines.megatron.parallel.layout import Training
+from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.physics.transformer import attended
 
 EXPERTS = ("routing", "shared_first", "shared_act", "expert_fc1", "moe_first", "moe_act")
-"""What a mixture of experts keeps besides its input."""
+"""What a mixture of experts stores besides its input."""
 
 OFFLOADED = {
     "attn_norm": ("attn_norm",),
@@ -34,20 +35,18 @@ OFFLOADED = {
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Bytes that a module needs besides its work, at most those that each other layer in flight does not keep."""
+    """Bytes that a module needs besides its work, at most those that each other layer in flight does not store."""
 
     bytes: FloatArray
     spared: FloatArray
 
     def beside(self, layers: FloatArray) -> FloatArray:
-        """Return the bytes with so many layers in flight."""
-        most: FloatArray = np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
-        return most
+        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Tensors that a row does not keep, by name, because they are recomputed together, where `on` is 1.
+    """Tensors that a row does not store, by name, because they are recomputed together, where `on` is 1.
 
     They come back when backward reaches the last module that had one, or the component `at` behind it. Each stays until
     its own module is done, `copies` times; `output` lies beside until all of them are. Neither counts where `within`
@@ -112,11 +111,12 @@ def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) ->
 def saving(
     row: Sequence[Module], drops: Sequence[Dropped], away: Collection[str], here: FloatArray | float
 ) -> list[Place]:
-    """Return a row that keeps neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
+    """Return a row that stores neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
 
     A tensor that several drop belongs to the first; one that is dropped is not sent. Of what is on the host a layer in
     backward has its own, and each tensor that it is done with makes room for that of the layer before, which is fetched
-    meanwhile: all of one layer's are there at all times (megatron-core 0.16 `fine_grained_activation_offload.py`).
+    at the same time: all of one layer's are always on the device (megatron-core 0.16
+    `fine_grained_activation_offload.py`).
     """
     left = [dict(module.tensors) for module in row]
     work = [module.work for module in row]
@@ -143,7 +143,7 @@ def saving(
     if away:
         _send(left, work, extras, away, here)
     rows = zip(row, left, work, extras, strict=True)
-    return [Place(replace(module, tensors=kept, work=need), tuple(extra)) for module, kept, need, extra in rows]
+    return [Place(replace(module, tensors=stored, work=need), tuple(extra)) for module, stored, need, extra in rows]
 
 
 def _send(
@@ -153,7 +153,7 @@ def _send(
     away: Collection[str],
     here: FloatArray | float,
 ) -> None:
-    """Take what is on the host out of what modules keep, and add it to what they need."""
+    """Take what is on the host out of what modules store, and add it to what they need."""
     sent = []
     for tensors in left:
         names = [name for name in tensors if name in away]
@@ -165,3 +165,68 @@ def _send(
         work[place] = work[place] + done
         if place + 1 < len(sent):
             extras[place].append(Extra(total - done, total - done))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """How far a layer's moments lie above what it stores: the worst of those that save nothing, and each that does."""
+
+    plain: FloatArray
+    saving: tuple[tuple[FloatArray, tuple[Extra, ...]], ...]
+
+    @classmethod
+    def of(cls, row: Sequence[Place], beside: FloatArray | float = 0.0, split: int = 0) -> Moments:
+        """Return the moments of a row, higher by `beside`. The first `split` modules do not wait for those behind."""
+        plain, behind, saving = np.zeros(()), np.zeros(()), []
+        for place in reversed(range(len(row))):
+            module, extras = row[place].module, row[place].extras
+            if place == split - 1:
+                behind = np.zeros(())
+            above = module.work - behind + beside
+            behind = behind + module.stored
+            if extras:
+                saving.append((above, extras))
+            else:
+                plain = np.maximum(plain, above)
+        return cls(plain, tuple(saving))
+
+    def worst(self, layers: FloatArray) -> FloatArray:
+        found = self.plain
+        for above, extras in self.saving:
+            found = np.maximum(found, above + sum(extra.beside(layers) for extra in extras))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of one kind, bytes of one micro-batch: what it stores, and its moments; `crossing`: those while a layer
+    of another micro-batch runs forward beside its backward, None where none does.
+    """
+
+    parts: Parts
+    stored: FloatArray
+    moments: Moments
+    crossing: Moments | None = None
+
+    @classmethod
+    def of(cls, row: Sequence[Place], front: int = 0) -> Layer:
+        """Add up a row of modules. With `front`, its backward may run beside another micro-batch's forward.
+
+        Both go module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`): the other layer has run its first
+        `front` modules, attention and router, before this one's backward of the rest, the experts, and that rest before
+        this one's backward of attention.
+        """
+        parts: Parts = {}
+        for place in row:
+            add_parts(parts, {place.module.component: place.module.stored})
+        total = stored([place.module for place in row])
+        crossing = None
+        if front:
+            crossing = Moments.of(row, stored([place.module for place in row[:front]]), front)
+        return cls(parts, total, Moments.of(row), crossing)
+
+    def above(self, layers: FloatArray, crossed: BoolArray | bool = False) -> FloatArray:
+        alone = self.moments.worst(layers)
+        if self.crossing is None:
+            return alone
+        return np.where(crossed, self.crossing.worst(layers), alone)

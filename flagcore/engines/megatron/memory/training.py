@@ -1,4 +1,4 @@
-"""Memory of one rank in training: weights, gradients, optimizer state and activations of the worst stage."""
+"""Memory of one rank in training: states and activations of the worst stage, and whether they fit its device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.memory.buffers import buffers, left_over, step_bytes, unsharded, workspaces
-from flagcore.engines.megatron.memory.stage_activations import Kinds, activation_parts, stage_activations
-from flagcore.engines.megatron.memory.states import LINEAR_PARTS, State, padding, state
+from flagcore.engines.megatron.memory.states import (
+    LINEAR_PARTS,
+    State,
+    buffers,
+    left_over,
+    padding,
+    state,
+    step_bytes,
+    unsharded,
+    workspaces,
+)
 from flagcore.engines.megatron.memory.states import split_parameters as split_parameters
-from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
+from flagcore.engines.megatron.memory.stored_activations import Kinds, activation_parts, stage_activations
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
 from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts
 from flagcore.engines.megatron.parallel.parameters import stage_parameters as stage_parameters
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
@@ -43,7 +53,6 @@ class Component:
 
     @property
     def static(self) -> FloatArray:
-        """Return the bytes that stay between steps."""
         return self.weights + self.gradients + self.main_parameters + self.optimizer
 
 
@@ -147,7 +156,6 @@ class _Estimate:
 
     @classmethod
     def of(cls, train: Training, layout: Layout, workspace_bytes: FloatArray | float) -> _Estimate:
-        """Add up layers."""
         modules, every = train.options.recompute_modules, layout.uniform == 1
         whole = np.any(layout.uniform + layout.block > 0) or bool(train.options.recompute_stage_layers)
         experts = train.model.num_moe_experts is not None
@@ -168,24 +176,22 @@ class _Estimate:
         return _Estimate(train, layout, Kinds.of(train, layout, self.kinds.rows), self.workspace_bytes)
 
     def engine_bytes(self, where: Stage) -> FloatArray:
-        """Return what belongs to the engine and stays."""
         own = buffers(self.train, self.layout, where, self.kinds.sizes)
         return own + workspaces(self.train) * self.workspace_bytes
 
     def activation(self, where: Stage) -> FloatArray:
-        """Return what a stage holds at the worst moment of forward and backward."""
         found = stage_activations(self.train, self.layout, where, self.kinds)
-        total = found.kept + found.above
+        total = found.stored + found.above
         if self.selective is not None:
             total = np.where(self.layout.uniform == 1, np.minimum(total, self.selective.activation(where)), total)
         return total
 
     def parts(self, where: Stage) -> Parts:
-        """Return the same by component, with what is above all that is kept as `backward`."""
+        """Return the same by component, with what is above all that is stored as `backward`."""
         found = stage_activations(self.train, self.layout, where, self.kinds)
         parts = activation_parts(self.train, self.layout, where, self.kinds, found)
         whole = unsharded(self.train, self.layout, *self.states(where))
-        return {**parts, "backward": self.activation(where) + whole - found.kept}
+        return {**parts, "backward": self.activation(where) + whole - found.stored}
 
     def states(self, where: Stage) -> tuple[State, State]:
         """Return the states of the weights that all data-parallel ranks replicate, and of those of the experts."""
@@ -195,7 +201,7 @@ class _Estimate:
         """Return the memory of one stage.
 
         What a step leaves behind is there in the optimizer's step and gone before the next one's peak. More recompute,
-        which leaves more, is not said to need more.
+        which leaves more, is never predicted to need more.
         """
         train, layout = self.train, self.layout
         dense, experts = split_parameters(stage_parameters(train, layout, where))
@@ -222,3 +228,48 @@ def _states(train: Training, layout: Layout, params: Parts) -> tuple[State, Stat
         return total, State.zero(np.zeros(()))
     filled = experts + padding(layout, experts, experts=True)
     return total, state(train, layout, filled, experts=True, linear=experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InUse:
+    """Bytes of the worst stage of each candidate: tensors, what the allocator holds, what the device shows in use, and
+    what it has: one figure for all, one a candidate where devices differ; None or NaN if unknown.
+    """
+
+    memory: Memory
+    reserved: FloatArray
+    used: FloatArray
+    capacity: FloatArray | float | None
+
+
+def memory_in_use(train: Training, layout: Layout, costs: Costs) -> InUse:
+    """Return the memory of the worst stage: the one that needs most or, on devices of several kinds, has least room.
+
+    Room is measured as the share of its device's capacity that a stage uses. A stage with unknown capacity is the worst
+    unless another exceeds its own, so that no candidate is reported to fit that may not.
+    """
+    if len(costs.groups) == 1:
+        memory = training_memory(train, layout, costs.memory.workspace_bytes())
+        reserved = costs.memory.reserved_bytes(memory.peak)
+        used = costs.memory.device_used_bytes(reserved)
+        return InUse(memory=memory, reserved=reserved, used=used, capacity=costs.memory.capacity_bytes())
+    place, models = Placement.of(layout, costs), [each.memory for each in costs.groups]
+    places = stages(train.model, layout, train.options, place.starts)
+    wanted = [np.array(model.workspace_bytes()) for model in models]
+    found = stage_memories(train, layout, places, [place.pick(where.index, wanted) for where in places])
+    has = [np.array(np.nan if (known := model.capacity_bytes()) is None else known) for model in models]
+    reserved_by, used_by, capacity_by = [], [], []
+    for where, memory in zip(places, found, strict=True):
+        reserved_each = [model.reserved_bytes(memory.peak) for model in models]
+        shown = [model.device_used_bytes(each) for model, each in zip(models, reserved_each, strict=True)]
+        reserved_by.append(place.pick(where.index, reserved_each))
+        used_by.append(place.pick(where.index, shown))
+        capacity_by.append(place.pick(where.index, has))
+    share = np.stack(used_by) / np.stack(capacity_by)
+    worst = np.argmax(np.where(np.isnan(share), 1.0, share), axis=0)
+    return InUse(
+        memory=of_stage(worst, found),
+        reserved=pick(worst, reserved_by),
+        used=pick(worst, used_by),
+        capacity=pick(worst, capacity_by),
+    )

@@ -1,25 +1,96 @@
-"""What the formulas take: the work of a training step, and how it is split, one array element a candidate."""
+"""How candidates split a training job, the options that all candidates share, and the node group of each stage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 
+from flagcore.contracts import Costs
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.parallel.options import DEFAULTS, Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """What one (virtual) stage of a pipeline holds: 1 where it has the embedding or the loss with its head."""
+
+    embedding: int = 0
+    layers: int = 0
+    mtp: int = 0
+    loss: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of Megatron and of schedules beside it. Names are Megatron-core's where it has one.
+
+    `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
+    `stage_layout` gives each virtual stage of the pipeline, in order of the model; None splits layers by the rules of
+    `Layout`. `account_for_embedding` and `account_for_loss` count embedding and loss as one layer of an even split.
+    `recompute_modules` is what selective recompute drops. `recompute_stage_layers` is the number of layers that
+    each pipeline stage recomputes, in place of one number for all; empty is off.
+
+    Widths are bytes of one element. `optimizer_offload_fraction` is the share of the optimizer's state and step that
+    lives on the host. `offload_modules` are those whose saved activations go to the host, on the stages
+    `offload_stages` (empty: on all).
+
+    `dropout`: attention's probabilities and the outputs of attention and FFN are dropped at random.
+
+    With `adapters` only low-rank adapters are trained: the model's weights have no gradients and no optimizer.
+
+    `cuda_graph` is which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
+    allgather, alltoall or flex; with `deduplicated_dispatch` a token goes to a node once, whatever the number of its
+    experts there. `expert_imbalance` is the load of the busiest expert rank over the mean.
+    """
+
+    schedule: str | None = None
+    stage_layout: tuple[StageLayers, ...] = ()
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    recompute_modules: frozenset[str] = frozenset({"core_attn"})
+    recompute_stage_layers: tuple[int, ...] = ()
+    grad_bytes: int = 4
+    main_grad_bytes: int = 4
+    main_param_bytes: int = 4
+    exp_avg_bytes: int = 4
+    exp_avg_sq_bytes: int = 4
+    precision_aware_optimizer: bool = False
+    fp8_param_gather: bool = False
+    optimizer_offload_fraction: float = 0.0
+    offload_modules: frozenset[str] = frozenset()
+    offload_stages: tuple[int, ...] = ()
+    fsdp: bool = False
+    adapters: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    tp_comm_overlap: bool = False
+    overlap_p2p_comm: bool = True
+    overlap_expert_comm: bool = False
+    dispatcher: str = "alltoall"
+    deduplicated_dispatch: bool = False
+    grouped_gemm: bool = True
+    expert_imbalance: float = 1.0
+    cp_comm: str = "p2p"
+    cuda_graph: str = ""
+    cross_entropy_fusion: bool = False
+    dropout: bool = False
+
+
+DEFAULTS = Options()
+"""Defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """What all candidates of a task share.
 
-    `flash` tells an attention kernel that keeps no scores from one that does. `fused_activation` says that
-    the FFN's activation function is one kernel. `transformer_engine` says that its layers replace megatron-core's
+    `flash`: the attention kernel stores no scores. `fused_activation`:
+    the FFN's activation function is one kernel. `transformer_engine`: its layers replace megatron-core's
     own: rotation and the accumulation of weight gradients are fused, and the down-projections of latent
-    attention are whole on each tensor-parallel rank. `repeated_keys` says that attention copies keys and values for
+    attention are whole on each tensor-parallel rank. `repeated_keys`: attention copies keys and values for
     each query head that shares them. `options` are the engine's further settings.
     """
 
@@ -75,7 +146,6 @@ class Layout:
     last_layers: FloatArray
 
     def rows(self, part: slice | IntArray) -> Layout:
-        """Return some of the candidates."""
         return Layout(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
@@ -128,8 +198,37 @@ MOST_CHOICES = 30
 def pick(which: IntArray, values: Sequence[FloatArray] | Sequence[IntArray]) -> FloatArray:
     """Return for each candidate the value at its number in `which`. As `numpy.choose`, without its limit."""
     if len(values) <= MOST_CHOICES:
-        few: FloatArray = np.choose(which, values)
-        return few
+        return np.choose(which, values)
     rows = np.stack([np.broadcast_to(value, which.shape) for value in values])
-    many: FloatArray = np.take_along_axis(rows, which[None], axis=0)[0]
-    return many
+    found: FloatArray = np.take_along_axis(rows, which[None], axis=0)[0]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The first stage of each node group but the first, an array of candidates each; none in a cluster of one group.
+
+    Stage i of p has the ranks i W/p to (i+1) W/p of W. That no stage has devices of two groups is for the caller.
+    """
+
+    starts: tuple[FloatArray, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, costs: Costs) -> Placement:
+        size = layout.tensor * layout.context * layout.data
+        end = layout.pipeline - 1.0
+        return cls(tuple(np.minimum(np.ceil(first / size), end) for first in costs.further))
+
+    def group(self, index: FloatArray) -> IntArray:
+        number = np.zeros(index.shape, dtype=np.int64)
+        for start in self.starts:
+            number += index >= start
+        return number
+
+    def pick(self, index: FloatArray, values: Sequence[FloatArray]) -> FloatArray:
+        """Return of `values`, one a group, those of stage `index` of each candidate."""
+        return values[0] if len(values) == 1 else pick(self.group(index), values)
+
+    def stages(self, layout: Layout) -> list[FloatArray]:
+        edges = (np.zeros_like(layout.pipeline), *self.starts, layout.pipeline)
+        return [after - before for before, after in pairwise(edges)]

@@ -9,8 +9,7 @@ import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.parallel.layout import Layout
-from flagcore.engines.megatron.parallel.options import DEFAULTS, Options
+from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options
 from flagcore.physics.schedules import catalogue
 
 
@@ -18,9 +17,9 @@ from flagcore.physics.schedules import catalogue
 class Stage:
     """One stage of each candidate. `first` and `last` are 1.0 where it has the embedding, and the loss with its head,
     `final_norm` where it has the norm behind all layers; `dense`, `moe` and `mtp` count its layers of each kind,
-    `chunk` those of one virtual stage. `in_flight` is the micro-batches whose activations are held at the worst moment,
-    `deferred` those of which only the gradients of weights remain to be computed, `copies` how often a device holds
-    the weights of its layers.
+    `chunk` those of one virtual stage. `in_flight` is the micro-batches whose activations are stored at the worst
+    moment, `deferred` those of which only the gradients of weights remain to be computed, `copies` how often a device
+    holds the weights of its layers.
     """
 
     index: FloatArray
@@ -37,7 +36,6 @@ class Stage:
 
     @property
     def layers(self) -> FloatArray:
-        """Number of layers on the stage."""
         return self.dense + self.moe
 
 
@@ -79,8 +77,8 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     """Return stage `index` of each candidate.
 
     A layout that is given holds for the candidates with as many (virtual) stages. Otherwise layers are split evenly
-    beside the numbers given for the first and last stage, embedding and loss counting as a layer each where options say
-    so; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
+    beside the numbers given for the first and last stage, embedding and loss counting as a layer each if options
+    require it; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
     """
     split = _even(model, layout, index, options)
     if options.stage_layout:
@@ -102,12 +100,6 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         deferred=_deferred(layout, index, options),
         copies=float(known.copies) if known else 1.0,
     )
-
-
-def recomputed_share(model: Model, layout: Layout) -> FloatArray:
-    """Return the share of layers whose forward pass runs twice, as on a stage in the middle of the pipeline."""
-    block = np.minimum(layout.block / np.maximum(_chunk_layers(model, layout, DEFAULTS), 1.0), 1.0)
-    return np.where(layout.uniform > 0, 1.0, block)
 
 
 def block_layers(layout: Layout, index: FloatArray, options: Options) -> FloatArray:

@@ -35,24 +35,23 @@ rank's share of the processors moves a second. The rate is an estimate: 200 GB/s
 
 
 def optimizer_time(
-    train: Training, layout: Layout, costs: Costs, found: Stage, parameters: tuple[FloatArray, FloatArray]
+    train: Training, layout: Layout, costs: Costs, found: Stage, params: tuple[FloatArray, FloatArray]
 ) -> FloatArray:
     """Return the optimizer's step of a stage that holds so many parameters that all ranks replicate, and of experts.
 
     Norms, Adam and copies of what a rank owns move memory; each tensor costs the host some launches.
     """
     if train.options.adapters:
-        return np.full_like(parameters[0], STEP_LAUNCHES * costs.kernels.launch_seconds())
+        return np.full_like(params[0], STEP_LAUNCHES * costs.kernels.launch_seconds())
     model, shards, expert_shards = train.model, layout.shards(), layout.expert_shards()
     each = 6.0 + 2.0 * model.qk_layernorm + 2.0 * model.multi_latent_attention
     tensors = found.layers * each + found.first + 2.0 * found.last
     local = found.moe * 2.0 * (model.num_moe_experts or 0) / layout.expert
-    owned = parameters[0] / shards + parameters[1] / expert_shards
+    owned = params[0] / shards + params[1] / expert_shards
     sharded = layout.sharded_optimizer > 0
     here = (1.0 - train.options.optimizer_offload_fraction) * owned
-    moved = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1]) * here + HELD_BYTES * (
-        parameters[0] + parameters[1]
-    )
+    owned_bytes = np.where(sharded, *OWNED_BYTES[train.transformer_engine][::-1])
+    moved = owned_bytes * here + HELD_BYTES * (params[0] + params[1])
     away = train.options.optimizer_offload_fraction * owned
     travels = np.zeros_like(away)
     if train.options.optimizer_offload_fraction:
@@ -82,7 +81,7 @@ def gradient_time(
     options = train.options
     if options.adapters:
         return np.zeros_like(layout.data)
-    reduced, gathered, scattered_all, slowdown = (np.zeros_like(layout.data) for _ in range(4))
+    reduced, gathered, scattered_all, share = (np.zeros_like(layout.data) for _ in range(4))
     kinds = [(layout.data * layout.context, layout.tensor)]
     if train.model.num_moe_experts is not None:
         kinds.append((layout.expert_replicas(), layout.expert * layout.expert_tensor))
@@ -90,7 +89,7 @@ def gradient_time(
         where = (integers(ranks), integers(stride))
 
         def longest(kind: str, each: float, place: int = place, where: tuple[IntArray, IntArray] = where) -> FloatArray:
-            times = (costs.seconds(kind, each * parameters[place], *where) for costs, parameters in groups)
+            times = (costs.seconds(kind, each * params[place], *where) for costs, params in groups)
             return reduce(np.maximum, times)
 
         whole = longest("all_reduce", options.grad_bytes)
@@ -99,24 +98,24 @@ def gradient_time(
         scattered_all = scattered_all + scattered
         weights = longest("all_gather", _gathered_bytes(train))
         gathered = gathered + weights * np.maximum(layout.sharded_optimizer, float(options.fsdp))
-        slowdown = reduce(np.maximum, [slowdown, *(costs.compute_share(*where) for costs, _ in groups)])
+        share = reduce(np.maximum, [share, *(costs.compute_share(*where) for costs, _ in groups)])
     if options.fsdp:
-        return layout.microbatches * _behind(2.0 * gathered + scattered_all, stage.busy, slowdown)
+        return layout.microbatches * _behind(2.0 * gathered + scattered_all, stage.busy, share)
     if options.overlap_grad_reduce:
-        reduced = _behind(reduced, stage.backward.total + stage.weight, slowdown)
+        reduced = _behind(reduced, stage.backward.total + stage.weight, share)
     if options.overlap_param_gather:
-        gathered = _behind(gathered, stage.forward.total, slowdown)
+        gathered = _behind(gathered, stage.forward.total, share)
     return reduced + gathered
 
 
-def _behind(seconds: FloatArray, window: FloatArray, slowdown: FloatArray) -> FloatArray:
+def _behind(seconds: FloatArray, window: FloatArray, share: FloatArray) -> FloatArray:
     """Return what is left of a collective that hides behind kernels, and what it costs these."""
     hidden = np.minimum(seconds, window)
-    return seconds - hidden + slowdown * hidden
+    return seconds - hidden + share * hidden
 
 
 def _gathered_bytes(train: Training) -> float:
-    """Return the bytes of a weight when it is gathered: one if it is kept in fp8, else those of an activation.
+    """Return the bytes of a weight when it is gathered: one if it is stored in fp8, else those of an activation.
 
     mxfp8 is quantised after it was gathered in 16 bits, once for each direction of a product (megatron-core 0.16,
     `reuse_grad_buf_for_mxfp8_param_ag`).

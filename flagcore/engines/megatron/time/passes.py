@@ -1,4 +1,4 @@
-"""Seconds of a pass through a part of the model, told apart by what they go to, and element-wise kernels."""
+"""Seconds of a pass through a part of the model by category, linear layers and element-wise kernels."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ class Seconds:
 
     @property
     def total(self) -> FloatArray:
-        """All of it."""
         return self.compute + self.tensor + self.context + self.expert
 
     def rows(self, part: IntArray) -> Seconds:
-        """Return some of the candidates."""
         return Seconds(*(getattr(self, field.name)[part] for field in fields(self)))
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -63,7 +61,6 @@ class Block:
         return Block(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
     def rows(self, part: IntArray) -> Block:
-        """Return some of the candidates."""
         sides = (self.forward.rows(part), self.backward.rows(part), self.weight[part], self.repeated.rows(part))
         return Block(*sides)
 
@@ -81,7 +78,6 @@ class StageTime:
 
     @property
     def busy(self) -> FloatArray:
-        """All of it."""
         return self.forward.total + self.backward.total + self.weight
 
 
@@ -108,3 +104,39 @@ def activation_seconds(
     """
     forward, backward = ACTIVATION_PASSES[train.transformer_engine, train.model.gated_linear_unit]
     return kernels.memory_seconds(forward * tensor_bytes), kernels.memory_seconds(backward * tensor_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Seconds of a linear layer's three products: output, gradient of the input, gradient of the weight."""
+
+    forward: FloatArray
+    input_gradient: FloatArray
+    weight_gradient: FloatArray
+
+    @classmethod
+    def none(cls, like: FloatArray) -> Linear:
+        zero = np.zeros_like(like)
+        return cls(zero, zero, zero)
+
+    def __add__(self, other: Linear) -> Linear:
+        return Linear(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+        )
+
+    def __mul__(self, times: FloatArray | float) -> Linear:
+        return Linear(self.forward * times, self.input_gradient * times, self.weight_gradient * times)
+
+
+def linear(
+    kernels: KernelCosts, tokens: FloatArray, inner: FloatArray | float, outer: FloatArray | float, precision: str
+) -> Linear:
+    """Return the three products of Y[tokens, outer] = X[tokens, inner] W[inner, outer]."""
+    width_in, width_out = np.broadcast_to(inner, tokens.shape), np.broadcast_to(outer, tokens.shape)
+    return Linear(
+        kernels.gemm_seconds(tokens, width_out, width_in, precision),
+        kernels.gemm_seconds(tokens, width_in, width_out, precision),
+        kernels.gemm_seconds(width_out, width_in, tokens, precision),
+    )

@@ -1,4 +1,4 @@
-"""Time of the pipeline: from a few stages that stand for all others to the makespan of a schedule."""
+"""Time of the pipeline: from a few representative stages to the makespan of a schedule."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
 from flagcore.engines.megatron.parallel.pipeline import Stage
-from flagcore.engines.megatron.parallel.placement import Placement
-from flagcore.engines.megatron.time.messages import Messages
+from flagcore.engines.megatron.time.exchange import Messages
 from flagcore.engines.megatron.time.passes import StageTime
 from flagcore.physics.schedules import catalogue
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes
@@ -23,12 +22,7 @@ each."""
 
 
 def pipeline_time(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    place: Placement,
-    found: Sequence[Stage],
-    times: Sequence[StageTime],
+    train: Training, layout: Layout, costs: Costs, place: Placement, found: Sequence[Stage], times: Sequence[StageTime]
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds in which all stages are through with a step's micro-batches, and those of one message.
 
@@ -71,15 +65,14 @@ def pipeline_time(
 
 
 def sender_waits(train: Training, layout: Layout) -> FloatArray:
-    """Return 1 where the sender of a message computes nothing meanwhile, else 0."""
+    """Return 1 where the sender of a message computes nothing while it sends, else 0."""
     return np.where((layout.virtual > 1.0) & train.options.overlap_p2p_comm, 0.0, 1.0)
 
 
 def message_seconds(train: Training, layout: Layout, costs: Costs, place: Placement) -> FloatArray:
     """Return the seconds of one message between two stages: the mean over a pipeline's borders."""
     refill = sender_waits(train, layout) * _refill_seconds(costs)
-    seconds: FloatArray = Messages.of(train, layout, costs, place).mean(layout, place) + refill
-    return seconds
+    return Messages.of(train, layout, costs, place).mean(layout, place) + refill
 
 
 def _refill_seconds(costs: Costs) -> float:
@@ -98,7 +91,7 @@ def together(train: Training, times: Sequence[StageTime]) -> list[FloatArray]:
 
 
 def _standing_for(length: int, indices: list[FloatArray]) -> list[IntArray]:
-    """Return, for each stage of a pipeline, which of the found ones stands for it, a candidate each."""
+    """Return, for each stage of a pipeline, which of the found ones represents it, one per candidate."""
     last = len(indices) - 1
     before = np.stack([np.where(index < length - 1, index, np.inf) for index in indices[:-1]])
     chosen = [np.maximum(np.count_nonzero(before <= place, axis=0), 1) - 1 for place in range(length - 1)]

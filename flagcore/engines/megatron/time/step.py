@@ -10,11 +10,10 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.memory.stage_activations import offloaded_bytes
+from flagcore.engines.megatron.memory.stored_activations import offloaded_bytes
 from flagcore.engines.megatron.memory.training import split_parameters, stage_parameters
-from flagcore.engines.megatron.parallel.layout import Layout, Training, pick
+from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
-from flagcore.engines.megatron.parallel.placement import Placement
 from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
 from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime, quiet
@@ -50,14 +49,12 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Silence:
-    """`flagcore.contracts.CollectiveCosts` of a rank that waits for nobody."""
+    """`flagcore.contracts.CollectiveCosts` of a rank that waits for no other."""
 
     def seconds(self, kind: str, payload_bytes: FloatArray, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return no time."""
         return np.zeros_like(payload_bytes)
 
     def compute_share(self, ranks: IntArray, stride: IntArray) -> FloatArray:
-        """Return no share."""
         return np.zeros(np.shape(ranks))
 
 
@@ -65,13 +62,13 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
     """Return the seconds of each part of one step; they add up to the step. NaN where a cost is not known.
 
     Each stage has the kernels and collectives of its own node group. Those of a step are those of the slowest stage.
-    What the pipeline takes beside them is told apart into messages that this stage waits for, and bubble.
+    The rest of the pipeline's time is split into messages that this stage waits for, and bubble.
     """
     costs = _in_a_run(costs)
     place, groups = Placement.of(layout, costs), costs.groups
     found = stages(train.model, layout, train.options, place.starts)
-    parameters = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
-    times = _stage_times(train, layout, groups, place, found, parameters)
+    params = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
+    times = _stage_times(train, layout, groups, place, found, params)
     slowest = _chosen(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward = slowest.forward, slowest.backward
 
@@ -80,10 +77,10 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
     beside = np.maximum(whole - m * slowest.busy, 0.0)
     hidden = (layout.virtual > 1) & train.options.overlap_p2p_comm
     messages = np.minimum(2.0 * message * np.where(hidden, layout.pipeline - 1.0, m * layout.virtual), beside)
-    most = [(each.collectives, _most(place, found, parameters, number)) for number, each in enumerate(groups)]
+    most = [(each.collectives, _most(place, found, params, number)) for number, each in enumerate(groups)]
     steps = [
         place.pick(stage.index, [optimizer_time(train, layout, each, stage, have) for each in groups])
-        for stage, have in zip(found, parameters, strict=True)
+        for stage, have in zip(found, params, strict=True)
     ]
     return {
         "compute_s": m * (forward.compute + backward.compute + slowest.weight),
@@ -107,8 +104,8 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
         return None
     place, count = Placement.of(layout, costs), int(layout.pipeline[0])
     found = [stage(train.model, layout, np.array([float(each)]), train.options) for each in range(count)]
-    parameters = [split_parameters(stage_parameters(train, layout, each)) for each in found]
-    times = _stage_times(train, layout, costs.groups, place, found, parameters)
+    params = [split_parameters(stage_parameters(train, layout, each)) for each in found]
+    times = _stage_times(train, layout, costs.groups, place, found, params)
     forward = tuple(float(time.forward.total[0]) for time in times)
     backward = tuple(float(time.backward.total[0] + time.weight[0]) for time in times)
     send = float(message_seconds(train, layout, costs, place)[0]) if count > 1 else 0.0
@@ -163,23 +160,18 @@ def _stage_times(
     groups: Sequence[Costs],
     place: Placement,
     found: Sequence[Stage],
-    parameters: Sequence[tuple[FloatArray, FloatArray]],
+    params: Sequence[tuple[FloatArray, FloatArray]],
 ) -> list[StageTime]:
     """Return the times of some stages, each with the costs of the node group on which it lies."""
     made = [(each, _parts(train, layout, each)) for each in groups]
     return [
         _on_groups(place, each, [_stage_time(train, layout, *costs, each, have) for costs in made])
-        for each, have in zip(found, parameters, strict=True)
+        for each, have in zip(found, params, strict=True)
     ]
 
 
 def _stage_time(
-    train: Training,
-    layout: Layout,
-    costs: Costs,
-    parts: Parts,
-    found: Stage,
-    parameters: tuple[FloatArray, FloatArray],
+    train: Training, layout: Layout, costs: Costs, parts: Parts, found: Stage, params: tuple[FloatArray, FloatArray]
 ) -> StageTime:
     """Return a stage's time of one micro-batch: at least that in which the host launches its kernels.
 
@@ -187,10 +179,10 @@ def _stage_time(
     selective recompute repeats the named modules of the others.
     """
     again = _recomputed(train, layout, found)
-    kept = layout.selective * (1.0 - again)
+    selective = layout.selective * (1.0 - again)
 
     def layers(block: Block) -> Block:
-        backward = block.backward + block.forward * again + block.repeated * kept
+        backward = block.backward + block.forward * again + block.repeated * selective
         return Block(block.forward, backward, block.weight, block.repeated)
 
     experts = train.model.num_moe_experts is not None
@@ -199,7 +191,7 @@ def _stage_time(
     if experts:
         total = total + layers(parts.moe) * routed
     accumulation = FUSED_ACCUMULATION_BYTES if train.transformer_engine else ACCUMULATION_BYTES
-    weight = total.weight + costs.kernels.memory_seconds(accumulation * (parameters[0] + parameters[1]))
+    weight = total.weight + costs.kernels.memory_seconds(accumulation * (params[0] + params[1]))
     if train.options.adapters:
         weight = np.zeros_like(weight)
     host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
@@ -257,10 +249,10 @@ def _chosen(which: IntArray, times: list[StageTime]) -> StageTime:
 
 
 def _most(
-    place: Placement, found: list[Stage], parameters: list[tuple[FloatArray, FloatArray]], group: int
+    place: Placement, found: list[Stage], params: list[tuple[FloatArray, FloatArray]], group: int
 ) -> tuple[FloatArray, FloatArray]:
     """Return the most parameters of both kinds that a stage on a node group holds."""
     if place.starts:
         here = [place.group(stage.index) == group for stage in found]
-        parameters = [(pair[0] * there, pair[1] * there) for pair, there in zip(parameters, here, strict=True)]
-    return np.maximum.reduce([pair[0] for pair in parameters]), np.maximum.reduce([pair[1] for pair in parameters])
+        params = [(pair[0] * there, pair[1] * there) for pair, there in zip(params, here, strict=True)]
+    return np.maximum.reduce([pair[0] for pair in params]), np.maximum.reduce([pair[1] for pair in params])

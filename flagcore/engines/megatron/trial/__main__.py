@@ -97,4 +97,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a failed rank must not wait for collectives
+    os._exit(code)  # a failed rank must not wait for collectives that no rank will answer

@@ -1,4 +1,4 @@
-"""The device of one rank: selection, synchronization, time and memory. Seconds and bytes.
+"""The device of one rank: selection, synchronization, time (seconds), memory (bytes), and a speed test.
 
 On an accelerator figures come from torch's allocator and the driver. On a CPU `device_used_bytes` is the rank's peak
 resident memory, and `peak_allocated_bytes` the anonymous memory above that after its process groups were created; there
@@ -11,11 +11,15 @@ import contextlib
 import ctypes
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+
+from flagcore.engines.megatron.trial.job import Job
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _EXACT, _FAST = 64 << 10, 32 << 20
@@ -46,14 +50,14 @@ class RankDevice(Protocol):
     def clock(self) -> float:
         """Wait for the device, and return the seconds of this rank's own work so far."""
 
-    def groups_created(self) -> None:
-        """Exclude memory allocated so far, which is that of the process groups."""
+    def set_baseline(self) -> None:
+        """Take what is allocated now, the process groups, for the process's own."""
 
     def model_built(self) -> None:
         """Exclude memory that was only needed to build the model."""
 
     def allocated_bytes(self) -> int:
-        """Return the allocated bytes."""
+        """Return what is allocated now."""
 
     def start_peak(self) -> None:
         """Reset the peak."""
@@ -77,17 +81,15 @@ class Cpu:
     def __init__(self) -> None:
         _set_mmap_threshold(_EXACT)
         self._worst = self._peak = 0
-        self.groups_created()
+        self.set_baseline()
 
     def synchronize(self) -> None:
         """Do nothing: nothing runs in the background."""
 
     def clock(self) -> float:
-        """Return the processor time of this thread."""
         return time.thread_time()
 
-    def groups_created(self) -> None:
-        """Store the resident memory."""
+    def set_baseline(self) -> None:
         self.start_peak()
         self._at_start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
@@ -95,7 +97,7 @@ class Cpu:
         """Do nothing: the peak occurs in training."""
 
     def allocated_bytes(self) -> int:
-        """Return the anonymous memory above the start, after freed blocks are returned to the system."""
+        """Return the anonymous memory above the start, small blocks that were freed given back to the system."""
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         return max(0, _status_bytes("VmRSS") - _status_bytes("RssFile") - self._at_start)
@@ -111,12 +113,10 @@ class Cpu:
         return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._at_start)
 
     def memory_measured(self, peak: int) -> None:
-        """Store it, and let the C library reuse freed blocks."""
         self._worst = peak
         _set_mmap_threshold(_FAST)
 
     def memory(self) -> Memory:
-        """Return the stored peak, and the peak resident memory of this process."""
         return Memory(self._worst, None, max(self._peak, _status_bytes("VmHWM")))
 
 
@@ -133,7 +133,6 @@ class Accelerator:
         self._worst = 0
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         self._module.synchronize()
 
     def clock(self) -> float:
@@ -141,7 +140,7 @@ class Accelerator:
         self._module.synchronize()
         return time.perf_counter()
 
-    def groups_created(self) -> None:
+    def set_baseline(self) -> None:
         """Nothing to note: the allocator counts tensors alone."""
 
     def model_built(self) -> None:
@@ -150,20 +149,16 @@ class Accelerator:
         self._module.reset_peak_memory_stats()
 
     def allocated_bytes(self) -> int:
-        """Return what tensors take."""
         return int(self._module.memory_allocated())
 
     def start_peak(self) -> None:
-        """Restart the allocator's peaks."""
         self._worst = max(self._worst, self.peak_bytes())
         self._module.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
-        """Return the allocator's peak."""
         return int(self._module.max_memory_allocated())
 
     def memory_measured(self, peak: int) -> None:
-        """Keep it; watching costs nothing here."""
         self._worst = max(self._worst, peak)
 
     def memory(self) -> Memory:
@@ -191,3 +186,36 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+SIZE, PRODUCTS, ROUNDS = {"cpu": 256}, 8, 4
+ACCELERATORS_SIZE = 4096
+"""Rows and columns of the product: some 30 ms of a core or of an accelerator in all."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def speed_test(job: Job, rank_device: RankDevice) -> float | None:
+    """Return the seconds of some equal products, the fastest of several rounds; wall time of this rank alone.
+
+    All ranks start together, so that devices that share power, cooling or cores do so here, too. It comes after the
+    steps and after memory was read, so it changes no other figure. None on a device that has no room left for it.
+    """
+    size = SIZE.get(job.device.type, ACCELERATORS_SIZE)
+    dtype = torch.float32 if job.device.type == "cpu" else _DTYPES[job.train.precision]
+    ready = False
+    with suppress(RuntimeError):  # out of memory, which must not cost a trial that ran to its end
+        left = torch.ones(size, size, dtype=dtype, device=rank_device.device)
+        out = torch.empty_like(left)
+        torch.mm(left, left, out=out)
+        ready = True
+    best = float("inf")
+    for _ in range(ROUNDS):
+        rank_device.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(PRODUCTS if ready else 0):
+            torch.mm(left, left, out=out)
+        rank_device.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best if ready else None

@@ -47,11 +47,11 @@ def classify(error: BaseException) -> int:
 def _first_line(error: BaseException) -> str:
     """The error in one line; for an assertion without a message of its own, the assertion."""
     lines = str(error).strip().splitlines()
-    first_line = lines[0] if lines else type(error).__name__
-    if isinstance(error, AssertionError) and (not lines or first_line.startswith("when instantiating")):
+    line = lines[0] if lines else type(error).__name__
+    if isinstance(error, AssertionError) and (not lines or line.startswith("when instantiating")):
         frames = traceback.extract_tb(error.__traceback__)
-        return f"{frames[-1].line} ({first_line})" if frames else first_line
-    return first_line
+        return f"{frames[-1].line} ({line})" if frames else line
+    return line
 
 
 def _raised_in(trace: TracebackType | None) -> str:

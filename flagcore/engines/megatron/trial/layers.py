@@ -69,7 +69,7 @@ def _chunked_causal_mask(length: int, size: int, rank: int, device: torch.device
 
 
 def block_spec(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the layers that this pipeline stage (and virtual stage) builds, dense or expert as the config says."""
+    """Return the layers that this pipeline stage (and virtual stage) builds, dense or expert by the config."""
     dense, experts = _layer_spec(config, None), None
     if config.num_moe_experts is not None:
         experts = _layer_spec(config, config.num_moe_experts)
@@ -98,8 +98,9 @@ def mtp_spec(config: Any, vp_stage: int | None) -> Any:
 def patch_without_transformer_engine() -> None:
     """Patch three places of Megatron-core 0.16 that assume transformer-engine is installed.
 
-    The expert router reads a name that only a successful import binds. A recomputed norm uses fp8 state unless its
-    default, False, is None. Latent attention checks whether a layer is one of transformer-engine's, which are None.
+    The expert router reads a name that only a successful import binds. A recomputed normalisation asks for
+    fp8 state unless it gets None, and its default is False. Latent attention asks whether a layer is one
+    of transformer-engine's, which are None.
     """
     if random.HAVE_TE:
         return

@@ -27,11 +27,9 @@ class StepLog:
         self._file = (folder / "steps.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: Any) -> None:
-        """Append one step, a dataclass."""
         print(json.dumps(dataclasses.asdict(step)), file=self._file, flush=True)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -1,7 +1,14 @@
-"""Build the job's model, its data-parallel wrapper and its optimizer, all Megatron-core's own."""
+"""Build the job's model, its data-parallel wrapper and its optimizer, all Megatron-core's own.
+
+Initial weights do not depend on how the model is split, so every layout has the same losses: each weight is drawn whole
+from a seed made of its global name, and each rank takes its own part.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +21,19 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from flagcore.engines.megatron.trial import cpu, layers
-from flagcore.engines.megatron.trial.initial import set_initial_weights
+from flagcore.engines.megatron.trial import layers, stand_ins
 from flagcore.engines.megatron.trial.job import Job
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OF_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("qk_layernorm", "add_qkv_bias", "mtp_num_layers", "gated_linear_unit"),
+)
+_OF_CANDIDATE = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+)
+_OF_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _VOCAB_MULTIPLE = 128  # Megatron-LM's make_vocab_size_divisible_by
 _FIRST_LOSS_SCALE = 2.0**12  # fp16; the usual 2**32 skips the first steps, which are the ones measured here
 
@@ -79,17 +94,9 @@ def transformer_config(job: Job) -> Any:
     dtype = _DTYPES[job.train.precision]
     interleaved = job.virtual_stages is not None
     values: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "qk_layernorm": model.qk_layernorm,
-        "add_qkv_bias": model.add_qkv_bias,
-        "mtp_num_layers": model.mtp_num_layers,
+        **{name: getattr(model, name) for name in _OF_MODEL},
+        **{name: getattr(candidate, name) for name in _OF_CANDIDATE},
         "normalization": "RMSNorm",
-        "gated_linear_unit": model.gated_linear_unit,
         "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
@@ -109,24 +116,16 @@ def transformer_config(job: Job) -> Any:
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
-        "tensor_model_parallel_size": candidate.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": candidate.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": job.virtual_stages,
-        "context_parallel_size": candidate.context_parallel_size,
-        "expert_model_parallel_size": candidate.expert_model_parallel_size,
         "expert_tensor_parallel_size": groups.get_expert_tensor_parallel_world_size(),
         # Without tensor parallelism Megatron-LM clears the flag, where Megatron-core would refuse it.
         "sequence_parallel": candidate.sequence_parallel and candidate.tensor_model_parallel_size > 1,
-        "num_layers_in_first_pipeline_stage": candidate.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": candidate.num_layers_in_last_pipeline_stage,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": True,
     }
     if candidate.recomputes:
-        values["recompute_granularity"] = candidate.recompute_granularity
-        values["recompute_method"] = candidate.recompute_method
-        values["recompute_num_layers"] = candidate.recompute_num_layers
+        values |= {name: getattr(candidate, name) for name in _OF_RECOMPUTE}
         if candidate.recompute_modules is not None:
             values["recompute_modules"] = list(candidate.recompute_modules)
     if model.num_moe_experts is not None:
@@ -136,7 +135,7 @@ def transformer_config(job: Job) -> Any:
         kind = MLATransformerConfig
         values.update(_latent_attention_values(job))
     if job.device.type == "cpu":
-        values.update(cpu.config_overrides(interleaved))
+        values.update(stand_ins.config_overrides(interleaved))
     return kind(**values)
 
 
@@ -188,3 +187,64 @@ def _chunk(job: Job, config: Any, vp_stage: int | None, device: torch.device) ->
 def _leave(weight: torch.Tensor) -> torch.Tensor:
     """Initialise nothing."""
     return weight
+
+
+_SPREAD = 0.02 * math.sqrt(3.0)  # a uniform draw with the usual standard deviation of 0.02, cheaper than a normal
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+def set_initial_weights(chunk: torch.nn.Module, config: Any, seed: int) -> None:
+    """Fill one model chunk's parameters, before it is wrapped for mixed precision or data parallelism."""
+    layers = _layer_names(chunk)
+    tied = bool(chunk.share_embeddings_and_output_weights)
+    for name, weight in chunk.named_parameters():
+        if weight.dim() == 1:  # normalisation
+            weight.data.fill_(1.0)
+            continue
+        generator = torch.Generator(device=weight.device)
+        generator.manual_seed(zlib.crc32(_global_name(name, layers, config, tied).encode()) + seed)
+        weight.data.copy_(_own_part(name, weight, config, generator))
+
+
+def _layer_names(chunk: torch.nn.Module) -> dict[str, str]:
+    """Map each layer's module path in this chunk to a name that holds its number in the whole model."""
+    return {
+        path: f"layer{module.layer_number}"
+        for path, module in chunk.named_modules()
+        if hasattr(module, "layer_number") and hasattr(module, "mlp")
+    }
+
+
+def _global_name(name: str, layers: dict[str, str], config: Any, tied: bool) -> str:
+    """Name a parameter as the unsplit model would: whole-model layer and expert numbers, one tied embedding."""
+    if name == "output_layer.weight" and tied:
+        return "embedding.word_embeddings.weight"
+    for path, layer in layers.items():
+        if name.startswith(path + "."):
+            name = layer + name[len(path) :]
+            break
+    first_expert = 0
+    if config.num_moe_experts is not None:
+        first_expert = groups.get_expert_model_parallel_rank() * (
+            config.num_moe_experts // groups.get_expert_model_parallel_world_size()
+        )
+    return _EXPERT.sub(lambda match: f".expert{int(match[1]) + first_expert}.", name)
+
+
+def _own_part(name: str, weight: torch.Tensor, config: Any, generator: torch.Generator) -> torch.Tensor:
+    """Draw the whole weight and return this rank's part of it."""
+    if _EXPERT.search(name):
+        size, rank = groups.get_expert_tensor_parallel_world_size(), groups.get_expert_tensor_parallel_rank()
+    else:
+        size, rank = groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()
+    split = getattr(weight, "tensor_model_parallel", False) and size > 1
+    shape = list(weight.shape)
+    axis = int(getattr(weight, "partition_dim", 0)) if split else 0
+    if split:
+        shape[axis] *= size
+    whole = torch.empty(shape, device=weight.device).uniform_(-_SPREAD, _SPREAD, generator=generator)
+    if not split:
+        return whole
+    if config.gated_linear_unit and "linear_fc1" in name:  # each rank holds its part of the gate, then of the rest
+        return torch.cat([half.chunk(size, axis)[rank] for half in whole.chunk(2, axis)], axis)
+    return whole.chunk(size, axis)[rank]

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as groups
 
-from flagcore.engines.megatron.trial import cpu, fake, metrics
-from flagcore.engines.megatron.trial.data import Batch, microbatches
+from flagcore.engines.megatron.trial import metrics, stand_ins
 from flagcore.engines.megatron.trial.device import RankDevice, open_device
 from flagcore.engines.megatron.trial.job import Job, Probe
 from flagcore.engines.megatron.trial.model import Built, build
 from flagcore.engines.megatron.trial.rank import make_groups
-from flagcore.engines.megatron.trial.training import clear_gradients, forward_backward, memory_step
+from flagcore.engines.megatron.trial.training import Batch, clear_gradients, forward_backward, memory_step, microbatches
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, probe.device)
     if job.device.type == "cpu":
-        cpu.replace_cuda_with_cpu()
+        stand_ins.stand_in_for_cuda()
     start = time.perf_counter()
-    fake.join_fake_world(job.device.type, probe.rank, job.world_size)
+    stand_ins.init_fake_world(job.device.type, probe.rank, job.world_size)
     make_groups(job)
-    rank_device.groups_created()
+    rank_device.set_baseline()
     built = build(job, rank_device.device)
     rank_device.model_built()
     count = job.enough_microbatches(groups.get_pipeline_model_parallel_rank())
@@ -57,7 +56,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
     steps = [runner.step(0)]
     log.write(steps[0])
     peaks = memory_step(job, built, rank_device, runner.batches(1))
-    held = rank_device.allocated_bytes()
+    static_bytes = rank_device.allocated_bytes()
     for number in range(1, job.train.train_iters):
         steps.append(runner.step(number))
         log.write(steps[-1])
@@ -67,7 +66,7 @@ def probe_rank(job: Job, probe: Probe, import_s: float) -> None:
         "rank": probe.rank,
         "stage": groups.get_pipeline_model_parallel_rank(),
         "steps": [dataclasses.asdict(step) for step in steps],
-        "static_bytes": held,
+        "static_bytes": static_bytes,
         "peak_forward_backward_bytes": peaks[0],
         "peak_optimizer_bytes": peaks[1],
         **dataclasses.asdict(rank_device.memory()),
@@ -90,11 +89,9 @@ class _RankRunner:
         built.config.finalize_model_grads_func = self._finish
 
     def batches(self, number: int) -> list[Batch]:
-        """Return the micro-batches of a step that are run."""
         return microbatches(self._job, number, self._device.device, self._count)
 
     def step(self, number: int) -> ProbeStep:
-        """Run a step and time it."""
         job, built, clock = self._job, self._built, self._device.clock
         batches = self.batches(number)
         self._finish.seconds = 0.0

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 
 from flagcore.domain.devices import SPEED_TEST
-from flagcore.engines.megatron.trial import cpu, metrics
-from flagcore.engines.megatron.trial.device import RankDevice, open_device
+from flagcore.engines.megatron.trial import metrics, stand_ins
+from flagcore.engines.megatron.trial.device import RankDevice, open_device, speed_test
 from flagcore.engines.megatron.trial.job import Job, JobError
 from flagcore.engines.megatron.trial.model import Built, build
-from flagcore.engines.megatron.trial.speed import speed_test
 from flagcore.engines.megatron.trial.training import Step, train
 
 _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
@@ -27,18 +26,18 @@ _TIMEOUT = timedelta(minutes=10)  # a collective that waits longer has failed
 def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: float) -> None:
     """Run the job as rank `number`.
 
-    The ranks join at `listener`, a socket that the parent opened; if it is None, at the address in the environment.
-    `import_s` is the time of imports, for the report.
+    The ranks meet at `listener`, a socket that the parent opened, or at the address in the environment if it is
+    None. `import_s` is what importing took, for the record.
     """
     torch.set_num_threads(job.device.threads_per_rank)
     rank_device = open_device(job.device.type, number)
     if job.device.type == "cpu":
-        cpu.replace_cuda_with_cpu()
+        stand_ins.stand_in_for_cuda()
 
     start = time.perf_counter()
     _join(job, number, listener)
     make_groups(job)
-    rank_device.groups_created()
+    rank_device.set_baseline()
     groups_end = time.perf_counter()
     built = build(job, rank_device.device)
     rank_device.model_built()
@@ -57,7 +56,7 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     if log is not None:
         log.close()
         metrics.write_metrics(job.output, {**report, "startup_s": startup})
-    dist.barrier()  # rank 0 may host the store: others must not exit before it has written
+    dist.barrier()  # rank 0 may hold the meeting place: no rank leaves before it has written
     dist.destroy_process_group()
 
 
@@ -101,7 +100,7 @@ def make_groups(job: Job) -> None:
 
 
 def _report(job: Job, built: Built, steps: list[Step], rank_device: RankDevice, cpu_time_s: float) -> dict[str, Any]:
-    """Gather the figures of all ranks; every rank returns the same report."""
+    """Gather all ranks' numbers; every rank returns the same report."""
     own = {
         "rank": dist.get_rank(),
         "parameters": metrics.local_parameters(built),

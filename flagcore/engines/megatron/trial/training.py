@@ -1,4 +1,7 @@
-"""The step loop: forward, backward and optimizer over the global batch, timed between barriers."""
+"""The step loop, timed between barriers: generated tokens, forward, backward and optimizer over the global batch.
+
+The global batch of a step is the same in every layout: it depends on seed and step alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state as groups
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from flagcore.engines.megatron.trial.data import Batch, microbatches, repeat_for_chunks
 from flagcore.engines.megatron.trial.device import RankDevice
 from flagcore.engines.megatron.trial.job import Job
 from flagcore.engines.megatron.trial.model import Built
@@ -151,3 +153,48 @@ def _mean_loss(losses: list[dict[str, torch.Tensor]], device: torch.device) -> f
 
 def _finite(value: Any) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of this rank: three [micro_batch_size, seq_length / context_parallel_size] tensors."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+
+
+def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[Batch]:
+    """Return this rank's first `count` micro-batches of one step, on its device."""
+    size = job.candidate.micro_batch_size
+    copies, copy = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
+    batches = []
+    for index in range(count):
+        first = (index * copies + copy) * size
+        rows = torch.stack([_row(job, step, row) for row in range(first, first + size)])
+        positions = torch.arange(job.train.seq_length).expand(size, -1)
+        parts = (_own_chunks(part).to(device) for part in (rows[:, :-1], rows[:, 1:], positions))
+        batches.append(Batch(*parts))
+    return batches
+
+
+def repeat_for_chunks(batches: list[Batch], chunks: int) -> list[Iterator[Batch]]:
+    """Return one iterator for each model chunk of this rank, as the interleaved schedule wants them."""
+    return [iter(batches) for _ in range(chunks)]
+
+
+def _row(job: Job, step: int, row: int) -> torch.Tensor:
+    """One sequence of seq_length + 1 tokens. Small tokens are the more frequent: there is something to learn."""
+    number = step * job.train.global_batch_size + row
+    generator = torch.Generator().manual_seed(((job.train.seed << 32) + number) % 2**63)
+    share = torch.rand(job.train.seq_length + 1, generator=generator) ** 3
+    return (share * job.model.vocab_size).long().clamp_(max=job.model.vocab_size - 1)
+
+
+def _own_chunks(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep this context-parallel rank's two of the 2n chunks of each sequence: the r-th and the r-th last."""
+    size, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
+    if size == 1:
+        return tensor.contiguous()
+    chunks = tensor.chunk(2 * size, dim=1)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)

@@ -1,4 +1,4 @@
-"""The devices of a task: their number and memory, and whether they are CPU cores."""
+"""The devices of a task, and the names of the knobs that all serving engines may have."""
 
 from __future__ import annotations
 
@@ -78,3 +78,16 @@ def _longest(load: Load) -> int:
 def most_in_flight(loads: tuple[Load, ...]) -> int:
     """Return the most requests in flight of any load: its concurrency, or all of an open loop."""
     return max((load.concurrency or load.num_prompts or 1 for load in loads), default=1)
+
+
+INSTANCES = "instances"
+SIZES = "instance_sizes"
+"""Devices of each instance if they are not equal, such as 4+2+2. It replaces INSTANCES and TP."""
+TP, PP, DP, EP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+)
+"""DP is attention data parallelism inside one instance, which has TP x PP x DP devices, whatever the engine's own flags
+count."""

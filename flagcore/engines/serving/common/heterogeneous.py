@@ -14,8 +14,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.hardware import CORES, Hardware
-from flagcore.engines.serving.common.names import DP, INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.hardware import CORES, DP, INSTANCES, PP, SIZES, TP, Hardware
 from flagcore.errors import SpecError
 
 MAX_PARTS = 16
@@ -174,7 +173,6 @@ class InstanceKinds:
 
     @property
     def size(self) -> int:
-        """How many candidates there are."""
         return int(self.owner[-1]) + 1 if self.owner.size else 0
 
     @property
@@ -184,7 +182,6 @@ class InstanceKinds:
 
     @property
     def members(self) -> list[range]:
-        """The rows of each candidate."""
         return [range(*edges) for edges in pairwise([*self.firsts.tolist(), self.owner.size])]
 
     def total(self, values: FloatArray | IntArray) -> FloatArray:

@@ -16,8 +16,7 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Axis, Columns, FloatArray, IntArray
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware, most_in_flight
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, SIZES, TP, Hardware, most_in_flight
 from flagcore.errors import SpecError
 
 IMPLIED: Mapping[str, tuple[object, ...]] = {
@@ -252,12 +251,7 @@ EAGER_KNOB = Knob(
     auto_help="false, true",
     memory_order=-1,
 )
-KV_KNOB = Knob(
-    name="kv_cache_type",
-    help="Number format of cached keys and values.",
-    label="KV cache",
-    kind="word",
-)
+KV_KNOB = Knob(name="kv_cache_type", help="Number format of cached keys and values.", label="KV cache", kind="word")
 
 
 def with_flags(knob: Knob, *names: str, off: str = "") -> Knob:

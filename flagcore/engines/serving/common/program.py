@@ -83,8 +83,10 @@ def package_version(program: str, *names: str) -> str:
     return ""
 
 
-def installed_version(spec: Spec, default: tuple[str, ...], *names: str) -> str:
-    """Return the version of the first installed package for the program of `spec`; empty if unknown."""
+def version(spec: Spec, default: tuple[str, ...], *names: str) -> str:
+    """Return the version of the spec, or of the first package installed for its program; empty if unknown."""
+    if spec.serve.engine_version:
+        return spec.serve.engine_version
     try:
         command = found(spec, default)
     except NoDevice:

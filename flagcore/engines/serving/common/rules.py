@@ -7,8 +7,7 @@ import numpy as np
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware, longest
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule, ...]:

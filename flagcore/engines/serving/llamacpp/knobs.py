@@ -15,9 +15,8 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import engine_args, knobs
-from flagcore.engines.serving.common.hardware import Hardware, longest
-from flagcore.engines.serving.common.names import INSTANCES, PP, TP
-from flagcore.engines.serving.common.sizes import cache_bytes_per_token
+from flagcore.engines.serving.common.hardware import INSTANCES, PP, TP, Hardware, longest
+from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.engine import Settings
 from flagcore.engines.serving.llamacpp.flags import FLAGS, KV_TYPES, SPLIT_MODES
 from flagcore.errors import FlagError
@@ -187,8 +186,7 @@ def slot_share(columns: Columns, total: int) -> IntArray:
     """Return the context of a slot with a fixed total: a share, or all if the cache is unified."""
     slots, on = columns[PARALLEL], knobs.code(BY_NAME[UNIFIED], "on")
     whole = (columns[UNIFIED] == on) | ((columns[UNIFIED] == 0) & (slots <= 0))
-    share: IntArray = np.where(whole, total, total // np.maximum(slots, 1))
-    return share
+    return np.where(whole, total, total // np.maximum(slots, 1))
 
 
 def trained_context(spec: Spec) -> int | None:

@@ -10,8 +10,7 @@ import numpy as np
 from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware, longest
-from flagcore.engines.serving.common.names import INSTANCES, PP, SIZES, TP
+from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, longest
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.llamacpp.flags import KV_TYPES, SPLIT_MODES
 from flagcore.engines.serving.llamacpp.knobs import (
@@ -141,9 +140,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
         return {N_UBATCH: np.where(c[N_UBATCH] == own, 0, c[N_UBATCH])}
 
     on_cores = Merge(
-        name="nothing_to_offload",
-        knobs=(LAYERS,),
-        canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)},
+        name="nothing_to_offload", knobs=(LAYERS,), canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)}
     )
     return (
         *heterogeneous.merges(*((THREADS, BATCH_THREADS) if hardware.on_cores else ())),

@@ -14,10 +14,9 @@ import numpy as np
 from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import engine_args, knobs, program
-from flagcore.engines.serving.common.hardware import Hardware, longest
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, TP
-from flagcore.engines.serving.common.sizes import weight_bytes
+from flagcore.engines.serving.common import engine_args, knobs
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, TP, Hardware, longest
+from flagcore.engines.serving.common.weights import weight_bytes
 from flagcore.engines.serving.engine import Settings
 
 PROGRAM = ("lmdeploy", "serve", "api_server")
@@ -143,11 +142,6 @@ KNOBS = (
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-def version_of(spec: Spec) -> str:
-    """Return the version of the spec, or of the installed package; empty if unknown."""
-    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, PACKAGE)
-
-
 def parse_args(spec: Spec) -> knobs.EngineArgs:
     """Return the knobs that `engine_args` fix, and the other flags. Raises SpecError."""
     found = knobs.split_arguments(spec.serve.engine_args, KNOBS)
@@ -203,5 +197,4 @@ def _cache_bytes(task: Task, get: Columns, ranks: IntArray, buffer_tokens: IntAr
 
 
 def _or_default(codes: IntArray, default: int) -> IntArray:
-    found: IntArray = np.where(codes > 0, codes, default)
-    return found
+    return np.where(codes > 0, codes, default)

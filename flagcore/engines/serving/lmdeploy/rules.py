@@ -11,9 +11,8 @@ import numpy as np
 from flagcore.domain.space import BoolArray, Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware
 from flagcore.engines.serving.common.knobs import code
-from flagcore.engines.serving.common.names import DP, EP, TP
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.lmdeploy.knobs import (
     BACKEND,
@@ -68,10 +67,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             broken=lambda c: (c[EP] > 1) & _uneven(c, experts),
         ),
         Rule(
-            name="cache_share",
-            knobs=(CACHE,),
-            message=f"{CACHE} must be below 1",
-            broken=lambda c: c[CACHE] == WHOLE,
+            name="cache_share", knobs=(CACHE,), message=f"{CACHE} must be below 1", broken=lambda c: c[CACHE] == WHOLE
         ),
         Rule(
             name="cache_type",

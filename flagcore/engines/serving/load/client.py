@@ -89,6 +89,5 @@ class _Watch:
         self._handle = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
     def end(self) -> None:
-        """Stop checking."""
         if self._handle is not None:
             self._handle.cancel()

@@ -16,7 +16,6 @@ from typing import Any
 from flagcore.errors import UsageError
 
 RATES = ("output_tokens_per_s", "total_tokens_per_s", "requests_per_s")
-_FLAGS = "--percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,90,99"
 _SECONDS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -24,19 +23,16 @@ class ReportError(UsageError):
     """A report of another client lacks what is needed, holds failed requests, or is none."""
 
 
-def read_report(path: str | Path, *, number: int | None = None, needed: Sequence[str] = ()) -> dict[str, float]:
+def read_report(path: str | Path) -> dict[str, float]:
     """Return the figures of a report, named as ours: `ttft_s.p99` in seconds, `output_tokens_per_s`.
 
-    `number` tells which, from 0, where a file holds several. A report always has the three rates; latencies are those
-    that the client wrote. Raises ReportError for an unknown or unfinished report, one with failed requests, or one that
-    lacks any of `needed`.
+    A report always has the three rates; latencies are those that the client wrote. Raises ReportError for an unknown or
+    unfinished report, one of several benchmarks, with failed requests, or without a rate.
     """
     try:
-        figures = _figures(Path(path), number)
-        lacking = [name for name in (*RATES, *needed) if name not in figures]
-        if lacking:
-            hint = f"; vllm bench serve writes all with {_FLAGS}" if any(name not in RATES for name in lacking) else ""
-            raise ReportError(f"it lacks {', '.join(lacking)}{hint}")
+        figures = _figures(Path(path))
+        if lacking := [name for name in RATES if name not in figures]:
+            raise ReportError(f"it lacks {', '.join(lacking)}")
     except OSError as error:
         raise ReportError(f"{path}: cannot be read: {error.strerror}") from None
     except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -46,16 +42,16 @@ def read_report(path: str | Path, *, number: int | None = None, needed: Sequence
     return figures
 
 
-def _figures(path: Path, number: int | None) -> dict[str, float]:
+def _figures(path: Path) -> dict[str, float]:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         data: Any = json.loads(text)
     except ValueError:
-        data = _pick([_line(line) for line in text.split("\n") if line.strip()], number)
+        data = _only([_line(line) for line in text.split("\n") if line.strip()])
     if not isinstance(data, dict):
         raise ReportError("is not a report: the JSON is not an object")
     if isinstance(data.get("benchmarks"), list):
-        return _guidellm(_pick(data["benchmarks"], number))
+        return _guidellm(_only(data["benchmarks"]))
     if isinstance(data.get("output_token_throughput"), dict):
         return _aiperf(data)
     if "median_e2e_latency_ms" in data:
@@ -72,14 +68,10 @@ def _line(line: str) -> Any:
         raise ReportError("is neither JSON nor JSON lines") from None
 
 
-def _pick(several: Sequence[Any], number: int | None) -> Any:
-    if not several:
-        raise ReportError("it is empty")
-    if number is None and len(several) > 1:
-        raise ReportError(f"it holds {len(several)} benchmarks: give a number from 0")
-    if not 0 <= (number or 0) < len(several):
-        raise ReportError(f"it holds {len(several)} benchmarks, none is number {number}")
-    return several[number or 0]
+def _only(several: Sequence[Any]) -> Any:
+    if len(several) != 1:
+        raise ReportError(f"it has {len(several)} benchmarks instead of one")
+    return several[0]
 
 
 def _bench(data: Mapping[str, Any], *, e2e: str, total: str) -> dict[str, float]:

@@ -63,7 +63,6 @@ class Answer:
 
     @property
     def end_s(self) -> float:
-        """Return when it ended, in seconds since the load's first send."""
         return self.start_s + self.e2e_s
 
 

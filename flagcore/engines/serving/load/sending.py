@@ -7,20 +7,19 @@ import gc
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from flagcore.domain.serving import Load
 from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
-from flagcore.engines.serving.load.machine import NEAR_LIMIT, Meter
-from flagcore.engines.serving.load.prompts import body, prompts, warmup_prompts
 from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.stream import Stream
-from flagcore.engines.serving.load.traffic import in_flight, traffic
+from flagcore.engines.serving.load.traffic import body, in_flight, prompts, traffic, warmup_prompts
 
 if TYPE_CHECKING:
     import aiohttp
@@ -171,7 +170,6 @@ class _Run:
             self._on_progress(len(self._answers), len(self._requests))
 
     def result(self, concurrency: int | None, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
-        """Return the figures, or, with a problem, none."""
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
         if self.problems or meter is None:
             problems = tuple(
@@ -223,3 +221,46 @@ def _allow_connections(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+NEAR_LIMIT = 0.8
+"""Share of one core above which the client, which runs on one, may be the bottleneck."""
+
+
+class Meter:
+    """Counts from its creation on: this process, its descendants, the whole machine."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._own = time.process_time()
+        self._tree, self._busy = _tree_s(), _busy_s()
+
+    def figures(self) -> Mapping[str, float]:
+        """Return `client_cpu_s`, `client_cpu_share` of one core, and `others_cores`.
+
+        `others_cores` are the busy cores of processes that this one did not start, on average.
+        """
+        wall = max(time.perf_counter() - self._began, 1e-9)
+        own = time.process_time() - self._own
+        others = (_busy_s() - self._busy) - (_tree_s() - self._tree)
+        return {"client_cpu_s": own, "client_cpu_share": own / wall, "others_cores": max(0.0, others / wall)}
+
+
+def _busy_s() -> float:
+    """Return the core seconds that the machine was not idle; waiting for a disk is idle, stolen time is not."""
+    times = psutil.cpu_times()
+    busy = times.user + times.system
+    return float(busy + sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal")))
+
+
+def _tree_s() -> float:
+    """Return the core seconds of this process and its descendants, ended and waited for ones included."""
+    own = psutil.Process()
+    total = 0.0
+    for process in (own, *own.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total

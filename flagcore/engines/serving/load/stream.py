@@ -53,7 +53,6 @@ class Stream:
 
     @property
     def events(self) -> int:
-        """Return how many events carried a part of the answer, empty ones included."""
         return len(self._pieces) + len(self._silent)
 
     def answer(self, *, sent_s: float, start_s: float, input_tokens: int, output_tokens: int, target: int) -> Answer:

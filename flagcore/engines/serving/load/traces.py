@@ -26,7 +26,7 @@ BLOCK = 512
 MAX_TOKENS = 10_000_000
 """Of a prompt, and of an answer, as in a spec."""
 CHARACTERS_PER_TOKEN = 4
-"""Of English text with the usual vocabularies; stands in for a tokenizer."""
+"""Of English text with the usual vocabularies; an estimate without a tokenizer."""
 
 _INPUT = ("input_len", "input_length", "input_tokens", "prompt_len", "prompt_tokens")
 _OUTPUT = ("output_len", "output_length", "output_tokens", "completion_tokens")

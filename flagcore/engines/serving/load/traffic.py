@@ -1,7 +1,12 @@
-"""How long the requests of a load are and when they come: the same in every repeat and for every candidate."""
+"""The requests of a load: lengths, arrivals and prompts.
+
+Lengths and arrivals are the same in every repeat and for every candidate. Prompts differ by seed, so that no repeat
+finds its prompts in a server's prefix cache.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +15,8 @@ import numpy as np
 
 from flagcore.domain.serving import USUAL_CLIENTS, Load
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.serving.load.traces import Trace, read_trace
+from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
+from flagcore.engines.serving.load.traces import BLOCK, Trace, read_trace
 from flagcore.errors import SpecError
 
 
@@ -19,8 +25,8 @@ class Traffic:
     """Requests in order. Lengths are tokens, `input_len` with the shared prefix.
 
     `arrive_s` are seconds after the first, None where the next request is sent when one ends. `blocks` are, of each
-    request, ids of pieces of `BLOCK` tokens that requests share; empty where a trace does not tell. `notes` say what is
-    not taken from the load as it stands.
+    request, ids of pieces of `BLOCK` tokens that requests share; empty if unknown. `notes` list what
+    differs from the load.
     """
 
     input_len: IntArray
@@ -38,7 +44,7 @@ def traffic(load: Load) -> Traffic:
         trace = trace.first(load.num_prompts)
         inputs, outputs = trace.input_len, trace.output_len
     elif not load.num_prompts:
-        raise SpecError(key="num_prompts", problem="is needed to send a load", fix="say how many requests are sent")
+        raise SpecError(key="num_prompts", problem="is needed to send a load", fix="set the number of requests")
     else:
         inputs = _lengths(lengths, load.input_len, load)
         outputs = _lengths(lengths, load.output_len, load)
@@ -67,8 +73,7 @@ def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
         low, high = math.floor(length * (1 - load.range_spread)), math.ceil(length * (1 + load.range_spread))
     else:
         low, high = int(length * load.range_ratio), length
-    drawn: IntArray = rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
-    return drawn
+    return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
 
 
 def _arrivals(rng: np.random.Generator, load: Load, trace: Trace | None, count: int) -> FloatArray | None:
@@ -89,5 +94,65 @@ def _arrivals(rng: np.random.Generator, load: Load, trace: Trace | None, count: 
     gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))
     total = float(gaps.sum())
     stretch = gaps.size / load.request_rate / total if total > 0 else 0.0
-    arrive: FloatArray = np.concatenate([[0.0], np.cumsum(gaps) * stretch])[:count]
-    return arrive
+    return np.concatenate([[0.0], np.cumsum(gaps) * stretch])[:count]
+
+
+LOWEST, HIGHEST = 0.1, 0.9
+"""Ids are drawn between these shares of the vocabulary: special ids, bytes and padding are at its ends."""
+
+_PREFIX, _PROMPT, _BLOCK, _WARMUP = range(4)
+
+
+def prompts(traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int]) -> list[IntArray]:
+    """Return the token ids of each request. The same seed gives the same, another seed shares nothing with it.
+
+    The first `prefix_len` ids are the same in all requests; equal blocks of a trace are equal ids.
+    """
+    prefix = _draw(prefix_len, vocab_size, (*seed, _PREFIX))
+    rng = np.random.default_rng((*seed, _PROMPT))
+    low, high = _range(vocab_size)
+    if not traffic.blocks:
+        own = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
+    else:
+        known = {block for blocks in traffic.blocks for block in blocks}
+        drawn = {block: _draw(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in known}
+        own = [
+            np.concatenate([drawn[block] for block in blocks])[: length - prefix_len]
+            for blocks, length in zip(traffic.blocks, traffic.input_len, strict=True)
+        ]
+    return [np.concatenate([prefix, ids]) for ids in own]
+
+
+def warmup_prompts(
+    traffic: Traffic, count: int, *, prefix_len: int, vocab_size: int, seed: Sequence[int]
+) -> list[IntArray]:
+    """Return `count` prompts with the lengths and the prefix of the load's first requests, and ids of their own."""
+    prefix = _draw(prefix_len, vocab_size, (*seed, _PREFIX))
+    lengths = np.resize(traffic.input_len, count) - prefix_len
+    return [
+        np.concatenate([prefix, _draw(int(length), vocab_size, (*seed, _WARMUP, number))])
+        for number, length in enumerate(lengths)
+    ]
+
+
+def body(model: str, prompt: IntArray, output_len: int, path: str = COMPLETIONS) -> bytes:
+    """Return a request for exactly `output_len` streamed tokens and their count, as the API at `path` has it."""
+    ids = prompt.tolist()
+    request: dict[str, object] = {"max_tokens": int(output_len), "temperature": 0, "ignore_eos": True, "stream": True}
+    if path == GENERATE:
+        request |= {"input_ids": ids}
+    else:
+        request |= {"model": model, "stream_options": {"include_usage": True}, "prompt": ids}
+    return json.dumps(request, separators=(",", ":")).encode()
+
+
+def _draw(count: int, vocab_size: int, seed: Sequence[int]) -> IntArray:
+    low, high = _range(vocab_size)
+    return np.random.default_rng(seed).integers(low, high, size=count)
+
+
+def _range(vocab_size: int) -> tuple[int, int]:
+    low, high = int(vocab_size * LOWEST), int(vocab_size * HIGHEST)
+    if high - low < 2:
+        raise SpecError(key="model.vocab_size", value=vocab_size, problem="is too small to draw prompts from")
+    return low, high

@@ -89,3 +89,45 @@ def _iterations(
     mixed = np.where(floor, np.maximum(mixed, costs.floor), mixed)
     host = costs.fixed + costs.sequence * decoding
     return plain + host, mixed + costs.fixed + costs.sequence * beside, lump
+
+
+PARTS = ("queue_s", "prefill_s", "decode_s", "collectives_s", "host_s")
+"""In the order of reports."""
+
+
+def parts(
+    costs: IterationCosts, over: Overheads, loop: ClosedLoop, e2e: FloatArray, decoding: FloatArray
+) -> dict[str, FloatArray]:
+    """Return the seconds of a request by part, by candidate; they add up to `e2e`, the mean seconds of one.
+
+    `decoding` is the number of sequences of a lane that decode at one time. A prompt is counted as if it ran alone, an
+    answer as if it ran beside decoding sequences only. The rest of `e2e` is the queue: the wait for a slot and for
+    other prompts.
+    """
+    ranks, batch = loop.ranks * loop.stages, decoding / loop.stages
+    here, context = decoding / ranks, loop.prompt + 0.5 * loop.output
+    more = np.maximum(loop.output - 1.0, 0.0)
+    reads = costs.cached * decoding / np.minimum(ranks, np.maximum(decoding, 1.0)) * context
+    device = at(costs.local, here) + at(costs.shared, batch) + at(costs.sampled, here) + reads
+    decode_comm = at(costs.messages, here) + at(costs.exchanged, batch)
+    slower = np.where(batch > costs.captured, np.maximum(costs.floor - device, 0.0), 0.0)
+    piece = np.minimum(loop.prompt, np.maximum(loop.budget, 1.0))
+    pieces = loop.prompt / piece
+    prefill_comm = pieces * (at(costs.messages, piece) + at(costs.exchanged, piece))
+    prompt = pieces * (at(costs.local, piece) + at(costs.shared, piece)) + at(costs.sampled, np.ones_like(piece))
+    prompt = prompt + costs.pair * 0.5 * loop.prompt**2
+    eager = (piece > costs.captured) | (not over.mixes)
+    launched = np.where(eager, np.maximum(pieces * costs.floor - prompt, 0.0), 0.0)
+    whole = {
+        "prefill_s": prompt - prefill_comm,
+        "decode_s": more * (device - decode_comm),
+        "collectives_s": prefill_comm + more * decode_comm,
+        "host_s": over.request
+        + over.entry
+        + launched
+        + pieces * costs.fixed
+        + more * (costs.fixed + costs.sequence * decoding + slower),
+    }
+    total = sum(whole.values(), np.zeros_like(e2e))
+    share = np.minimum(1.0, e2e / total)
+    return {"queue_s": np.maximum(e2e - total, 0.0)} | {name: each * share for name, each in whole.items()}

@@ -12,8 +12,7 @@ import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs, KernelCosts
 from flagcore.domain.space import FloatArray
-from flagcore.engines.serving.model.experts import exchange, experts
-from flagcore.engines.serving.model.products import linear
+from flagcore.engines.serving.model.kernels import exchange, experts, linear
 from flagcore.engines.serving.model.work import Serving, Split
 from flagcore.physics.transformer import attended, widths
 
@@ -62,8 +61,7 @@ def at(table: FloatArray, tokens: FloatArray) -> FloatArray:
     rows = np.arange(table.shape[0])
     low, high = table[rows, place], table[rows, place + 1]
     share = (np.maximum(tokens, NODES[0]) - NODES[place]) / (NODES[place + 1] - NODES[place])
-    seconds: FloatArray = np.where(tokens > 0, low + share * (high - low), 0.0)
-    return seconds
+    return np.where(tokens > 0, low + share * (high - low), 0.0)
 
 
 def iteration_costs(serving: Serving, split: Split, costs: Costs) -> IterationCosts:

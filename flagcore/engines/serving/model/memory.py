@@ -13,7 +13,7 @@ from flagcore.physics.kernels.roofline import BYTES
 from flagcore.physics.transformer import attended, widths
 
 GRAPH_BYTES = 12e6
-"""A layer's captured graphs: engines' own start-up logs tell 0.4 to 1 GiB for 32 to 80 layers. Estimated."""
+"""A layer's captured graphs: start-up logs of engines report 0.4 to 1 GiB for 32 to 80 layers. Estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,7 @@ def weight_bytes(serving: Serving, split: Split) -> FloatArray:
         shared = gates * h * (model.moe_shared_expert_intermediate_size or 0) / split.tensor
         total = total + moe * ((routed + shared) * width + 2.0 * h * count)
     stage = np.ceil(model.num_layers / split.pipeline) / model.num_layers
-    result: FloatArray = total * stage / split.cores + table_bytes(model, split)
-    return result
+    return total * stage / split.cores + table_bytes(model, split)
 
 
 def table_bytes(model: Model, split: Split) -> FloatArray:
@@ -99,21 +98,17 @@ def attention_weights(model: Model, tensor: FloatArray) -> FloatArray:
         rank, rope = float(model.kv_lora_rank or 0), float(model.qk_pos_emb_head_dim or 0)
         heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
         split = ((model.q_lora_rank or h) * query + rank * heads + attended(model) * h) / tensor
-        latent: FloatArray = h * ((model.q_lora_rank or 0) + rank + rope) + split
-        return latent
+        return h * ((model.q_lora_rank or 0) + rank + rope) + split
     groups = np.maximum(model.num_query_groups / tensor, 1.0)
-    grouped: FloatArray = h * ((query + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
-    return grouped
+    return h * ((query + attended(model)) / tensor + 2.0 * groups * model.kv_channels)
 
 
 def token_bytes(model: Model, split: Split) -> FloatArray:
     """Return what one cached token takes on one device of its attention rank; a latent is whole on each tensor rank."""
     layers = np.ceil(model.num_layers / split.pipeline) * split.cache_bytes / split.cores
     if model.multi_latent_attention:
-        latent: FloatArray = layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
-        return latent
-    both: FloatArray = layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
-    return both
+        return layers * float((model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0))
+    return layers * 2.0 * np.maximum(model.num_query_groups / split.tensor, 1.0) * model.kv_channels
 
 
 def activation_bytes(model: Model, split: Split, batched_tokens: FloatArray, running: FloatArray) -> FloatArray:
@@ -126,5 +121,4 @@ def activation_bytes(model: Model, split: Split, batched_tokens: FloatArray, run
         inner = model.moe_router_topk / split.expert * ((gates + 1.0) * width + 2.0 * h)
     layer = batched_tokens * 2.0 * (3.0 * h + inner)
     logits = np.minimum(running, batched_tokens) * model.vocab_size * (2.0 / split.tensor + 4.0)
-    larger: FloatArray = np.maximum(layer, logits) / split.cores
-    return larger
+    return np.maximum(layer, logits) / split.cores

@@ -16,8 +16,8 @@ from math import ceil, inf
 from flagcore.engines.serving.model.price import Price
 
 JOINT_ROWS = 128
-"""Requests that came at one moment and are parsed side by side: all of them are through when the last one is. So the
-first tokens of bursts of 64 and 128 say; of larger ones as many at a time."""
+"""Most requests with one arrival time that are parsed together: all are ready when the last one is. From the first
+tokens of bursts of 64 and 128; larger bursts are split."""
 
 MANY_PIECES = 4
 """Iterations that one prompt fills, from which on they are one step."""
@@ -89,7 +89,6 @@ class _Simulation:
             self._enter(place)
 
     def run(self) -> Outcome:
-        """Serve all requests."""
         while True:
             self._look()
             if not (self.queue or self.partial or self.running):
@@ -228,7 +227,6 @@ class _Simulation:
         self.used += self.running * steps
 
     def _stop(self, request: Request) -> None:
-        """A sequence runs no more."""
         self.running -= 1
         self.offset -= request.context - request.since
         self.finish -= request.since + request.output - request.made
@@ -251,7 +249,6 @@ class _Simulation:
             self.sent += 1
 
     def _decode(self) -> None:
-        """Decode until something changes."""
         while self.used + self.running > self.lane.cache_tokens and self.running > 1:
             self._preempt()
         most = self.heap[0][0] - self.step

@@ -1,9 +1,15 @@
-"""What an engine computes: the model that it serves, how candidates split it, and what the engine adds to kernels."""
+"""What an engine computes: the model, how candidates split it, and what the engine adds to kernels, by release.
+
+`docs/serving-model.md` lists the measured points that overheads are fitted to. Most figures are printed by
+benchmarks/serving_fit.py; `request`, `entry`, `receive` and `reserve` were chosen so that simulated times to the first
+token match the same points.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
@@ -26,9 +32,9 @@ class Overheads:
     An iteration that is not captured as a graph is launched kernel by kernel, `eager_kernels` of each layer,
     `eager_experts` and `eager_latent` more for each of these kinds; the host may then be slower than the device.
 
-    `mixes` says that prompts are computed beside decoding, else in iterations of their own, which are never captured.
+    `mixes`: prompts are computed together with decoding, else in separate iterations, which are never captured.
     `reserve` is the share of its answer for which the cache must have room before a request is admitted.
-    `activations_beside` says that the share of memory that the engine is given is for weights and cache alone.
+    `activations_beside`: the engine's share of memory is for weights and cache alone.
     """
 
     iteration: float
@@ -78,7 +84,6 @@ class Serving:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
         model = self.model
         return 0 if model.num_moe_experts is None else model.num_layers - model.moe_first_dense_layers
 
@@ -108,5 +113,36 @@ class Split:
         return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
 
     def rows(self, part: slice | IntArray) -> Split:
-        """Return some of the candidates."""
         return Split(**{each.name: getattr(self, each.name)[part] for each in fields(self)})
+
+
+Releases = tuple[tuple[tuple[int, int], Overheads], ...]
+"""Overheads and the release from which on they hold, the newest first."""
+
+HostTimes = tuple[float, float]
+"""Seconds of an iteration and of each of its sequences where the CPU that computes also schedules, samples and serves
+clients."""
+
+UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
+"""For an engine without figures of its own: its kernels alone, so times are lower bounds."""
+
+
+def overheads_of(releases: Releases, version: str | None, host_times: HostTimes | None, on_host: bool) -> Overheads:
+    """Return the overheads of a release; without a version those of the newest.
+
+    `on_host`: there is no device, the host computes, and small kernels are no launches.
+    """
+    number = release(version)
+    each = [found for since, found in releases if number is None or number >= since]
+    found = each[0] if each else releases[-1][1] if releases else UNFITTED
+    if not on_host:
+        return found
+    if host_times is not None:
+        found = replace(found, iteration=host_times[0], sequence=host_times[1], request=3e-3, entry=0.5e-3)
+    return replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
+
+
+def release(version: str | None) -> tuple[int, int] | None:
+    """Return the first two numbers of a version; None if it does not begin with two."""
+    parts = re.match(r"v?(\d+)\.(\d+)", version or "")
+    return None if parts is None else (int(parts[1]), int(parts[2]))

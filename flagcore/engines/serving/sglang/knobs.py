@@ -15,10 +15,9 @@ from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
-from flagcore.engines.serving.common import engine_args, knobs, program
-from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.common.sizes import cache_bytes_per_token
+from flagcore.engines.serving.common import engine_args, knobs
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
+from flagcore.engines.serving.common.weights import cache_bytes_per_token
 from flagcore.engines.serving.engine import Settings
 
 PROGRAM = ("python3", "-m", "sglang.launch_server")
@@ -151,11 +150,6 @@ KNOBS = (
 BY_NAME = {knob.name: knob for knob in KNOBS}
 
 
-def version_of(spec: Spec) -> str:
-    """Return the version of the spec, or of the installed package; empty if unknown."""
-    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, PACKAGE)
-
-
 def installed_flags(spec: Spec) -> frozenset[str]:
     """Return the flags of the installed SGLang, by its source; none if it is not installed."""
     return engine_args.installed_flags(spec, PROGRAM, FLAG_FILES, FLAG_FIELDS)
@@ -188,8 +182,7 @@ def memory_defaults(task: Task, tensor: IntArray) -> tuple[IntArray, IntArray]:
 def chunk_sizes(task: Task, columns: Columns) -> IntArray:
     """Return the tokens of one chunk of prompts, SGLang's default if it is not set; -1 where prompts are whole."""
     own = memory_defaults(task, columns[TP] * columns[DP])[0]
-    size: IntArray = np.where(columns[CHUNK] != 0, columns[CHUNK], own)
-    return size
+    return np.where(columns[CHUNK] != 0, columns[CHUNK], own)
 
 
 def memory_share(task: Task, columns: Columns) -> FloatArray:
@@ -203,8 +196,7 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
     aside = aside + tensor * columns[PP] / 8 * 1024 + np.where(columns[DP] > 1, 3.0 * graph * columns[DP], 0.0)
     if mib > 60 * 1024:
         aside = np.maximum(aside, 10 * 1024)
-    share: FloatArray = np.round((mib - aside) / mib, 3)
-    return share
+    return np.round((mib - aside) / mib, 3)
 
 
 def pool_tokens(task: Task, instances: int) -> int:
@@ -261,5 +253,4 @@ def _cache_bytes(
         tokens = np.array([known[int(number)] for number in get[INSTANCES].ravel()], float).reshape(devices.shape)
     else:
         return np.full(devices.shape, np.nan)
-    result: FloatArray = tokens * cache_bytes_per_token(task.spec.model, 1.0) * element / devices
-    return result
+    return tokens * cache_bytes_per_token(task.spec.model, 1.0) * element / devices

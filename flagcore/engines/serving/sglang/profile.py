@@ -1,30 +1,46 @@
-"""SGLang, by its own program `sglang.launch_server`: releases 0.5."""
+"""SGLang, by its own program `sglang.launch_server`: releases 0.5.
+
+Reported settings and log lines: sglang 0.5.23 `srt/entrypoints/http_server.py`, `srt/managers/scheduler.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.spec import Spec, Task
+from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.common import engine_args, knobs, program
-from flagcore.engines.serving.common.hardware import Hardware
+from flagcore.engines.serving.common import engine_args, knobs, metrics, program
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware
 from flagcore.engines.serving.common.knobs import count
-from flagcore.engines.serving.common.names import DP, INSTANCES, TP
 from flagcore.engines.serving.common.weights import check_directory
 from flagcore.engines.serving.engine import PORT, Engine, PublishedRuns, Server
 from flagcore.engines.serving.model.work import Overheads
-from flagcore.engines.serving.sglang import reading
 from flagcore.engines.serving.sglang.knobs import (
+    CHUNK,
+    CONTEXT,
+    EAGER,
     KNOBS,
+    KV,
+    MEMORY,
+    MIXED,
     PACKAGE,
+    PAGE,
+    POLICY,
+    PREFILL,
+    PREFIX,
     PROGRAM,
+    RUNNING,
     installed_flags,
     parse_args,
     pool_tokens,
     settings,
-    version_of,
 )
 from flagcore.engines.serving.sglang.rules import merges, rules
 from flagcore.errors import NoDevice
@@ -86,6 +102,124 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     return Server(argv=tuple(argv), environment=environment)
 
 
+_INFO = ("/server_info", "/get_server_info")
+"""The current path, and that of earlier releases."""
+_POOL_LINE = re.compile(r"max_total_num_tokens=.*")
+_NUMBERS = {
+    "page_size": PAGE,
+    "chunked_prefill_size": CHUNK,
+    "max_prefill_tokens": PREFILL,
+    "pp_size": PP,
+    "ep_size": EP,
+}
+_WORDS = {"kv_cache_dtype": KV, "schedule_policy": POLICY, "enable_mixed_chunk": MIXED}
+
+COUNTERS: Mapping[str, str] = {
+    "sglang:num_queue_reqs": "requests_waiting",
+    "sglang:num_running_reqs": "requests_running",
+    "sglang:token_usage": "cache_usage",
+    "sglang:full_token_usage": "cache_usage",
+    "sglang:cache_hit_rate": "cache_hit_rate",
+    "sglang:num_retracted_reqs": "preemptions",
+    "sglang:num_retracted_requests_total": "preemptions",
+    "sglang:prompt_tokens_total": "prompt_tokens",
+    "sglang:generation_tokens_total": "output_tokens",
+}
+
+
+def effective(fetch: Callable[[str], str], log: str) -> dict[str, KnobValue]:
+    """Return the values in the resolved arguments and the log. Raises OSError or ValueError if the server does not
+    answer.
+
+    Arguments that SGLang chose stay null; the log line of the memory pool has their values. With attention DP, chunks
+    and running requests are reported for one rank and set for all.
+    """
+    info = _server_info(fetch)
+    values: dict[str, KnobValue] = {
+        knob: info[name] for name, knob in (_NUMBERS | _WORDS).items() if isinstance(info.get(name), (int, str))
+    }
+    data = _data(info)
+    if isinstance(info.get("tp_size"), int):
+        values |= {TP: info["tp_size"] // data, DP: data}
+    if isinstance(info.get("chunked_prefill_size"), int):
+        values[CHUNK] = info["chunked_prefill_size"] * (data if info["chunked_prefill_size"] > 0 else 1)
+    for name, knob, yes in (("disable_radix_cache", PREFIX, False), ("disable_cuda_graph", EAGER, True)):
+        if isinstance(info.get(name), bool):
+            values[knob] = info[name] is yes
+    if isinstance(info.get("mem_fraction_static"), float):
+        values[MEMORY] = f"{info['mem_fraction_static']:g}"
+    if pool := _POOL_LINE.search(log):
+        for name, knob in (("max_running_requests", RUNNING), ("context_len", CONTEXT)):
+            if number := re.search(rf"\b{name}=(\d+)", pool[0]):
+                values[knob] = int(number[1]) * (data if knob == RUNNING else 1)
+    return values
+
+
+_SIZES = {
+    "weights_gib": r"Load weight end\..*mem usage=([\d.]+) GB",
+    "graphs_gib": r"[Cc]apture .*graph end\..*mem usage=([\d.]+) GB",
+    "kv_cache_tokens": r"max_total_num_tokens=(\d+)",
+}
+_CACHE_LINE = re.compile(r"KV Cache is allocated\..*?(?:K size: ([\d.]+) GB, V size: ([\d.]+) GB|KV size: ([\d.]+) GB)")
+
+
+def memory(log: str) -> dict[str, float]:
+    """Return what each rank logs of its weights, pools and graphs; its GB are GiB."""
+    pools = [sum(float(part) for part in line if part) for line in _CACHE_LINE.findall(log)]
+    return metrics.largest(log, _SIZES) | ({"kv_cache_gib": max(pools)} if pools else {})
+
+
+def _server_info(fetch: Callable[[str], str]) -> dict[str, Any]:
+    for path in _INFO[:-1]:
+        try:
+            return dict(json.loads(fetch(path)))
+        except OSError:
+            continue
+    return dict(json.loads(fetch(_INFO[-1])))
+
+
+def _data(info: Mapping[str, Any]) -> int:
+    """Return the attention DP: a size of its own, or in older releases the number of replicas with its switch."""
+    own = info.get("attn_dp_size")
+    if isinstance(own, int) and own > 1:
+        return own
+    return int(info.get("dp_size") or 1) if info.get("enable_dp_attention") else 1
+
+
+FAILURES = (
+    FailurePattern(
+        pattern=r"torch\.OutOfMemoryError|CUDA out of memory|(Prefill|Decode) out of memory",
+        state=TrialState.OUT_OF_MEMORY,
+        advice="a smaller mem_fraction_static, chunked_prefill_size or max_running_requests leaves room",
+    ),
+    FailurePattern(
+        pattern=r"Not enough memory\. Please try to increase --mem-fraction-static",
+        state=TrialState.OUT_OF_MEMORY,
+        advice="weights leave no room for the cache",
+    ),
+    FailurePattern(
+        pattern=r"operator torchvision::nms does not exist",
+        state=TrialState.FAILED,
+        advice="this torchvision was built for another torch",
+    ),
+    FailurePattern(
+        pattern=r"error: (unrecognized arguments|argument |the following arguments)", state=TrialState.INVALID
+    ),
+    FailurePattern(pattern=r"^(\[.*\] )?(AssertionError|ValueError)\b", state=TrialState.INVALID),
+    FailurePattern(
+        pattern=r"Model architectures .* are not supported|Unsupported architectures", state=TrialState.INVALID
+    ),
+    FailurePattern(pattern=r"[Aa]ddress already in use", state=TrialState.FAILED, advice="the port was in use"),
+    FailurePattern(pattern=r"^(\[.*\] )?([A-Za-z_][\w.]*)?(Error|Exception)\b: ", state=TrialState.FAILED),
+    FailurePattern(
+        pattern=r"Scheduler hit an exception|Received sigquit from a child process",
+        state=TrialState.FAILED,
+        advice="the engine died; look for the first error in its log",
+    ),
+)
+"""From specific to general."""
+
+
 ENGINE = Engine(
     name="sglang",
     title="SGLang",
@@ -93,15 +227,15 @@ ENGINE = Engine(
     knobs=KNOBS,
     parse_args=parse_args,
     ready=_ready,
-    version=version_of,
+    version=lambda spec: program.version(spec, PROGRAM, PACKAGE),
     rules=rules,
     merges=merges,
     settings=settings,
     server=_server,
-    effective=reading.effective,
-    memory=reading.memory,
-    counters=reading.COUNTERS,
-    failures=reading.FAILURES,
+    effective=effective,
+    memory=memory,
+    counters=COUNTERS,
+    failures=FAILURES,
     overheads=(((0, 0), OVERHEADS),),
     host_times=(10e-3, 0.5e-3),  # measured on 2 cores with 50 million parameters, 4 to 16 clients
     receive_flag=RECEIVE,

@@ -10,8 +10,7 @@ import numpy as np
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware, longest
-from flagcore.engines.serving.common.names import DP, EP, TP
+from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, longest
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.sglang.knobs import (
     CHUNK,

@@ -1,8 +1,8 @@
 """Entry point: `python -m flagcore.engines.serving.trial FOLDER`.
 
 Serves and loads the candidate in FOLDER/serve.json and writes FOLDER/metrics.json. Otherwise it ends with an exit code
-other than 0, without that file, and its last line on stderr says why, the class of the failure first: `out of memory:`,
-`invalid configuration:`, `timed out:` or `failed:`. Each server prints into FOLDER/instance-N.log.
+other than 0, without that file, and its last line on stderr is the reason, the class of the failure first: `out of
+memory:`, `invalid configuration:`, `timed out:` or `failed:`. Each server prints into FOLDER/instance-N.log.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import traceback
 from pathlib import Path
 
 from flagcore.domain.trial import TrialState
+from flagcore.engines.results import METRICS
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.job import METRICS, read_job
+from flagcore.engines.serving.trial.job import read_job
 
 CODES = {TrialState.FAILED: 1, TrialState.INVALID: 2, TrialState.OUT_OF_MEMORY: 3, TrialState.TIMED_OUT: 4}
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.load import read_report
+from flagcore.engines.serving.load.reports import read_report
 from flagcore.engines.serving.trial.failures import TrialFailure
-from flagcore.engines.serving.trial.ports import free_port, is_held_by
-from flagcore.engines.serving.trial.servers import Server
+from flagcore.engines.serving.trial.servers import Server, free_port, is_owned_by
 from flagcore.errors import UsageError
 
 BALANCER = "flagcore.engines.serving.balancer"
@@ -70,7 +69,7 @@ def _one_url(servers: Sequence[Server]) -> Iterator[str]:
     balancer = subprocess.Popen([sys.executable, "-m", BALANCER, str(port), *ports], stdin=subprocess.DEVNULL)
     try:
         ready = time.monotonic() + BALANCER_SECONDS
-        while not is_held_by(port, [balancer.pid]):
+        while not is_owned_by(port, [balancer.pid]):
             if balancer.poll() is not None or time.monotonic() > ready:
                 raise TrialFailure(TrialState.FAILED, "the balancer does not start")
             time.sleep(0.05)

@@ -67,7 +67,7 @@ def first_error(log: str, patterns: Sequence[FailurePattern]) -> tuple[TrialStat
     """Return the first error of a log: the class that a pattern gives it, and the line; empty if there is none.
 
     Matches of patterns go first, out of memory before all; then the first line that names an exception, then the first
-    that mentions an error. An engine's last line often says only that there was one.
+    that mentions an error. An engine's last line often only mentions an error.
     """
     lines = [line.strip()[:MAX_LINE] for line in log.splitlines() if line.strip()]
     for known in sorted(patterns, key=lambda pattern: pattern.state is not TrialState.OUT_OF_MEMORY):

@@ -14,7 +14,7 @@ from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
 
-SERVE, METRICS = "serve.json", "metrics.json"
+SERVE = "serve.json"
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """What reading foreign JSON may raise."""
 

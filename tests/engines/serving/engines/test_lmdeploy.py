@@ -13,12 +13,12 @@ from flagcore.api.hardware.inspection import doctor
 from flagcore.domain.launch import Exit, classify
 from flagcore.domain.spec import Task
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.common.sizes import weight_bytes
+from flagcore.engines.serving.common.weights import weight_bytes
 from flagcore.engines.serving.engine import PORT, Server
 from flagcore.engines.serving.lmdeploy.profile import ENGINE, WORKLOAD
-from flagcore.engines.serving.load.prompts import body
 from flagcore.engines.serving.load.result import GENERATE
 from flagcore.engines.serving.load.stream import Stream
+from flagcore.engines.serving.load.traffic import body
 from flagcore.errors import SpecError
 from tests.engines.serving.engines.tasks import broken, merged, row, serving, space_of
 from tests.served import costs

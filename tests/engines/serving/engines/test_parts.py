@@ -11,7 +11,7 @@ import pytest
 from flagcore.domain.serving import Load
 from flagcore.engines.serving.common import metrics, program
 from flagcore.engines.serving.common.hardware import Hardware, longest, most_in_flight
-from flagcore.engines.serving.common.sizes import cache_bytes_per_token, fewest_devices, parameters
+from flagcore.engines.serving.common.weights import cache_bytes_per_token, fewest_devices, parameters
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import ENGINE as LLAMACPP
 from flagcore.engines.serving.sglang.profile import ENGINE as SGLANG

@@ -11,8 +11,7 @@ import pytest
 from flagcore.domain.space import Space
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
-from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.common.names import INSTANCES, SIZES, TP
+from flagcore.engines.serving.common.hardware import INSTANCES, SIZES, TP, Hardware
 from flagcore.engines.serving.engine import Engine
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
 from flagcore.engines.serving.sglang.profile import WORKLOAD as SGLANG

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load import LoadResult, ProblemKind, Target, measure
+from flagcore.engines.serving.load.result import LoadResult, ProblemKind, Target
+from flagcore.engines.serving.load.sending import measure
 from tests.engines.serving.load.servers import Asked, Behaviour, Wire, piece, pieces, rest, serving, usage, well
 
 LOAD = Load(input_len=8, output_len=5, num_prompts=4, concurrency=2)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import LATENCIES
-from flagcore.engines.serving.load import Answer, LoadResult, goodput
-from flagcore.engines.serving.load.figures import QUANTILES, duration_s, figures_of, quantiles_of, steady_rate
-from flagcore.engines.serving.load.machine import Meter
+from flagcore.engines.serving.load.figures import QUANTILES, duration_s, figures_of, goodput, quantiles_of, steady_rate
+from flagcore.engines.serving.load.result import Answer, LoadResult
+from flagcore.engines.serving.load.sending import Meter
 
 
 def answer(start: float = 0.0, ttft: float = 1.0, gaps: tuple[float, ...] = (1.0, 1.0), **changes: Any) -> Answer:
@@ -129,9 +129,9 @@ def test_client_pays_for_what_it_computes() -> None:
 def test_children_of_the_client_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, tree = iter([100.0, 105.0]), iter([10.0, 14.0])
     clock = iter([0.0, 2.0])
-    monkeypatch.setattr("flagcore.engines.serving.load.machine._busy_s", lambda: next(busy))
-    monkeypatch.setattr("flagcore.engines.serving.load.machine._tree_s", lambda: next(tree))
-    monkeypatch.setattr("flagcore.engines.serving.load.machine.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("flagcore.engines.serving.load.sending._busy_s", lambda: next(busy))
+    monkeypatch.setattr("flagcore.engines.serving.load.sending._tree_s", lambda: next(tree))
+    monkeypatch.setattr("flagcore.engines.serving.load.sending.time.perf_counter", lambda: next(clock))
     assert Meter().figures()["others_cores"] == pytest.approx(0.5)
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load import LoadResult, Target, measure
+from flagcore.engines.serving.load.result import LoadResult, Target
+from flagcore.engines.serving.load.sending import measure
 
 pytest.importorskip("xllamacpp", reason="pip install 'flagcore[llamacpp]' for a real server")
 pytest.importorskip("gguf", reason="pip install 'flagcore[llamacpp]' to make a model")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load import LoadResult, Target, measure
-from flagcore.engines.serving.load.sending import LATE_S
+from flagcore.engines.serving.load.result import LoadResult, Target
+from flagcore.engines.serving.load.sending import LATE_S, measure
 from flagcore.errors import SpecError
 from tests.engines.serving.load.servers import Asked, Wire, pieces, rest, serving, well
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from flagcore.domain.serving import Load
-from flagcore.engines.serving.load.prompts import prompts, warmup_prompts
-from flagcore.engines.serving.load.traffic import Traffic, traffic
+from flagcore.engines.serving.load.traffic import Traffic, prompts, traffic, warmup_prompts
 from flagcore.errors import SpecError
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from flagcore.domain.serving import Load
 from flagcore.domain.trial import TrialState
+from flagcore.engines.results import METRICS
 from flagcore.engines.serving.llamacpp.profile import WORKLOAD as LLAMACPP
-from flagcore.engines.serving.trial.job import METRICS
-from flagcore.engines.serving.trial.ports import listeners
+from flagcore.engines.serving.trial.servers import listeners
 from flagcore.launchers.local import LAUNCHER
 from flagcore.stages.launch import launch
 from tests.engines.serving.trial import trials

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from flagcore.engines.serving.trial.ports import free_port, is_held_by, listeners
+from flagcore.engines.serving.trial.servers import free_port, is_owned_by, listeners
 
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
 
@@ -17,16 +17,16 @@ LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.ge
 def test_a_free_port_has_no_listener() -> None:
     port = free_port()
     assert not listeners(port)
-    assert not is_held_by(port, [os.getpid()])
+    assert not is_owned_by(port, [os.getpid()])
 
 
-def test_a_port_is_held_by_the_process_that_listens_and_by_no_other() -> None:
+def test_a_port_is_owned_by_the_process_that_listens_and_by_no_other() -> None:
     child = subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     port = int(child.stdout.readline())
-    assert is_held_by(port, [child.pid])
-    assert is_held_by(port, [os.getpid(), child.pid])
-    assert not is_held_by(port, [os.getpid()])
+    assert is_owned_by(port, [child.pid])
+    assert is_owned_by(port, [os.getpid(), child.pid])
+    assert not is_owned_by(port, [os.getpid()])
     child.communicate("\n")
     assert not listeners(port)
 
@@ -41,5 +41,5 @@ def test_a_port_with_two_listeners_is_held_only_if_both_are_ours() -> None:
             pytest.skip("this machine has no IPv6 loopback")
         other.listen()
         assert len(listeners(port)) == 2
-        assert is_held_by(port, [os.getpid()])
-        assert not is_held_by(port, [os.getppid()])
+        assert is_owned_by(port, [os.getpid()])
+        assert not is_owned_by(port, [os.getppid()])

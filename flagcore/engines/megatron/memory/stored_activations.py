@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.memory.activations import attention, ffn
+from flagcore.engines.megatron.memory.activations import attention, ffn, mixture
 from flagcore.engines.megatron.memory.embedding_and_head import depths, embedding, head
-from flagcore.engines.megatron.memory.experts import mixture
-from flagcore.engines.megatron.memory.layers import Layer
-from flagcore.engines.megatron.memory.modules import Module, Sizes, kept, worst
-from flagcore.engines.megatron.memory.savings import OFFLOADED, dropped, saving
+from flagcore.engines.megatron.memory.modules import Module, Sizes, stored, worst
+from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
@@ -44,19 +42,20 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Multi-token prediction and the head: what they keep, also by component, and what their peak needs above that."""
+    """Multi-token prediction and the head: what they store, by component too, and how far their worst moment lies above
+    that.
+    """
 
     parts: Parts
-    kept: FloatArray
+    stored: FloatArray
     above: FloatArray
 
     @classmethod
     def of(cls, row: Sequence[Module]) -> Exit:
-        """Add up a row of modules."""
         parts: Parts = {}
         for module in row:
-            add_parts(parts, {module.component: module.kept})
-        return cls(parts, kept(row), worst(row))
+            add_parts(parts, {module.component: module.stored})
+        return cls(parts, stored(row), worst(row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,6 @@ class Kinds:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of tensors that recur."""
         return self.rows.sizes
 
     @classmethod
@@ -114,15 +112,11 @@ class Kinds:
         layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
         layers = layers * (not self.away)
         above = last.above(depth + layers, stage.in_flight < layout.microbatches)
-        return Exit.of([*depths(train, layout, self.sizes, last.kept, above, layers), *self.rows.head])
+        return Exit.of([*depths(train, layout, self.sizes, last.stored, above, layers), *self.rows.head])
 
 
 def _layers(
-    train: Training,
-    rows: Rows,
-    recomputed: Mapping[str, FloatArray],
-    away: Collection[str],
-    here: FloatArray | float,
+    train: Training, rows: Rows, recomputed: Mapping[str, FloatArray], away: Collection[str], here: FloatArray | float
 ) -> list[Layer]:
     drops = dropped(train, rows.sizes, recomputed)
     found = []
@@ -138,28 +132,28 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
     kinds = Kinds.of(train, layout)
     dense, moe = kinds.on(train, stage)
     here = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
-    return stage.dense * (here[0].kept - dense.kept) + stage.moe * (here[-1].kept - moe.kept)
+    return stage.dense * (here[0].stored - dense.stored) + stage.moe * (here[-1].stored - moe.stored)
 
 
 @dataclass(frozen=True, slots=True)
 class StageActivations:
-    """A stage at the peak of forward and backward.
+    """A stage at its worst moment of forward and backward.
 
-    `dense` and `moe` are the numbers of layers that keep all their tensors. In bytes: `inputs` of recomputed layers,
-    `kept` by all micro-batches in flight, and `above`, what is allocated beyond that.
+    Numbers of layers that store all their tensors, without and with experts; bytes of the inputs of recomputed ones,
+    that all micro-batches in flight store, and that are allocated above.
     """
 
     dense: FloatArray
     moe: FloatArray
     inputs: FloatArray
-    kept: FloatArray
+    stored: FloatArray
     above: FloatArray
 
 
 def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kinds) -> StageActivations:
-    """Return the activations of a stage at its peak.
+    """Return what a stage holds.
 
-    Full recompute keeps the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
+    Full recompute stores the input of each recomputed layer or chunk of layers and, while one chunk is recomputed,
     all of that chunk (arXiv 2205.05198, section 5). Uniform recompute does so with all layers, block recompute
     with the first layers of each virtual stage.
     """
@@ -175,13 +169,13 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
         above = np.where(full, least - stage.in_flight * work.bytes(dense, moe, inputs), above)
     one = work.bytes(dense, moe, inputs)
     above = np.maximum(above, stage.first * (kinds.rows.entry.work - one / layout.virtual))
-    loop, loop_at_loss = _schedule_references(layout, stage)
+    loop, loop_at_loss = _schedule_tensors(layout, stage)
     above = above + loop * kinds.sizes.hidden
     ends = kinds.ends(train, layout, stage)
-    at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.kept)
+    at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
     above = np.where(stage.last > 0, at_loss, above)
     waiting = _waiting(train, stage, kinds)
-    rest = ends.kept * stage.last + kinds.rows.entry.kept * stage.first * stage.in_flight + waiting
+    rest = ends.stored * stage.last + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
     return StageActivations(dense, moe, inputs, one * stage.in_flight + rest, above)
 
 
@@ -189,8 +183,8 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
 class _Work:
     """The layers of a stage, and the effect of full recompute on them.
 
-    `plain` is what backward of layers that keep all tensors needs above these, `input` the bytes kept of a recomputed
-    layer.
+    `plain` is how far backward of fully stored layers lies above the stored bytes, `input` the stored bytes of the
+    other layers.
     """
 
     layout: Layout
@@ -210,35 +204,33 @@ class _Work:
         hidden, chunk = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0)
         block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
         block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
-        least = np.minimum(hidden, np.minimum(dense.kept, moe.kept)) if kinds.away else hidden
+        least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.away else hidden
         return cls(layout, stage, dense, moe, chunk, block, least, hidden, _backward(layout, stage, dense, moe, block))
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the layers without and with experts that are kept whole, and the bytes of the others' inputs."""
+        """Return the layers without and with experts that are stored whole, and the bytes of the others' inputs."""
         dense, moe = _whole(self.layout, self.stage, block)
         return dense, moe, (self.stage.layers - dense - moe) * self.input
 
     def bytes(self, dense: FloatArray, moe: FloatArray, inputs: FloatArray) -> FloatArray:
-        """Return what a micro-batch keeps."""
-        total: FloatArray = dense * self.dense.kept + moe * self.moe.kept + inputs
-        return total
+        return dense * self.dense.stored + moe * self.moe.stored + inputs
 
     def again(self, number: FloatArray) -> FloatArray:
         """Return what so many recomputed layers, of the kind of the last, hold at their own worst moment."""
-        found = number * self.moe.kept + self.moe.above(number)
+        found = number * self.moe.stored + self.moe.above(number)
         if self.dense is self.moe:
             return found
-        return np.where(self.stage.moe > 0, found, number * self.dense.kept + self.dense.above(number))
+        return np.where(self.stage.moe > 0, found, number * self.dense.stored + self.dense.above(number))
 
     def in_chunks(self, inputs: FloatArray) -> FloatArray:
-        """Return the worst moment, with all that is kept, of uniform recompute: never more than without."""
+        """Return the worst moment, with all that is stored, of uniform recompute: never more than without."""
         found = self.stage.in_flight * inputs + self.again(np.minimum(np.maximum(self.layout.uniform, 1.0), self.chunk))
         return np.minimum(found, self._without())
 
     def in_blocks(self) -> FloatArray:
-        """Return the worst moment, with all that is kept, of block recompute: never more than with a smaller block.
+        """Return the worst moment, with all that is stored, of block recompute: never more than with a smaller block.
 
-        It is in the last recomputed layer, whose inputs before it were kept, or in the last layer of all, beside the
+        It is in the last recomputed layer, whose inputs before it were stored, or in the last layer of all, beside the
         output of the recomputed ones. The former grows by an input a layer where one micro-batch is in flight, and
         Megatron with it; the least of all smaller blocks lies where they meet, where the kind of layer changes, at
         none, or at the block itself, since both are straight lines between.
@@ -251,15 +243,14 @@ class _Work:
             dense, moe, inputs = self.split(block)
             later = self.bytes(dense, moe, none) / virtual
             above = np.maximum(np.where(self.chunk > block, beside, 0.0), repeated - later)
-            total: FloatArray = self.stage.in_flight * self.bytes(dense, moe, inputs) + above
-            return total
+            return self.stage.in_flight * self.bytes(dense, moe, inputs) + above
 
         leading, behind = self.stage.dense / virtual, self.stage.moe / virtual
-        meet = leading + behind - (repeated - beside) / np.maximum(self.moe.kept, 1.0)
+        meet = leading + behind - (repeated - beside) / np.maximum(self.moe.stored, 1.0)
         turns = [meet]
         if self.dense is not self.moe:
-            short = repeated - beside - behind * self.moe.kept
-            turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.kept, 1.0)]
+            short = repeated - beside - behind * self.moe.stored
+            turns = [np.maximum(meet, leading), leading, leading - short / np.maximum(self.dense.stored, 1.0)]
         found = np.minimum(moment(self.block), self._without())
         for turn in turns:
             found = np.minimum(found, moment(np.clip(turn, 0.0, np.minimum(self.block, self.chunk - 1.0))))
@@ -277,7 +268,7 @@ def _whole(layout: Layout, stage: Stage, block: FloatArray) -> tuple[FloatArray,
 
 
 def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: FloatArray) -> FloatArray:
-    """Return how far backward of a stage's layers that are kept whole lies above what they keep.
+    """Return how far backward of a stage's layers that are stored whole lies above what they store.
 
     It begins with the last layer, and reaches the leading dense ones when those behind are done. Where a forward pass
     runs beside it, that has taken their place by then.
@@ -286,23 +277,22 @@ def _backward(layout: Layout, stage: Stage, dense: Layer, moe: Layer, block: Flo
     first = dense.above(whole[0] * stage.in_flight, crossed)
     if dense is moe:
         return first
-    behind = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.kept
+    behind = np.minimum(stage.moe / layout.virtual, np.maximum(stage.chunk, 1.0)) * moe.stored
     if dense.crossing is not None:
         behind = np.where(crossed & (stage.dense > 0), 0.0, behind)
     last = np.where(stage.moe > 0, moe.above(whole[1] * stage.in_flight, crossed), first)
-    found: FloatArray = np.maximum(last, first - behind)
-    return found
+    return np.maximum(last, first - behind)
 
 
 def activation_parts(train: Training, layout: Layout, stage: Stage, kinds: Kinds, found: StageActivations) -> Parts:
-    """Return what the micro-batches that a stage holds keep, by component."""
+    """Return what the micro-batches that a stage holds store, by component."""
     dense, moe = kinds.on(train, stage)
     parts: Parts = {}
     add_parts(parts, dense.parts, found.dense * stage.in_flight)
     add_parts(parts, moe.parts, found.moe * stage.in_flight)
     add_parts(parts, {"norms": found.inputs}, stage.in_flight)
     add_parts(parts, kinds.ends(train, layout, stage).parts, stage.last)
-    add_parts(parts, {"embedding": kinds.rows.entry.kept}, stage.first * stage.in_flight)
+    add_parts(parts, {"embedding": kinds.rows.entry.stored}, stage.first * stage.in_flight)
     return {**parts, "deferred_weight_gradients": _waiting(train, stage, kinds)}
 
 
@@ -314,8 +304,8 @@ def _waiting(train: Training, stage: Stage, kinds: Kinds) -> FloatArray:
     return count * stage.layers * kinds.deferred
 
 
-def _schedule_references(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
-    """Return how many tensors between stages the schedule still references, in a layer's backward and at the loss.
+def _schedule_tensors(layout: Layout, stage: Stage) -> tuple[FloatArray, FloatArray]:
+    """Return how many tensors between stages the pipeline's loop still refers to, in a layer's backward, at the loss.
 
     1F1B: the gradient that was sent last and, until a new graph replaces the old one, the last stage's previous input.
     Interleaved: the same of each virtual stage, to within two. Counted in megatron-core 0.16

@@ -1,0 +1,39 @@
+"""What the trial programs of all engines leave in a folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flagcore.errors import FlagError
+from flagcore.files import read_regular
+
+METRICS = "metrics.json"
+
+
+class NoMetrics(FlagError):
+    """A trial ended without its figures."""
+
+
+def read_metrics(folder: str) -> dict[str, Any]:
+    """Return the figures that a trial program wrote at its end. Raises NoMetrics."""
+    try:
+        data = json.loads(read_regular(Path(folder, METRICS)))
+    except FileNotFoundError:
+        raise NoMetrics(f"exit code 0, but no {METRICS} was written") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise NoMetrics(f"{METRICS} cannot be read ({type(error).__name__})") from None
+    if not isinstance(data, dict):
+        raise NoMetrics(f"{METRICS} is not an object")
+    return data
+
+
+def interquartile_range(seconds: Sequence[float]) -> float:
+    """Return the interquartile range, 0 for one value."""
+    if len(seconds) < 2:
+        return 0.0
+    quarters = statistics.quantiles(seconds, n=4, method="inclusive")
+    return quarters[2] - quarters[0]
