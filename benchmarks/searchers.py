@@ -24,7 +24,7 @@ from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import FloatArray
 from flagcore.domain.trial import PROBE, Measurement, Role, Trial, TrialState
 from flagcore.learning.trials import LEAST_NOISE, MEMORY_NOISE
-from flagcore.stages.combine import combine, judge
+from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.learn import learn
 from flagcore.stages.measure import EARLY_STOP_RATIO
 from flagcore.stages.predict import record
@@ -156,7 +156,7 @@ def _probed(sweep: Sweep, strategy: Strategy, past: Past, wanted: int) -> list[T
             state=TrialState.RUNNING,
             fidelity=PROBE,
         )
-        trials.append(judge(task, trial, probe, combine(problem.predictions.row(row), probe, memory)))
+        trials.append(trial_of_probe(task, trial, probe, combine(problem.predictions.row(row), probe, memory)))
         done = np.append(done, row)
     return trials
 

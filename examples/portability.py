@@ -27,7 +27,7 @@ def named(found: api.Estimate) -> str:
     """Return the winner in few words, without the data parallel size, which follows from the number of devices."""
     values = dict(found.candidates[0]["candidate"])
     del values["data_parallel_size"], values["use_distributed_optimizer"]
-    return values_text(values)
+    return values_text(values, found.knobs)
 
 
 def table(*rows: list[str]) -> list[str]:

@@ -7,11 +7,27 @@ from pathlib import Path
 import click
 
 from flagcore.cli import options
+from flagcore.cli.translated import translated
 from flagcore.i18n import _
-from flagcore.plugins import IMPORTERS, names
+
+HISTORY = "-history"
 
 
-@click.group("import")
+class _Importers(click.Group):
+    """The commands NAME and NAME-history of each importer that is installed, looked up when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        from flagcore.plugins import IMPORTERS, names
+
+        return [command for name in names(IMPORTERS) for command in (name, name + HISTORY)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        return translated(history_command if cmd_name.endswith(HISTORY) else config_command)
+
+
+@click.group("import", cls=_Importers)
 def import_command() -> None:
     """Import the config or the trials of another tuner."""
 
@@ -88,11 +104,6 @@ def history_command(
     else:
         options.say(_("Saved {count} trials of another machine to {folder}.", count=count, folder=folder))
 
-
-HISTORY = "-history"
-for name in names(IMPORTERS):
-    import_command.add_command(config_command, name)
-    import_command.add_command(history_command, name + HISTORY)
 
 HISTORY_COLUMNS = {
     "state": "state",

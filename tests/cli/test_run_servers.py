@@ -94,6 +94,6 @@ def test_a_port_that_is_taken_is_told_and_its_owner_is_not_taken_for_the_server(
     folder, port = run
     with socket.create_server(("127.0.0.1", port)):
         process = started(folder)
-        assert ready_line(process).startswith(f"flag: port {port} is taken by another program")
+        assert ready_line(process).startswith(f"flag: port {port} is in use")
         assert process.wait(30) == 2
     assert not left(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flagcore.engines.megatron.memory.activations import kept_scores, norm
+from flagcore.engines.megatron.memory.activations import norm, stored_scores
 from flagcore.engines.megatron.memory.modules import Sizes
 from tests.engines.megatron.candidates import LLAMA, layout, train
 
@@ -14,10 +14,10 @@ TOKENS = 4096
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_a_fused_core_keeps_one_fp32_number_a_row_and_another_the_probabilities(tensor: int) -> None:
     rows, split = TOKENS * LLAMA.num_attention_heads / tensor, layout(tensor=tensor)
-    assert kept_scores(train(), split)[0] == 4 * rows
-    assert kept_scores(train(flash=False), split)[0] == 2 * rows * TOKENS
+    assert stored_scores(train(), split)[0] == 4 * rows
+    assert stored_scores(train(flash=False), split)[0] == 2 * rows * TOKENS
 
 
 def test_a_norm_keeps_its_input_and_one_fp32_number_a_token() -> None:
     module = norm("attn_norm", Sizes.of(train(), layout()))
-    assert module.kept[0] == TOKENS * (2 * LLAMA.hidden_size + 4)
+    assert module.stored[0] == TOKENS * (2 * LLAMA.hidden_size + 4)
