@@ -18,8 +18,6 @@ from flagcore.vendorkit.rows import Listing, Row
 from flagcore.vendorkit.smi import query_tool, tool_output, visible
 
 LOG = logging.getLogger(__name__)
-VENDOR_VARIABLES = ("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND")
-"""The first that is set selects the vendor (flagos-ai/FlagGems src/flag_gems/runtime/backend/device_finder.py)."""
 READING_SECONDS = 3.0
 """Time limit of the tool during a trial."""
 
@@ -59,6 +57,8 @@ class DeviceDetector:
     reading: ListDevices | None = None
     """As `listing`, with what telemetry reads of each device; None: `listing` has it."""
     visible: tuple[str, ...]
+    vendor_variables: tuple[str, ...] = ()
+    """Variables that select a vendor: the first that is set counts."""
     device_file: str
     pci_vendor: int
     pci_classes: tuple[str, ...] = machine.ACCELERATORS
@@ -73,7 +73,7 @@ class DeviceDetector:
 
         Device files and the PCI bus are looked up below `root`.
         """
-        if machine.other_vendor_selected(self.vendor, VENDOR_VARIABLES):
+        if machine.other_vendor_selected(self.vendor, self.vendor_variables):
             return ()
         listing = self.listing(10.0)
         for line in listing.left_out:

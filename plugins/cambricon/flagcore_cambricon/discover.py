@@ -16,6 +16,7 @@ DETECTOR = DeviceDetector(
     tool="cnmon",
     listing=list_with(smi.read, "cnmon"),
     visible=("MLU_VISIBLE_DEVICES",),
+    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/cambricon_dev[0-9]*",
     pci_vendor=PCI_VENDOR,
     torch_device="mlu",

@@ -30,6 +30,7 @@ DETECTOR = DeviceDetector(
     tool="ixsmi",
     listing=list_with(smi.read, "ixsmi"),
     visible=("CUDA_VISIBLE_DEVICES",),
+    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/iluvatar[0-9]*",
     pci_vendor=PCI_VENDOR,
     torch_attributes=("corex",),

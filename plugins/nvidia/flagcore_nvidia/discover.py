@@ -30,6 +30,7 @@ DETECTOR = DeviceDetector(
     listing=lambda seconds: _query(smi.FIELDS, seconds),
     reading=lambda seconds: _query(smi.READING_FIELDS, seconds),
     visible=("CUDA_VISIBLE_DEVICES",),
+    vendor_variables=("GEMS_VENDOR", "FLAGGEMS_VENDOR", "GEMS_BACKEND", "FLAGGEMS_BACKEND"),
     device_file="dev/nvidia[0-9]*",
     pci_vendor=0x10DE,
     pci_classes=("0x0302", "0x12"),  # without displays: a desktop's GPU may be there for its screen alone
