@@ -39,7 +39,7 @@ WRONG = {
     "out_of_memory": (TrialState.OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
     "out_of_memory_later": (TrialState.OUT_OF_MEMORY, "failed to allocate CUDA0 buffer"),
     "other_slots": (TrialState.INVALID, "parallel = 5 instead of 4"),
-    "stale": (TrialState.FAILED, "was taken by another process"),
+    "stale": (TrialState.FAILED, "in use by another process"),
 }
 
 
