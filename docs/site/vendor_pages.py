@@ -65,7 +65,7 @@ def _page(name: str) -> str:
     head = (
         f"# {VENDORS[name]}\n\n"
         f"This page is generated from the data files of the plugin `flagcore-{name}`. [Vendors](../vendors.md)\n"
-        "explains the columns. Values that nobody published or measured are absent.\n"
+        "explains the columns. Values that are neither published nor measured are absent.\n"
     )
     package = f"flagcore_{name}"
     sources = Sources()

@@ -178,7 +178,7 @@ def _value(text: str, axis: Axis) -> KnobValue:
 def _unknown(part: str, name: str, by_name: Mapping[str, Axis], listed: str) -> str:
     near = get_close_matches(name[:MOST], by_name, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"{part[:MOST]!r} is no knob with a value, trial, best or baseline; {hint}{listed}"
+    return f"{part[:MOST]!r} is not a knob with a value, a trial, best or baseline; {hint}{listed}"
 
 
 def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
