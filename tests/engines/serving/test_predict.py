@@ -230,8 +230,8 @@ def test_releases_have_overheads_of_their_own() -> None:
 
 
 def test_an_engine_without_overheads_has_no_other_engines() -> None:
-    assert overheads_of((), "0.5.9", None, False) == UNFITTED
-    bare = replace(VLLM, overheads=(), host_times=None, untested="no run yet")
+    assert overheads_of({}, "0.5.9", None, False) == UNFITTED
+    bare = replace(VLLM, overheads={}, host_times=None, untested="no run yet")
     assert bare.overheads_for(task(), on_host=True) == UNFITTED
 
 

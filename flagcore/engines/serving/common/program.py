@@ -17,6 +17,11 @@ from flagcore.errors import NoDevice, SpecError
 _FIRST_LINE = 512
 
 
+def bare(flag: str) -> str:
+    """Return a flag without leading dashes, words joined by dashes."""
+    return flag.lstrip("-").replace("_", "-")
+
+
 def found(spec: Spec, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command of a spec, or `default`, with an absolute path. Raises NoDevice if it does not exist."""
     command = spec.serve.command or default
@@ -81,17 +86,6 @@ def package_version(program: str, *names: str) -> str:
         for distribution in metadata.distributions(name=name, path=list(folders)) if folders else ():
             return str(distribution.version)
     return ""
-
-
-def version(spec: Spec, default: tuple[str, ...], *names: str) -> str:
-    """Return the version of the spec, or of the first package installed for its program; empty if unknown."""
-    if spec.serve.engine_version:
-        return spec.serve.engine_version
-    try:
-        command = found(spec, default)
-    except NoDevice:
-        return ""
-    return package_version(command[0], *names)
 
 
 def check_version(spec: Spec, installed: str) -> None:

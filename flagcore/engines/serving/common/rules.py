@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
-from flagcore.domain.space import Columns, IntArray, Merge, Rule
+from flagcore.domain.candidate import KnobValue
+from flagcore.domain.knob import Knob
+from flagcore.domain.space import IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, longest
+from flagcore.engines.serving.common.knobs import code
 
 
 def split_rules(task: Task, *, data: bool, pipeline: bool = True) -> tuple[Rule, ...]:
@@ -77,13 +82,16 @@ def context_rule(task: Task, knob: str) -> Rule:
     )
 
 
-def same_as_unset(knob: str, code: int, why: str) -> Merge:
-    """Return the merge of a value that is the engine's own default with the knob not being set."""
+def same_as_unset(knobs: Sequence[Knob], defaults: Mapping[str, KnobValue]) -> list[Merge]:
+    """Return the merges of values that are the engine's own defaults with the knob not being set."""
 
-    def canonical(columns: Columns) -> dict[str, IntArray]:
-        return {knob: columns[knob] * (columns[knob] != code)}
+    def merge(knob: Knob) -> Merge:
+        name, default = knob.name, code(knob, defaults[knob.name])
+        return Merge(
+            name=f"{name}_by_default", knobs=(name,), canonical=lambda c: {name: c[name] * (c[name] != default)}
+        )
 
-    return Merge(name=f"{knob}_{why}", knobs=(knob,), canonical=canonical)
+    return [merge(knob) for knob in knobs if knob.name in defaults]
 
 
 def _positive(number: IntArray) -> IntArray:

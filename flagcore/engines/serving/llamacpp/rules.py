@@ -11,13 +11,13 @@ from flagcore.domain.space import Columns, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import INSTANCES, PP, SIZES, TP, Hardware, longest
+from flagcore.engines.serving.common.knobs import code, or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.llamacpp.flags import KV_TYPES, SPLIT_MODES
+from flagcore.engines.serving.llamacpp import knobs as own
 from flagcore.engines.serving.llamacpp.knobs import (
     AUTO_SLOTS,
     BATCH,
     BATCH_THREADS,
-    BY_NAME,
     CONTEXT,
     FLASH,
     KV,
@@ -26,23 +26,20 @@ from flagcore.engines.serving.llamacpp.knobs import (
     N_BATCH,
     N_UBATCH,
     PARALLEL,
-    PLAIN_KV,
     SLOT_GRAIN,
     SPLIT,
     THREADS,
     UBATCH,
     UNIFIED,
-    slot_share,
-    total_context,
 )
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
     """Return what is illegal, with the log lines of the wheel as sources."""
-    hardware, total = Hardware.of(task), total_context(task)
-    kv, plain = BY_NAME[KV], [0, *(KV_TYPES.index(name) + 1 for name in PLAIN_KV)]
-    modes = {name: SPLIT_MODES.index(name) + 1 for name in SPLIT_MODES}
-    off = BY_NAME[FLASH].words.index("off") + 1
+    hardware, total = Hardware.of(task), own.total_context(task)
+    plain = [0, *(code(own.BY_NAME[KV], name) for name in own.PLAIN_KV)]
+    none, layer, *by_rows = (code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row", "tensor"))
+    off = code(own.BY_NAME[FLASH], "off")
     return (
         *split_rules(task, data=False),
         Rule(
@@ -62,11 +59,9 @@ def rules(task: Task) -> tuple[Rule, ...]:
             knobs=(TP, PP, SPLIT),
             message=f"split_mode row or tensor needs {TP} > 1, layer {PP} > 1, none neither",
             broken=lambda c: (
-                (np.isin(c[SPLIT], [modes["row"], modes["tensor"]]) & (c[TP] == 1))
-                | ((c[SPLIT] == modes["layer"]) & (c[PP] == 1))
-                | ((c[SPLIT] == modes["none"]) & ((c[TP] > 1) | (c[PP] > 1)))
-                | ((c[SPLIT] == modes["layer"]) & (c[TP] > 1))
-                | (np.isin(c[SPLIT], [modes["row"], modes["tensor"]]) & (c[PP] > 1))
+                (np.isin(c[SPLIT], by_rows) & ((c[TP] == 1) | (c[PP] > 1)))
+                | ((c[SPLIT] == layer) & ((c[PP] == 1) | (c[TP] > 1)))
+                | ((c[SPLIT] == none) & ((c[TP] > 1) | (c[PP] > 1)))
             ),
         ),
         Rule(
@@ -85,19 +80,19 @@ def rules(task: Task) -> tuple[Rule, ...]:
             name="batch_holds_slots",
             knobs=(PARALLEL, N_BATCH),
             message=f"{N_BATCH} must not be below {PARALLEL}, or llama.cpp aborts",
-            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < np.where(c[PARALLEL] > 0, c[PARALLEL], AUTO_SLOTS)),
+            broken=lambda c: (c[N_BATCH] > 0) & (c[N_BATCH] < or_default(c[PARALLEL], AUTO_SLOTS)),
         ),
         Rule(
             name="ubatch_in_batch",
             knobs=(N_BATCH, N_UBATCH),
             message=f"{N_UBATCH} must not exceed {N_BATCH} (default {BATCH}), to which llama.cpp lowers it",
-            broken=lambda c: c[N_UBATCH] > np.where(c[N_BATCH] > 0, c[N_BATCH], BATCH),
+            broken=lambda c: c[N_UBATCH] > or_default(c[N_BATCH], BATCH),
         ),
         Rule(
             name="quantized_cache",
             knobs=(FLASH, KV),
             message=f"a quantized {KV} needs flash_attention",
-            broken=lambda c: (c[FLASH] == off) & ~np.isin(c[kv.name], plain),
+            broken=lambda c: (c[FLASH] == off) & ~np.isin(c[KV], plain),
         ),
         Rule(
             name="threads_on_cores",
@@ -124,20 +119,18 @@ def _slot_context(task: Task, total: int) -> Rule:
         name="slot_context",
         knobs=(PARALLEL, UNIFIED),
         message=f"ctx-size = {total} over {PARALLEL} slots must hold the longest request of {need} tokens in each",
-        broken=lambda c: slot_share(c, total) < need,
+        broken=lambda c: own.slot_share(c, total) < need,
     )
 
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return knobs without effect, and values that are llama.cpp's defaults."""
     hardware = Hardware.of(task)
-    whole = [SPLIT_MODES.index(name) + 1 for name in ("none", "layer", "row")]
-    f16, auto = KV_TYPES.index("f16") + 1, BY_NAME[FLASH].words.index("auto") + 1
+    whole = [code(own.BY_NAME[SPLIT], name) for name in ("none", "layer", "row")]
 
     def batches(c: Columns) -> Columns:
-        batch = np.where(c[N_BATCH] > 0, c[N_BATCH], BATCH)
-        own = np.minimum(UBATCH, batch)
-        return {N_UBATCH: np.where(c[N_UBATCH] == own, 0, c[N_UBATCH])}
+        default = np.minimum(UBATCH, or_default(c[N_BATCH], BATCH))
+        return {N_UBATCH: np.where(c[N_UBATCH] == default, 0, c[N_UBATCH])}
 
     on_cores = Merge(
         name="nothing_to_offload", knobs=(LAYERS,), canonical=lambda c: {LAYERS: np.full_like(c[LAYERS], -1)}
@@ -149,14 +142,12 @@ def merges(task: Task) -> tuple[Merge, ...]:
             knobs=(THREADS, BATCH_THREADS),
             canonical=lambda c: {BATCH_THREADS: np.where(c[BATCH_THREADS] == c[THREADS], 0, c[BATCH_THREADS])},
         ),
-        same_as_unset(N_BATCH, BATCH, "by_default"),
-        same_as_unset(FLASH, auto, "by_default"),
+        *same_as_unset(own.KNOBS, {N_BATCH: BATCH, FLASH: "auto", KV: "f16"}),
         Merge(
             name="split_by_default",  # one device has nothing to split; stages have layers, tensor parallelism rows
             knobs=(SPLIT,),
             canonical=lambda c: {SPLIT: np.where(np.isin(c[SPLIT], whole), 0, c[SPLIT])},
         ),
         Merge(name="ubatch_by_default", knobs=(N_BATCH, N_UBATCH), canonical=batches),
-        same_as_unset(KV, f16, "by_default"),
         *((on_cores,) if hardware.on_cores else ()),
     )

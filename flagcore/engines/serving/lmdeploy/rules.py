@@ -14,22 +14,8 @@ from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware
 from flagcore.engines.serving.common.knobs import code
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.lmdeploy.knobs import (
-    BACKEND,
-    BACKENDS,
-    BLOCK,
-    BY_NAME,
-    CACHE,
-    CONTEXT,
-    DEFAULT_BLOCK,
-    DEFAULT_PREFILL,
-    EAGER,
-    ITERATIONS,
-    KV,
-    PER_ITERATION,
-    PREFILL,
-    PYTORCH,
-)
+from flagcore.engines.serving.lmdeploy import knobs as own
+from flagcore.engines.serving.lmdeploy.knobs import BACKEND, BLOCK, CACHE, EAGER, ITERATIONS, KV, PER_ITERATION, PYTORCH
 
 WHOLE = 1000
 """The code of a share of 1."""
@@ -39,7 +25,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
     """Return what is illegal."""
     experts = task.spec.model.num_moe_experts or 1
     on_cores = Hardware.of(task).on_cores
-    fp8, turbo = [code(BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2")], code(BY_NAME[KV], "turbo_quant")
+    pytorch_only = [code(own.BY_NAME[KV], name) for name in ("fp8", "fp8_e5m2", "turbo_quant")]
     return (
         *split_rules(task, data=True, pipeline=False),
         Rule(
@@ -73,7 +59,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             name="cache_type",
             knobs=(BACKEND, KV),
             message=f"{KV} fp8 and fp8_e5m2 need backend pytorch, and so does turbo_quant",
-            broken=lambda c: (c[BACKEND] != PYTORCH) & np.isin(c[KV], (*fp8, turbo)),
+            broken=lambda c: (c[BACKEND] != PYTORCH) & np.isin(c[KV], pytorch_only),
         ),
         Rule(
             name="block_size",
@@ -98,7 +84,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             message=f"{EAGER} is an option of the PyTorch engine",
             broken=lambda c: (c[BACKEND] != PYTORCH) & (c[EAGER] == 1),
         ),
-        context_rule(task, CONTEXT),
+        context_rule(task, own.CONTEXT),
     )
 
 
@@ -113,8 +99,8 @@ def merges(task: Task) -> tuple[Merge, ...]:
     """Return values that are LMDeploy's defaults."""
     return (
         *heterogeneous.merges(),
-        same_as_unset(BACKEND, BACKENDS.index("turbomind") + 1, "by_default"),
-        same_as_unset(BLOCK, DEFAULT_BLOCK, "by_default"),
-        same_as_unset(PREFILL, DEFAULT_PREFILL, "by_default"),
-        same_as_unset(KV, code(BY_NAME[KV], "none"), "by_default"),
+        *same_as_unset(
+            own.KNOBS,
+            {BACKEND: "turbomind", BLOCK: own.DEFAULT_BLOCK, own.PREFILL: own.DEFAULT_PREFILL, KV: "none"},
+        ),
     )

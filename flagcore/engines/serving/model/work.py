@@ -8,6 +8,7 @@ token match the same points.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -116,8 +117,8 @@ class Split:
         return Split(**{each.name: getattr(self, each.name)[part] for each in fields(self)})
 
 
-Releases = tuple[tuple[tuple[int, int], Overheads], ...]
-"""Overheads and the release from which on they hold, the newest first."""
+Releases = Mapping[str, Overheads]
+"""Overheads by the release from which on they hold, the newest first."""
 
 HostTimes = tuple[float, float]
 """Seconds of an iteration and of each of its sequences where the CPU that computes also schedules, samples and serves
@@ -132,9 +133,12 @@ def overheads_of(releases: Releases, version: str | None, host_times: HostTimes 
 
     `on_host`: there is no device, the host computes, and small kernels are no launches.
     """
-    number = release(version)
-    each = [found for since, found in releases if number is None or number >= since]
-    found = each[0] if each else releases[-1][1] if releases else UNFITTED
+    newest = (sys.maxsize, 0)
+    number, found = release(version) or newest, UNFITTED
+    for since, overheads in releases.items():
+        found = overheads
+        if number >= (release(since) or newest):
+            break
     if not on_host:
         return found
     if host_times is not None:

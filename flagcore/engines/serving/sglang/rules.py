@@ -7,34 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from flagcore.domain.candidate import KnobValue
 from flagcore.domain.space import Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, TP, Hardware, longest
+from flagcore.engines.serving.common.knobs import or_default
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.sglang.knobs import (
-    CHUNK,
-    CONTEXT,
-    EAGER,
-    KV,
-    KV_TYPES,
-    PAGE,
-    POLICIES,
-    POLICY,
-    PREFILL,
-    PREFILL_TOKENS,
-    chunk_sizes,
-    parse_args,
-)
-
-PAGES = {
-    "flashmla": (64,),
-    "trtllm_mla": (32, 64),
-    "cutedsl_mla": (32, 64),
-    "trtllm_mha": (16, 32, 64, 128),
-    "cutlass_mla": (128,),
-}
-"""Page sizes of the attention backends that take only some; SGLang changes another one to theirs."""
+from flagcore.engines.serving.sglang import knobs as own
+from flagcore.engines.serving.sglang.knobs import CHUNK, EAGER, PAGE, PREFILL, PREFILL_TOKENS, chunk_sizes
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
@@ -60,16 +41,16 @@ def rules(task: Task) -> tuple[Rule, ...]:
             knobs=(CHUNK, PREFILL),
             message=f"without chunks {PREFILL} (default {PREFILL_TOKENS}) must hold the longest prompt, of {need} "
             "tokens with its answer",
-            broken=lambda c: (c[CHUNK] == -1) & (np.where(c[PREFILL] > 0, c[PREFILL], PREFILL_TOKENS) < need),
+            broken=lambda c: (c[CHUNK] == -1) & (or_default(c[PREFILL], PREFILL_TOKENS) < need),
         ),
-        context_rule(task, CONTEXT),
+        context_rule(task, own.CONTEXT),
         *_pages(task),
     )
 
 
 def _pages(task: Task) -> tuple[Rule, ...]:
-    backend = str(parse_args(task.spec)[1].get("attention-backend") or "").lower()
-    sizes = PAGES.get(backend)
+    backend = str(own.parse_args(task.spec).others.get("attention-backend") or "").lower()
+    sizes = own.FILE.block_sizes.get(backend)
     if sizes is None:
         return ()
     return (
@@ -84,14 +65,13 @@ def _pages(task: Task) -> tuple[Rule, ...]:
 
 def merges(task: Task) -> tuple[Merge, ...]:
     """Return values that are SGLang's defaults, and knobs without effect."""
-    backend = parse_args(task.spec)[1].get("attention-backend")
+    defaults: dict[str, KnobValue] = {own.KV: "auto", own.POLICY: "fcfs", PREFILL: PREFILL_TOKENS}
+    backend = own.parse_args(task.spec).others.get("attention-backend")
+    if backend is None and not task.spec.model.multi_latent_attention:
+        defaults[PAGE] = 1
     no_graphs = Merge(name="no_graphs_on_cores", knobs=(EAGER,), canonical=lambda c: {EAGER: np.zeros_like(c[EAGER])})
-    own_page = same_as_unset(PAGE, 1, "by_default")
     return (
         *heterogeneous.merges(),
-        same_as_unset(KV, KV_TYPES.index("auto") + 1, "by_default"),
-        same_as_unset(POLICY, POLICIES.index("fcfs") + 1, "by_default"),
-        same_as_unset(PREFILL, PREFILL_TOKENS, "by_default"),
-        *((own_page,) if backend is None and not task.spec.model.multi_latent_attention else ()),
+        *same_as_unset(own.KNOBS, defaults),
         *((no_graphs,) if Hardware.of(task).on_cores else ()),
     )

