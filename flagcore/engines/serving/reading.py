@@ -13,8 +13,9 @@ from flagcore.domain.spec import Task
 from flagcore.domain.trial import Measurement
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 from flagcore.engines.serving.common.hardware import Hardware
-from flagcore.engines.serving.trial.job import MALFORMED
 
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading other JSON than that of the trial program may raise."""
 GOODPUT = "goodput_requests_per_s"
 PER_DEVICE = "output_tokens_per_s_per_device"
 LOAD_KEYS = ("concurrency", "request_rate", "input_len", "output_len")

@@ -14,7 +14,7 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.objective import is_rate
 from flagcore.domain.space import BoolArray, Columns, FloatArray, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
-from flagcore.engines.serving.common.hardware import CORES, DP, INSTANCES, PP, SIZES, TP, Hardware
+from flagcore.engines.serving.common.hardware import CORES, DP, INSTANCES, PP, SIZES, TP, Hardware, count
 from flagcore.errors import SpecError
 
 MAX_PARTS = 16
@@ -55,7 +55,7 @@ def worth_trying(task: Task) -> tuple[KnobValue, ...]:
     if not is_rate(task.spec.objective):
         return (None,)
     cards = Hardware.of(task).cards
-    return (None, *(word for word in _of(cards) if sum(sizes(word)) == cards and _doubling(sizes(word))))
+    return (None, *(word for word in _of(cards) if sum(sizes(word)) == cards and _are_powers_of_two(sizes(word))))
 
 
 @lru_cache(maxsize=16)
@@ -77,7 +77,7 @@ def _of(cards: int) -> tuple[str, ...]:
     return tuple("+".join(str(part * unit) for part in parts) for parts in found)
 
 
-def _doubling(parts: tuple[int, ...]) -> bool:
+def _are_powers_of_two(parts: tuple[int, ...]) -> bool:
     return all(part & (part - 1) == 0 for part in parts)
 
 
@@ -147,17 +147,12 @@ def placements(task: Task, values: Mapping[str, KnobValue]) -> tuple[Placement, 
             {**values, SIZES: None, INSTANCES: len(widths), TP: 1 if hardware.on_cores else width} for width in widths
         ]
     else:
-        count = _size(values, INSTANCES)
-        ranks = _size(values, TP) * _size(values, PP) * _size(values, DP)
-        widths = (max(1, hardware.cards // count) if hardware.on_cores else ranks,) * count
-        each = [dict(values)] * count
+        number = count(values, INSTANCES)
+        ranks = count(values, TP) * count(values, PP) * count(values, DP)
+        widths = (max(1, hardware.cards // number) if hardware.on_cores else ranks,) * number
+        each = [dict(values)] * number
     firsts = np.cumsum([0, *widths])
     return tuple(Placement(own, int(first), width) for own, first, width in zip(each, firsts, widths, strict=False))
-
-
-def _size(values: Mapping[str, KnobValue], knob: str) -> int:
-    value = values.get(knob)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,12 +102,6 @@ def shares(codes: IntArray, default: FloatArray | float) -> FloatArray:
     return np.where(codes > 0, codes / len(SHARES), default)
 
 
-def count(values: Mapping[str, KnobValue], knob: str) -> int:
-    """Return the value of a knob that counts devices or groups of them; 1 if it is not set."""
-    value = values.get(knob)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
-
-
 def divisors(task: Task) -> tuple[int, ...]:
     """Return the divisors of the number of devices in ascending order."""
     cards = Hardware.of(task).cards

@@ -7,7 +7,7 @@ import gc
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,6 @@ LATE_S = 0.1
 GRACE_S = 0.5
 """Seconds after the first failure in which other failures are reported, too."""
 
-Progress = Callable[[int, int], None]
-
 
 def measure(
     targets: Sequence[Target],
@@ -41,13 +39,12 @@ def measure(
     vocab_size: int,
     seed: int,
     timeout_s: float,
-    on_progress: Progress | None = None,
 ) -> LoadResult:
     """Send `load` once to `targets`, each request to the least busy one, and return what was measured.
 
     `load.warmup` requests go first and do not count. `seed` is that of the repeat: it changes prompts, but not lengths
-    or arrivals. The load ends after `timeout_s`, or when a request fails. `on_progress` gets the answered and all
-    requests. Raises SpecError for a load that cannot be sent. Must not be called inside an event loop.
+    or arrivals. The load ends after `timeout_s`, or when a request fails. Raises SpecError for a load that
+    cannot be sent. Must not be called inside an event loop.
     """
     load, path = in_flight(load), targets[0].path
     asked = traffic(load)
@@ -67,7 +64,7 @@ def measure(
                 if first.problems:
                     return first.result(load.concurrency, asked.notes, None)
             arrive = None if asked.arrive_s is None else asked.arrive_s.tolist()
-            main = _Run(http, targets, _requests(model, path, texts, asked.output_len, arrive), on_progress)
+            main = _Run(http, targets, _requests(model, path, texts, asked.output_len, arrive))
             gc.collect()
             meter = Meter()
             await main.send(load.concurrency, deadline)
@@ -92,35 +89,33 @@ class _Run:
         http: aiohttp.ClientSession,
         targets: Sequence[Target],
         requests: Sequence[_Request],
-        on_progress: Progress | None = None,
     ) -> None:
-        self._http, self._requests, self._on_progress = http, requests, on_progress
+        self._http, self._requests = http, requests
         self._urls = [target.url.rstrip("/") + target.path for target in targets]
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
         self._answers: list[Answer] = []
-        self._failed = asyncio.Event()
+        self._failed = False
         self._began = self._late_s = 0.0
         self.problems: Counter[str] = Counter()
 
     async def send(self, concurrency: int | None, deadline: float) -> None:
         """Send all requests; return when all are answered, one failed, or the time is over."""
         self._began = time.perf_counter()
-        tasks = {asyncio.create_task(work) for work in self._work(concurrency)}
-        failed = asyncio.create_task(self._failed.wait())
-        waiting: set[asyncio.Task[Any]] = {asyncio.create_task(_all(tasks)), failed}
+        tasks = [asyncio.create_task(work) for work in self._work(concurrency)]
         left = max(0.0, deadline - self._began)
-        done, _ = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if failed in done:
-            await asyncio.wait(tasks, timeout=GRACE_S)
-        elif not done:
+        _, waiting = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        if self._failed and waiting:
+            await asyncio.wait(waiting, timeout=GRACE_S)
+        elif waiting:
             unanswered = len(self._requests) - len(self._answers)
             self.problems[f"{ProblemKind.TIMED_OUT.value}: not answered within {left:.1f} s"] += unanswered
-        for task in (*tasks, *waiting):
-            task.cancel()
-        await asyncio.gather(*tasks, *waiting, return_exceptions=True)
         for task in tasks:
-            if not task.cancelled() and (error := task.exception()):
-                raise error
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, RequestFailed):
+                self.problems[str(ended)] += 1
+            elif isinstance(ended, Exception):
+                raise ended
 
     def _work(self, concurrency: int | None) -> Iterator[Coroutine[Any, Any, None]]:
         """Return the concurrent tasks: slots that send requests in turn, or requests that wait until they are due."""
@@ -144,7 +139,7 @@ class _Run:
     async def _one(self, request: _Request) -> None:
         from flagcore.engines.serving.load.client import ask
 
-        if self._failed.is_set():
+        if self._failed:
             return
         target = min(range(len(self._urls)), key=lambda index: (self._in_flight[index], self._sent[index]))
         self._in_flight[target] += 1
@@ -159,15 +154,12 @@ class _Run:
                 output_tokens=request.output_tokens,
                 target=target,
             )
-        except RequestFailed as failure:
-            self.problems[str(failure)] += 1
-            self._failed.set()
-            return
+        except RequestFailed:
+            self._failed = True
+            raise
         finally:
             self._in_flight[target] -= 1
         self._answers.append(answer)
-        if self._on_progress:
-            self._on_progress(len(self._answers), len(self._requests))
 
     def result(self, concurrency: int | None, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
@@ -198,10 +190,6 @@ class _Run:
             requests=answers,
             notes=notes,
         )
-
-
-async def _all(tasks: set[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks)
 
 
 def _requests(

@@ -9,52 +9,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from flagcore.domain.serving import USUAL_CLIENTS, Load
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.serving.load.result import COMPLETIONS, GENERATE
-from flagcore.engines.serving.load.traces import BLOCK, Trace, read_trace
+from flagcore.engines.serving.load.traces import BLOCK, Traffic, read_trace
 from flagcore.errors import SpecError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Requests in order. Lengths are tokens, `input_len` with the shared prefix.
-
-    `arrive_s` are seconds after the first, None where the next request is sent when one ends. `blocks` are, of each
-    request, ids of pieces of `BLOCK` tokens that requests share; empty if unknown. `notes` list what
-    differs from the load.
-    """
-
-    input_len: IntArray
-    output_len: IntArray
-    arrive_s: FloatArray | None
-    blocks: Sequence[Sequence[int]] = ()
-    notes: tuple[str, ...] = ()
-
-
 def traffic(load: Load) -> Traffic:
-    """Return the requests of a load point. Raises SpecError for one that cannot be sent, or an unreadable trace."""
+    """Return the requests of a load point; `input_len` has the shared prefix.
+
+    Raises SpecError for one that cannot be sent, or an unreadable trace.
+    """
     lengths, times = np.random.default_rng([load.seed, 1]), np.random.default_rng([load.seed, 2])
-    trace = read_trace(load.trace) if load.trace is not None else None
-    if trace is not None:
-        trace = trace.first(load.num_prompts)
-        inputs, outputs = trace.input_len, trace.output_len
+    if load.trace is not None:
+        asked = read_trace(load.trace).first(load.num_prompts)
     elif not load.num_prompts:
         raise SpecError(key="num_prompts", problem="is needed to send a load", fix="set the number of requests")
     else:
-        inputs = _lengths(lengths, load.input_len, load)
-        outputs = _lengths(lengths, load.output_len, load)
-    return Traffic(
-        input_len=inputs + load.prefix_len,
-        output_len=outputs,
-        arrive_s=_arrivals(times, load, trace, inputs.size),
-        blocks=trace.blocks if trace else (),
-        notes=trace.notes if trace else (),
-    )
+        asked = Traffic(
+            input_len=_lengths(lengths, load.input_len, load), output_len=_lengths(lengths, load.output_len, load)
+        )
+    return replace(asked, input_len=asked.input_len + load.prefix_len, arrive_s=_arrivals(times, load, asked))
 
 
 def in_flight(load: Load) -> Load:
@@ -76,7 +56,7 @@ def _lengths(rng: np.random.Generator, length: int, load: Load) -> IntArray:
     return rng.integers(max(low, 1), max(high, 1), size=load.num_prompts, endpoint=True)
 
 
-def _arrivals(rng: np.random.Generator, load: Load, trace: Trace | None, count: int) -> FloatArray | None:
+def _arrivals(rng: np.random.Generator, load: Load, asked: Traffic) -> FloatArray | None:
     """Return when requests come: drawn by rate, as the trace has them, or, None, when others end.
 
     Drawn gaps are stretched to the asked mean, so that the load that is offered is the one that was asked.
@@ -84,11 +64,12 @@ def _arrivals(rng: np.random.Generator, load: Load, trace: Trace | None, count: 
     if load.request_rate is None:
         if load.concurrency is not None:
             return None
-        if trace is not None and trace.arrive_s is not None:
-            return trace.arrive_s
+        if asked.arrive_s is not None:
+            return asked.arrive_s
         raise SpecError(
             key="concurrency", problem="or request_rate is needed to send a load", fix="set one, or a trace with times"
         )
+    count = asked.input_len.size
     if math.isinf(load.request_rate):
         return np.zeros(count)
     gaps = rng.gamma(load.burstiness, 1.0, size=max(count - 1, 0))

@@ -7,13 +7,13 @@ token match the same points.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.serving.common.program import release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +133,8 @@ def overheads_of(releases: Releases, version: str | None, host_times: HostTimes 
 
     `on_host`: there is no device, the host computes, and small kernels are no launches.
     """
-    newest = (sys.maxsize, 0)
-    number, found = release(version) or newest, UNFITTED
+    newest = (sys.maxsize,)
+    number, found = release(version or "") or newest, UNFITTED
     for since, overheads in releases.items():
         found = overheads
         if number >= (release(since) or newest):
@@ -144,9 +144,3 @@ def overheads_of(releases: Releases, version: str | None, host_times: HostTimes 
     if host_times is not None:
         found = replace(found, iteration=host_times[0], sequence=host_times[1], request=3e-3, entry=0.5e-3)
     return replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
-
-
-def release(version: str | None) -> tuple[int, int] | None:
-    """Return the first two numbers of a version; None if it does not begin with two."""
-    parts = re.match(r"v?(\d+)\.(\d+)", version or "")
-    return None if parts is None else (int(parts[1]), int(parts[2]))

