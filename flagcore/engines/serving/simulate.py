@@ -72,7 +72,8 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
     requests = sum(min(load.input_len.size, MAX_REQUESTS) for load in loads)
     most = min(MAX_SIMULATED, max(MIN_SIMULATED, MAX_WORK // requests))
     few = firsts.size <= most
-    bases = {} if few else _in_closed_form(context, _heaviest(loads))
+    heaviest = max(loads, key=lambda load: load.flight(1))
+    bases = {} if few else _in_closed_form(context, heaviest)
     chosen = firsts if few else _promising(context, bases, firsts, most)
     wanted = set(chosen.tolist())
     for keys, rows in alike.items():
@@ -92,11 +93,6 @@ def expected_figures(context: Candidates) -> dict[str, FloatArray]:
             rest[np.isnan(bases[name])] = False
             table[name] = np.where(rest, bases[name] * ratio, table[name])
     return table
-
-
-def _heaviest(loads: Sequence[SimulatedLoad]) -> SimulatedLoad:
-    """Return the load point with most requests in flight, which ranks candidates."""
-    return max(loads, key=lambda load: load.flight(1))
 
 
 def _key(context: Candidates, loads: Sequence[SimulatedLoad], row: int) -> Key:
