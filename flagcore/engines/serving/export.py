@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import yaml
 
 from flagcore.domain.launch import Launch
 from flagcore.domain.secrets import is_secret, secrets_in_arguments
-from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.job import Instance
 
 FRONT_PORT = 8000
@@ -31,11 +29,11 @@ def launch(
     ready.
     """
     if len(instances) == 1:
-        only = at_port(instances[0], FRONT_PORT)
+        only = instances[0].at_port(FRONT_PORT)
         ready = (f"http://127.0.0.1:{FRONT_PORT}{health}",)
         return Launch(argv=only.argv, environment=only.environment, folder=folder, directory=directory, ready=ready)
     ports = _ports(instances)
-    fixed = [at_port(each, port) for each, port in zip(instances, ports, strict=True)]
+    fixed = [each.at_port(port) for each, port in zip(instances, ports, strict=True)]
     Path(folder, NGINX).write_text(_filled("nginx.conf.j2", ports=ports), encoding="utf-8")
     compose = compose_yaml(fixed, folder, directory, common)
     start = Path(folder, START)
@@ -46,13 +44,6 @@ def launch(
         file.chmod(mode if secret else mode | 0o044 | (0o011 if mode & 0o100 else 0))
     urls = tuple(f"http://127.0.0.1:{port}{health}" for port in (FRONT_PORT, *ports))
     return Launch(argv=("/bin/sh", str(start)), folder=folder, directory=directory, ready=urls)
-
-
-def at_port(instance: Instance, port: int) -> Instance:
-    """Return an instance whose port is known."""
-    argv = tuple(word.replace(PORT, str(port)) for word in instance.argv)
-    environment = {name: value.replace(PORT, str(port)) for name, value in instance.environment.items()}
-    return replace(instance, argv=argv, environment=environment)
 
 
 def start_script(instances: Sequence[Instance], folder: str) -> str:

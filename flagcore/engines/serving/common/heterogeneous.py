@@ -27,15 +27,15 @@ def sizes(word: str) -> tuple[int, ...]:
     return tuple(sorted((int(part) for part in word.split("+")), reverse=True))
 
 
-def parse_sizes(given: object, key: str) -> str:
+def parse_sizes(value: object, key: str) -> str:
     """Return the value of `key` as a word, the largest instance first. Raises SpecError."""
     fix = f"give the devices of each instance, such as 4+2+2; equal ones are {INSTANCES} and {TP}"
-    if not isinstance(given, str) or not _WORD.fullmatch(given.replace(" ", "")):
-        raise SpecError(key=key, value=given, problem="is not a valid value", fix=fix)
-    parts = sizes(given.replace(" ", ""))
+    if not isinstance(value, str) or not _WORD.fullmatch(value.replace(" ", "")):
+        raise SpecError(key=key, value=value, problem="is not a valid value", fix=fix)
+    parts = sizes(value.replace(" ", ""))
     if not parts[-1] or len(set(parts)) == 1:
         problem = "has an instance without devices" if not parts[-1] else "has equal instances"
-        raise SpecError(key=key, value=given, problem=problem, fix=fix)
+        raise SpecError(key=key, value=value, problem=problem, fix=fix)
     return "+".join(map(str, parts))
 
 
@@ -44,7 +44,7 @@ def words(task: Task) -> tuple[str, ...]:
     spec, hardware = task.spec, Hardware.of(task)
     flags = {flag.lstrip("-").replace("-", "_"): value for flag, value in spec.serve.engine_args.items()}
     named = {"auto_tuner.space": spec.space, "auto_tuner.baseline": spec.baseline or {}, "serve.engine_args": flags}
-    found = [(given[SIZES], f"{where}.{SIZES}") for where, given in named.items() if SIZES in given]
+    found = [(values[SIZES], f"{where}.{SIZES}") for where, values in named.items() if SIZES in values]
     several = [(each, key) for value, key in found for each in (value if isinstance(value, tuple) else (value,))]
     asked = [parse_sizes(each, key) for each, key in several if each not in (None, "auto")]
     return tuple(dict.fromkeys((*_of(hardware.cards), *asked)))

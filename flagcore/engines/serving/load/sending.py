@@ -9,9 +9,9 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 
 from flagcore.domain.serving import Load
@@ -19,7 +19,8 @@ from flagcore.domain.space import IntArray
 from flagcore.engines.serving.load.figures import duration_s, figures_of
 from flagcore.engines.serving.load.result import Answer, LoadResult, ProblemKind, RequestFailed, Target
 from flagcore.engines.serving.load.stream import Stream
-from flagcore.engines.serving.load.traffic import body, in_flight, prompts, traffic, warmup_prompts
+from flagcore.engines.serving.load.traces import Traffic
+from flagcore.engines.serving.load.traffic import body, in_flight, prompts, traffic, warm_up
 
 if TYPE_CHECKING:
     import aiohttp
@@ -48,27 +49,27 @@ def measure(
     """
     load, path = in_flight(load), targets[0].path
     asked = traffic(load)
-    fresh = (load.seed, seed)
-    texts = prompts(asked, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
-    warm = warmup_prompts(asked, load.warmup, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=fresh)
+    first = warm_up(asked, load.warmup)
+    draw = partial(prompts, prefix_len=load.prefix_len, vocab_size=vocab_size, seed=(load.seed, seed))
+    main = _requests(model, path, asked, draw(asked))
+    warm = _requests(model, path, first, draw(first, warm_up=True))
     deadline = time.perf_counter() + timeout_s
-    _allow_connections(max(len(texts), len(warm)) if load.concurrency is None else load.concurrency)
+    _allow_connections(max(len(main), len(warm)) if load.concurrency is None else load.concurrency)
 
     async def run() -> LoadResult:
         from flagcore.engines.serving.load.client import session
 
         async with session() as http:
             if warm:
-                first = _Run(http, targets, _requests(model, path, warm, np.resize(asked.output_len, len(warm)), None))
-                await first.send(load.concurrency or len(warm), deadline)
-                if first.problems:
-                    return first.result(load.concurrency, asked.notes, None)
-            arrive = None if asked.arrive_s is None else asked.arrive_s.tolist()
-            main = _Run(http, targets, _requests(model, path, texts, asked.output_len, arrive))
+                sent = _Run(http, targets, warm)
+                await sent.send(load.concurrency or len(warm), deadline)
+                if sent.problems:
+                    return sent.result(load.concurrency, asked.notes, None)
+            sent = _Run(http, targets, main)
             gc.collect()
             meter = Meter()
-            await main.send(load.concurrency, deadline)
-            return main.result(load.concurrency, asked.notes, meter)
+            await sent.send(load.concurrency, deadline)
+            return sent.result(load.concurrency, asked.notes, meter)
 
     return asyncio.run(run())
 
@@ -84,12 +85,7 @@ class _Request:
 class _Run:
     """The requests of one load."""
 
-    def __init__(
-        self,
-        http: aiohttp.ClientSession,
-        targets: Sequence[Target],
-        requests: Sequence[_Request],
-    ) -> None:
+    def __init__(self, http: aiohttp.ClientSession, targets: Sequence[Target], requests: Sequence[_Request]) -> None:
         self._http, self._requests = http, requests
         self._urls = [target.url.rstrip("/") + target.path for target in targets]
         self._in_flight, self._sent = [0] * len(targets), [0] * len(targets)
@@ -192,13 +188,11 @@ class _Run:
         )
 
 
-def _requests(
-    model: str, path: str, texts: Sequence[IntArray], output_len: IntArray, arrive_s: Sequence[float] | None
-) -> list[_Request]:
-    lengths = output_len.tolist()
+def _requests(model: str, path: str, asked: Traffic, texts: Sequence[IntArray]) -> list[_Request]:
+    arrive_s = [None] * len(texts) if asked.arrive_s is None else asked.arrive_s.tolist()
     return [
-        _Request(body(model, ids, made, path), int(ids.size), made, None if arrive_s is None else arrive_s[number])
-        for number, (ids, made) in enumerate(zip(texts, lengths, strict=True))
+        _Request(body(model, ids, made, path), int(ids.size), made, arrive)
+        for ids, made, arrive in zip(texts, asked.output_len.tolist(), arrive_s, strict=True)
     ]
 
 

@@ -38,7 +38,7 @@ def traffic(load: Load) -> Traffic:
 
 
 def in_flight(load: Load) -> Load:
-    """Return a load of which is known how its requests come: of a trace without times, USUAL_CLIENTS are in flight.
+    """Return a load with USUAL_CLIENTS in flight if nothing sets when its requests come.
 
     Raises SpecError for an unreadable trace.
     """
@@ -84,36 +84,32 @@ LOWEST, HIGHEST = 0.1, 0.9
 _PREFIX, _PROMPT, _BLOCK, _WARMUP = range(4)
 
 
-def prompts(traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int]) -> list[IntArray]:
+def warm_up(asked: Traffic, count: int) -> Traffic:
+    """Return `count` requests with the lengths of the load's first ones."""
+    return Traffic(input_len=np.resize(asked.input_len, count), output_len=np.resize(asked.output_len, count))
+
+
+def prompts(
+    traffic: Traffic, *, prefix_len: int, vocab_size: int, seed: Sequence[int], warm_up: bool = False
+) -> list[IntArray]:
     """Return the token ids of each request. The same seed gives the same, another seed shares nothing with it.
 
-    The first `prefix_len` ids are the same in all requests; equal blocks of a trace are equal ids.
+    The first `prefix_len` ids are the same in all requests, also in those of the `warm_up`, which shares nothing else;
+    equal blocks of a trace are equal ids.
     """
     prefix = _draw(prefix_len, vocab_size, (*seed, _PREFIX))
-    rng = np.random.default_rng((*seed, _PROMPT))
+    rng = np.random.default_rng((*seed, _WARMUP if warm_up else _PROMPT))
     low, high = _range(vocab_size)
     if not traffic.blocks:
         own = [rng.integers(low, high, size=length - prefix_len) for length in traffic.input_len]
     else:
-        known = {block for blocks in traffic.blocks for block in blocks}
-        drawn = {block: _draw(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in known}
+        every = {block for blocks in traffic.blocks for block in blocks}
+        drawn = {block: _draw(BLOCK, vocab_size, (*seed, _BLOCK, block)) for block in every}
         own = [
             np.concatenate([drawn[block] for block in blocks])[: length - prefix_len]
             for blocks, length in zip(traffic.blocks, traffic.input_len, strict=True)
         ]
     return [np.concatenate([prefix, ids]) for ids in own]
-
-
-def warmup_prompts(
-    traffic: Traffic, count: int, *, prefix_len: int, vocab_size: int, seed: Sequence[int]
-) -> list[IntArray]:
-    """Return `count` prompts with the lengths and the prefix of the load's first requests, and ids of their own."""
-    prefix = _draw(prefix_len, vocab_size, (*seed, _PREFIX))
-    lengths = np.resize(traffic.input_len, count) - prefix_len
-    return [
-        np.concatenate([prefix, _draw(int(length), vocab_size, (*seed, _WARMUP, number))])
-        for number, length in enumerate(lengths)
-    ]
 
 
 def body(model: str, prompt: IntArray, output_len: int, path: str = COMPLETIONS) -> bytes:

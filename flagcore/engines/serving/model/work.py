@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from flagcore.domain.model import Model
-from flagcore.domain.space import FloatArray, IntArray
+from flagcore.domain.space import FloatArray
 from flagcore.engines.serving.common.program import release
 
 
@@ -112,9 +112,6 @@ class Split:
     def column(self) -> Split:
         """The same, to broadcast over the nodes of a table."""
         return Split(**{each.name: getattr(self, each.name)[:, None] for each in fields(self)})
-
-    def rows(self, part: slice | IntArray) -> Split:
-        return Split(**{each.name: getattr(self, each.name)[part] for each in fields(self)})
 
 
 Releases = Mapping[str, Overheads]

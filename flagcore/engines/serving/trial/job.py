@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ from pydantic import TypeAdapter, ValidationError
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.serving import Load
+from flagcore.engines.serving.engine import PORT
 
 SERVE = "serve.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """One server. `argv` has the contract's PORT where the port belongs; `cores` pins it, empty: it may use all.
+    """One server. `argv` has PORT in place of the port; `cores` pins it, empty: it may use all.
 
     `asked` are the knob values that must be read back; None: the engine chooses.
     """
@@ -29,6 +30,12 @@ class Instance:
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
     asked: Mapping[str, KnobValue] = field(default_factory=dict)
+
+    def at_port(self, port: int) -> Instance:
+        """Return the instance with its port."""
+        argv = tuple(word.replace(PORT, str(port)) for word in self.argv)
+        environment = {name: value.replace(PORT, str(port)) for name, value in self.environment.items()}
+        return replace(self, argv=argv, environment=environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

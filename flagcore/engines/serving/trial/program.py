@@ -52,7 +52,7 @@ def run(job: Job, folder: Path) -> None:
             "effective": effective,
             "versions": dict(job.versions),
             "points": points,
-            "counters": _joined([_counters(engine, server) for server in servers]),
+            "counters": _joined([engine.read_counters(server.fetch) for server in servers]),
             "startup_s": [server.startup_s for server in servers],
             "memory": [dict(engine.memory(log_text(server.log))) for server in servers],
             "resident_bytes": [server.resident_bytes() for server in servers],
@@ -221,13 +221,6 @@ def _model(server: Server) -> str:
         return str(json.loads(server.fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise TrialFailure(TrialState.FAILED, f"{server.name} does not report its model: {error}") from None
-
-
-def _counters(engine: Engine, server: Server) -> Mapping[str, float]:
-    try:
-        return engine.read_counters(server.fetch)
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def _joined(counters: Sequence[Mapping[str, float]]) -> dict[str, float]:

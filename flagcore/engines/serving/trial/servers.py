@@ -19,7 +19,6 @@ import psutil
 
 from flagcore.domain.launch import FailurePattern
 from flagcore.domain.trial import TrialState
-from flagcore.engines.serving.engine import PORT
 from flagcore.engines.serving.trial.failures import TrialFailure, died, first_error, log_text
 from flagcore.engines.serving.trial.job import Instance
 
@@ -56,24 +55,23 @@ class Server:
     def start(self, directory: str | None) -> None:
         """Start it on a free port. Raises TrialFailure if its program cannot be started."""
         self.port, self._started, self._healthy_from = free_port(), time.monotonic(), 0
-        argv = [word.replace(PORT, str(self.port)) for word in self.instance.argv]
-        environment = {name: value.replace(PORT, str(self.port)) for name, value in self.instance.environment.items()}
+        instance = self.instance.at_port(self.port)
         usual = os.sched_getaffinity(0)
         try:
             with self.log.open("wb") as log:
-                if self.instance.cores:
-                    os.sched_setaffinity(0, self.instance.cores)  # the child inherits it
+                if instance.cores:
+                    os.sched_setaffinity(0, instance.cores)  # the child inherits it
                 self._process = subprocess.Popen(
-                    argv,
+                    instance.argv,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
+                    env={**os.environ, **instance.environment},
                     cwd=directory,
                     start_new_session=True,
                 )
         except OSError as error:
-            reason = f"{self.name} cannot be started: {argv[0]}: {error.strerror or error}"
+            reason = f"{self.name} cannot be started: {instance.argv[0]}: {error.strerror or error}"
             raise TrialFailure(TrialState.INVALID, reason) from None
         finally:
             os.sched_setaffinity(0, usual)
