@@ -79,10 +79,10 @@ def arguments(knobs: Sequence[Knob], values: Mapping[str, KnobValue]) -> tuple[s
 def all_columns(columns: Columns, knobs: Sequence[Knob], fixed: Mapping[str, KnobValue]) -> dict[str, IntArray]:
     """Return a column of each knob; if there is none, of the fixed or the neutral value."""
     like = next(iter(columns.values()), np.zeros(1))
-    found = {}
+    found = dict(columns)
     for knob in knobs:
-        value = fixed.get(knob.name, knob.neutral)
-        found[knob.name] = columns.get(knob.name, np.full(like.shape, code(knob, value)))
+        if knob.name not in columns:
+            found[knob.name] = np.full(like.shape, code(knob, fixed.get(knob.name, knob.neutral)))
     return found
 
 
