@@ -93,21 +93,17 @@ def _json(text: str) -> Traffic:
 
 def _rows(text: str) -> list[dict[str, Any]]:
     """Return the objects of JSON, or of JSON lines: only a line feed ends one, texts may hold other ends (U+2028)."""
-    rows, line = [], 0
-    try:
-        if text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:
-            for line, each in enumerate(text.split("\n"), 1):  # noqa: B007
-                if each.strip():
-                    rows.append(json.loads(each))
-    except (ValueError, RecursionError) as error:
-        where = f" (line {line})" if line > 1 else ""
-        raise _Bad(f"it is neither JSON nor JSON lines{where}: {error}") from None
+    rows: list[Any] = []
+    for number, part in enumerate([text] if text.lstrip().startswith("[") else text.split("\n"), 1):
+        try:
+            found = json.loads(part) if part.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise _Bad(f"it is neither JSON nor JSON lines (line {number}): {error}") from None
+        rows += found if isinstance(found, list) else [found]
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise _Bad(f"row {number} is not an object")
-    return list(rows)
+    return rows
 
 
 def _lengths(rows: Sequence[Mapping[str, Any]]) -> Traffic:
