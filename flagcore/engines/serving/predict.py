@@ -115,22 +115,15 @@ def _file_weight_bytes(task: Task) -> float | None:
 
 def split_of(settings: Settings, captured_tokens: int = GRAPH_TOKENS) -> Split:
     """Return how candidates split the work."""
-
-    def count(values: object) -> FloatArray:
-        return np.asarray(values, dtype=np.float64)
-
-    tensor, data, pipeline = count(settings.tensor), count(settings.data), count(settings.pipeline)
-    captured = np.minimum(captured_tokens, 2.0 * count(settings.max_running))
+    names = ("tensor", "data", "expert", "pipeline", "instances", "pass_tokens")
+    counts = {name: np.maximum(getattr(settings, name).astype(np.float64), 1.0) for name in names}
+    ranks = counts["tensor"] * counts["data"] * counts["pipeline"]
+    captured = np.minimum(captured_tokens, 2.0 * settings.max_running)
     return Split(
-        tensor=tensor,
-        data=data,
-        expert=np.maximum(count(settings.expert), 1.0),
-        pipeline=pipeline,
-        instances=count(settings.instances),
-        cores=np.maximum(count(settings.devices) / (tensor * data * pipeline), 1.0),
-        captured=np.where(count(settings.graphs) > 0, captured, 0.0),
-        pass_tokens=np.maximum(count(settings.pass_tokens), 1.0),
-        cache_bytes=count(settings.cache_element_bytes),
+        **counts,
+        cores=np.maximum(settings.devices / ranks, 1.0),
+        captured=np.where(settings.graphs > 0, captured, 0.0),
+        cache_bytes=settings.cache_element_bytes.astype(np.float64),
     )
 
 

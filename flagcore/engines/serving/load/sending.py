@@ -159,31 +159,25 @@ class _Run:
 
     def result(self, concurrency: int | None, notes: tuple[str, ...], meter: Meter | None) -> LoadResult:
         answers = tuple(sorted(self._answers, key=lambda answer: answer.start_s))
-        if self.problems or meter is None:
-            problems = tuple(
-                f"{text} ({count} requests)" if count > 1 else text for text, count in self.problems.items()
-            )
-            return LoadResult(
-                figures={},
-                duration_s=time.perf_counter() - self._began,
-                completed=len(answers),
-                failed=self.problems.total(),
-                problems=problems,
-                notes=notes,
-            )
-        cost = meter.figures()
-        if cost["client_cpu_share"] > NEAR_LIMIT:
-            share = f"{cost['client_cpu_share']:.2f}"
-            notes = (*notes, f"the client used {share} of its core: it may have been the bottleneck")
-        if self._late_s > LATE_S:
-            notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
-        closed = self._requests[0].arrive_s is None
+        figures: dict[str, float] = {}
+        if meter is not None and not self.problems:
+            closed = self._requests[0].arrive_s is None
+            cost = meter.figures()
+            figures = {**figures_of(answers, concurrency if closed else None), **cost}
+            if cost["client_cpu_share"] > NEAR_LIMIT:
+                share = f"{cost['client_cpu_share']:.2f}"
+                notes = (*notes, f"the client used {share} of its core: it may have been the bottleneck")
+            if self._late_s > LATE_S:
+                notes = (*notes, f"a request was sent {self._late_s:.2f} s late: the client was busy")
         return LoadResult(
-            figures={**figures_of(answers, concurrency if closed else None), **cost},
-            duration_s=duration_s(answers),
+            figures=figures,
+            duration_s=duration_s(answers) if figures else time.perf_counter() - self._began,
             completed=len(answers),
-            failed=0,
-            requests=answers,
+            failed=self.problems.total(),
+            problems=tuple(
+                f"{text} ({count} requests)" if count > 1 else text for text, count in self.problems.items()
+            ),
+            requests=answers if figures else (),
             notes=notes,
         )
 
