@@ -173,10 +173,11 @@ def memory_share(task: Task, columns: Columns) -> FloatArray:
     return np.round((mib - aside) / mib, 3)
 
 
-def pool_tokens(task: Task, instances: int) -> int:
+def pool_tokens(task: Task, instances: IntArray | int) -> FloatArray:
     """Return the tokens of the cache of one instance where devices are cores: SGLang would take most of the memory."""
     loads = task.spec.serve.loads
-    return max(_LEAST_POOL, math.ceil(2 * most_in_flight(loads) / instances) * longest(loads))
+    tokens: FloatArray = np.ceil(2 * most_in_flight(loads) / np.maximum(instances, 1)) * longest(loads)
+    return np.maximum(tokens, _LEAST_POOL)
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -212,7 +213,5 @@ def _cache_bytes(
     fixed = others.get("max-total-tokens")
     if not isinstance(fixed, int) and not Hardware.of(task).on_cores:
         return np.full(devices.shape, np.nan)
-    counts, rows = np.unique(get[INSTANCES], return_inverse=True)
-    tokens = [fixed if isinstance(fixed, int) else pool_tokens(task, max(int(each), 1)) for each in counts]
-    pools = np.array(tokens, dtype=np.float64)[rows].reshape(devices.shape)
+    pools = float(fixed) if isinstance(fixed, int) else pool_tokens(task, get[INSTANCES])
     return pools * cache_bytes_per_token(task.spec.model, 1.0) * element / devices

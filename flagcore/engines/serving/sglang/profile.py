@@ -43,7 +43,7 @@ def _server(task: Task, values: Mapping[str, KnobValue], cores: tuple[int, ...])
     if hardware.on_cores and "device" not in others:
         argv += ["--device", "cpu"]
     if hardware.on_cores and "max-total-tokens" not in others:
-        argv += ["--max-total-tokens", str(own.pool_tokens(task, count(values, INSTANCES)))]
+        argv += ["--max-total-tokens", f"{own.pool_tokens(task, count(values, INSTANCES)):.0f}"]
     argv += written(others, negated=False)
     environment = {"HF_HUB_OFFLINE": "1"}
     if cores:

@@ -6,7 +6,6 @@ versions vllm-project/vllm #17073 (memory decides on batch sizes), #38284 (0.21:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -179,18 +178,17 @@ def limits(task: Task, columns: Columns) -> tuple[IntArray, IntArray]:
     return tokens, np.where(seqs_set, seqs, np.minimum(seqs, tokens))
 
 
-def cache_gib(task: Task, instances: int, ranks: int) -> int:
+def cache_gib(task: Task, instances: IntArray | int, ranks: IntArray | int) -> FloatArray:
     """Return the GiB of cache of one rank where devices are cores and memory is the machine's.
 
     Twice what the requests in flight can fill, at least 1, at most half of what the weights leave of a rank's share.
     """
     hardware, serve = Hardware.of(task), task.spec.serve
+    instances, ranks = np.maximum(instances, 1), np.maximum(ranks, 1)
     token = cache_bytes_per_token(task.spec.model, 2.0) / ranks
     wanted = 2 * most_in_flight(serve.loads) / instances * longest(serve.loads) * token
-    room = math.inf
-    if not math.isnan(hardware.memory_bytes):
-        room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
-    return max(1, min(math.ceil(wanted / 2**30), int(min(room, 2.0**60) / 2**30)))
+    room = (hardware.memory_bytes * hardware.cards / instances - weight_bytes(task)) / ranks / 2
+    return np.maximum(np.fmin(np.ceil(wanted / 2**30), np.floor(room / 2**30)), 1.0)
 
 
 def settings(task: Task, columns: Columns) -> Settings:
@@ -232,7 +230,4 @@ def _cache_bytes(
         return fixed * ranks / devices
     if not Hardware.of(task).on_cores:
         return np.full(ranks.shape, np.nan)
-    pairs = np.stack([get[INSTANCES], ranks], axis=-1).reshape(-1, 2)
-    unique, rows = np.unique(pairs, axis=0, return_inverse=True)
-    gib = np.array([cache_gib(task, max(int(n), 1), max(int(r), 1)) for n, r in unique], dtype=np.float64)
-    return gib[rows.ravel()].reshape(ranks.shape) * 2.0**30 * ranks / devices
+    return cache_gib(task, get[INSTANCES], ranks) * 2.0**30 * ranks / devices

@@ -53,7 +53,7 @@ def _cpu_environment(task: Task, values: Mapping[str, KnobValue], cores: tuple[i
     instances, ranks, threads = count(values, INSTANCES), count(values, TP), values.get(own.THREADS)
     environment = {}
     if "kv-cache-memory-bytes" not in own.parse_args(task.spec).others:
-        environment[CACHE_SPACE] = str(own.cache_gib(task, instances, ranks))
+        environment[CACHE_SPACE] = f"{own.cache_gib(task, instances, ranks):.0f}"
     if instances * ranks > 1 or threads is not None:
         share = max(1, len(cores) // ranks)
         parts = [cores[rank * share : (rank + 1) * share] for rank in range(ranks)]
