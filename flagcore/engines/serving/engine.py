@@ -20,7 +20,7 @@ from flagcore.engines.serving.common.command_line import EngineArgs
 from flagcore.engines.serving.common.hardware import DP, EP, INSTANCES, PP, TP, longest
 from flagcore.engines.serving.common.weights import fewest_devices
 from flagcore.engines.serving.load.result import COMPLETIONS
-from flagcore.engines.serving.model.work import HostTimes, Overheads, Releases, overheads_of
+from flagcore.engines.serving.model.work import Overheads, Releases, overheads_of
 
 PORT = "{port}"
 """Placeholder in a command line for the port, which is chosen when the server starts."""
@@ -158,8 +158,8 @@ class Engine:
     """The knob that by default takes as many devices as the weights need."""
     overheads: Releases = field(default_factory=dict)
     """What the engine adds to its kernels, by the release from which on it holds, the newest first."""
-    host_times: HostTimes | None = None
-    """The same where devices are CPU cores."""
+    host_times: tuple[float, float] | None = None
+    """Seconds of an iteration and of each of its sequences where devices are CPU cores."""
     receive_flag: str = ""
     """The flag for the iterations between two looks at new requests."""
     graph_tokens: Callable[[Task], int] = lambda task: GRAPH_TOKENS
@@ -185,8 +185,16 @@ class Engine:
         return metrics.counters(fetch, self.counters)
 
     def overheads_for(self, task: Task, *, on_host: bool) -> Overheads:
-        """Return the overheads for a task. `on_host`: the CPU that schedules also computes."""
+        """Return the overheads for a task.
+
+        `on_host`: there is no device, the CPU that schedules also computes, and small kernels are no launches.
+        """
         serve = task.spec.serve
-        found = overheads_of(self.overheads, serve.engine_version, self.host_times if on_host else None, on_host)
+        found = overheads_of(self.overheads, serve.engine_version)
+        if on_host:
+            found = replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
+            if self.host_times is not None:
+                iteration, sequence = self.host_times
+                found = replace(found, iteration=iteration, sequence=sequence, request=3e-3, entry=0.5e-3)
         receive = serve.engine_args.get(self.receive_flag)
         return replace(found, receive=receive) if isinstance(receive, int) and receive > 0 else found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
@@ -117,27 +117,16 @@ class Split:
 Releases = Mapping[str, Overheads]
 """Overheads by the release from which on they hold, the newest first."""
 
-HostTimes = tuple[float, float]
-"""Seconds of an iteration and of each of its sequences where the CPU that computes also schedules, samples and serves
-clients."""
-
 UNFITTED = Overheads(iteration=0.0, sequence=0.0, request=0.0, attention=0.0, ffn=0.0)
 """For an engine without figures of its own: its kernels alone, so times are lower bounds."""
 
 
-def overheads_of(releases: Releases, version: str | None, host_times: HostTimes | None, on_host: bool) -> Overheads:
-    """Return the overheads of a release; without a version those of the newest.
-
-    `on_host`: there is no device, the host computes, and small kernels are no launches.
-    """
+def overheads_of(releases: Releases, version: str | None) -> Overheads:
+    """Return the overheads of a release; without a version those of the newest."""
     newest = (sys.maxsize,)
     number, found = release(version or "") or newest, UNFITTED
     for since, overheads in releases.items():
         found = overheads
         if number >= (release(since) or newest):
             break
-    if not on_host:
-        return found
-    if host_times is not None:
-        found = replace(found, iteration=host_times[0], sequence=host_times[1], request=3e-3, entry=0.5e-3)
-    return replace(found, attention=0.0, latent=0.0, ffn=0.0, experts={})
+    return found
