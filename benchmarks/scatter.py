@@ -37,8 +37,8 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
     says = f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {NEAR} times off"
     height = SIZE + TITLE
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-TITLE} {SIZE} {height}" width="{SIZE}" height="{height}"',
-        ' font-family="sans-serif" font-size="10">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-TITLE} {SIZE} {height}" width="{SIZE}"',
+        f' height="{height}" font-family="sans-serif" font-size="10">',
         f"<title>{escape(title)}</title><desc>{escape(says)}</desc>",
         f'<rect y="{-TITLE}" width="{SIZE}" height="{height}" fill="#fff"/>',
         f'<text x="{SIZE / 2}" y="-5" text-anchor="middle">{escape(title)}</text>',
