@@ -128,9 +128,11 @@ def _peaks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any
     return dict(sorted(found.items()))
 
 
-def _ranks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[page.Summary]:
-    """Return the figures of single ranks, by source and kind of model."""
-    found: dict[str, list[Row]] = defaultdict(list)
+def _ranks(
+    jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, page.Summary]]:
+    """Return the figures of single ranks, by source and kind of model, and by name."""
+    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for kind in ("dense", "MoE"):
         for figure, (name, key) in RANK_FIGURES.items():
             for job, answer in zip(jobs, answers, strict=True):
@@ -138,8 +140,10 @@ def _ranks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any
                     measured := job["measured"].get(key)
                 ):
                     row = Row(job=job, measured=measured, predicted=answer.get("rank", {}).get(figure))
-                    found[f"{job['source']}, {kind}: {name}"].append(row)
-    return [_summary(name, rows, {}) for name, rows in found.items()]
+                    found[f"{job['source']}, {kind}"][name].append(row)
+    return {
+        source: {name: _summary(name, rows, {}) for name, rows in figures.items()} for source, figures in found.items()
+    }
 
 
 def _groups(rows: Iterable[Row]) -> dict[object, list[Pair]]:

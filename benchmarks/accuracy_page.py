@@ -51,6 +51,9 @@ class Summary:
     ranking: Ranking | None
 
 
+NOTHING = Summary(source="", runs=0, errors=None, inside=None, ranking=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bad:
     """A run that is off."""
@@ -73,7 +76,7 @@ def text(
     *,
     steps: Sequence[Summary],
     peaks: Sequence[Summary],
-    ranks: Sequence[Summary],
+    ranks: Mapping[str, Mapping[str, Summary]],
     verdicts: Sequence[Verdict],
     refused: Sequence[tuple[str, str, str]],
     worst: Mapping[str, Bad],
@@ -88,7 +91,7 @@ def text(
         _section("Step time", [*_steps(steps), *_gallery(pictures, of_time)]) if steps else "",
         _section("Fitted and left out", _fitted(fitted)) if fitted else "",
         _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, of_memory)]) if peaks else "",
-        _section("Single ranks", [RANKS, *_plain(ranks)]) if ranks else "",
+        _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
         _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
         _section("Rejected records", _refused(refused)),
         _section("Largest error of each source", _worst(worst)),
@@ -98,7 +101,7 @@ def text(
 
 PEAK = """Largest memory of tensors on any rank, as printed by the source, compared with `peak_allocated_gib`.
 """
-RANKS = """One rank of a larger job without communication: compute and memory only.
+RANKS = """One rank of a larger job without communication: compute and memory only. MAPE, and the worst error in parentheses.
 """
 FITTED = """\
 The errors above include sources that the parameters were fitted to. The parameters of a family's curve (the shares of
@@ -136,6 +139,19 @@ without recomputation, as in `flag estimate`. *From hardware flops*: the count o
 def _plain(summaries: Sequence[Summary]) -> list[str]:
     head = ["source", "runs", "answered", "MAPE", "median", "p90", "worst", "bias"]
     return _table(head, [_errors(each) for each in summaries])
+
+
+def _ranks(ranks: Mapping[str, Mapping[str, Summary]]) -> list[str]:
+    """Return a row per source with all figures of a rank."""
+    figures = list(dict.fromkeys(figure for found in ranks.values() for figure in found))
+    rows = []
+    for source, found in ranks.items():
+        cells = [
+            f"{_percent(each.errors.mape)} ({_percent(each.errors.worst)})" if each.errors else ""
+            for each in (found.get(figure, NOTHING) for figure in figures)
+        ]
+        rows.append([source, str(max(each.runs for each in found.values())), *cells])
+    return _table(["source", "ranks", *figures], rows)
 
 
 def _errors(each: Summary) -> list[str]:

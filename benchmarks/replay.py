@@ -67,14 +67,18 @@ def main() -> None:
     """Print a table, and one JSON object at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--strategy", action="append", help="one of flagcore's; may be given again; the first counts")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        help="strategy (repeatable); the first one is `flagcore` in the summary",
+    )
     parser.add_argument("--fitting", type=float, help="shrink memory until this share of a sweep's candidates fits")
-    parser.add_argument("--seeds", type=int, default=5, help="of TPE; chance has its own")
-    parser.add_argument("--by-sweep", action="store_true", help="print a line of every sweep, too")
-    parser.add_argument("--every", type=int, default=1, help="replay every so-manieth sweep; all still teach")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds of TPE")
+    parser.add_argument("--by-sweep", action="store_true", help="also print one line per sweep")
+    parser.add_argument("--every", type=int, default=1, help="replay every Nth sweep; all provide experience")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--ablations", action="store_true", help="compare the search with itself, a part taken away")
-    kinds.add_argument("--wrong", action="store_true", help="mislead the search by models wrong about a sweep")
+    kinds.add_argument("--ablations", action="store_true", help="compare the search with variants that lack one part")
+    kinds.add_argument("--wrong", action="store_true", help="distort the predictions of each sweep")
     kinds.add_argument("--subsets", action="store_true", help="replay parts of the sweeps only")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
