@@ -101,7 +101,8 @@ def text(
 
 PEAK = """Largest memory of tensors on any rank, as printed by the source, compared with `peak_allocated_gib`.
 """
-RANKS = """One rank of a larger job without communication: compute and memory only. MAPE, and the worst error in parentheses.
+RANKS = """One rank of a larger job without communication: compute and memory only. MAPE, and the worst error in
+parentheses.
 """
 FITTED = """\
 The errors above include sources that the parameters were fitted to. The parameters of a family's curve (the shares of
