@@ -83,9 +83,14 @@ def test_example_of_a_serving_key_is_valid(path: str, tmp_path: Path) -> None:
     parse_example(path, EXAMPLES["serve"][path], SERVE_BASE, tmp_path)
 
 
-def test_every_key_has_an_example() -> None:
+@pytest.mark.parametrize("knob", [path[-1] for path in KEYS if path[:-1] == ("auto_tuner", "space")])
+def test_auto_is_a_value_of_every_knob(knob: str, tmp_path: Path) -> None:
+    parse_example(f"auto_tuner.space.{knob}", "auto", BASE, tmp_path)
+
+
+def test_every_key_but_knobs_has_an_example() -> None:
     for kind, keys in (("train", KEYS), ("serve", SERVE_KEYS)):
-        paths = {".".join(map(str, path)) for path in keys}
+        paths = {".".join(map(str, path)) for path in keys if path[:-1] != ("auto_tuner", "space")}
         named = {path.replace("LATENCY", name) for path in EXAMPLES[kind] for name in LATENCIES}
         assert paths <= named
 
