@@ -15,7 +15,6 @@ SPEC = Path(__file__).with_name("portability.yaml")
 PAGE = Path(__file__).parents[1] / "docs" / "portability.md"
 MARKS = ("<!-- examples/portability.py -->\n", "<!-- end -->\n")
 CHIPS = ("A800-80GB", "C500", "C550", "BI-V150", "MLU370-X8", "H100-SXM")
-LAYOUTS = ("TP 2, MBS 1, SP", "TP 4, MBS 1, SP", "TP 8, MBS 1, SP")
 
 
 def winners() -> dict[str, api.Estimate]:
@@ -74,24 +73,10 @@ def of_others(found: dict[str, api.Estimate]) -> list[str]:
     return table(*rows)
 
 
-def of_layouts() -> list[str]:
-    """Return the step time of wider tensor parallelism, and the share of its communication, on each chip."""
-    rows = [["", *(f"on {chip}" for chip in CHIPS)]]
-    for layout in LAYOUTS:
-        row = [layout]
-        for chip in CHIPS:
-            account = api.explain_candidate(SPEC, f"{layout}, dist-opt", chip=chip)
-            assert account.predicted is not None
-            step, exchange = account.predicted["step_time_s"]["value"], account.predicted["time"]["tp_comm_s"]
-            row.append(f"{step:.1f} s, {exchange / step:.0%}")
-        rows.append(row)
-    return table(*rows)
-
-
 def page(text: str) -> str:
     """Return `text` with new tables, each between its marks."""
     found, done = winners(), ""
-    for lines in (of_winners(found), of_others(found), of_layouts()):
+    for lines in (of_winners(found), of_others(found)):
         before, _, rest = text.partition(MARKS[0])
         text = rest.partition(MARKS[1])[2]
         done += "\n".join([f"{before}{MARKS[0]}", *lines, MARKS[1]])

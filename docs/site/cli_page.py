@@ -9,7 +9,7 @@ import click
 
 from flagcore.cli.main import flag
 
-MARK = re.compile(r"^<!-- (flag[ \w-]*|common options) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (flag(?: [\w-]+)*|common options) -->$", re.MULTILINE)
 COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name")
 """Options that several commands share. They are described once."""
 SHARED_FROM = ("tune", "estimate")

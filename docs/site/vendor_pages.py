@@ -52,11 +52,10 @@ def _overview(text: str) -> str:
             f"[{shown}](vendors/{name}.md)",
             _known(f"flagcore_{name}").word,
             str(len(chips(f"flagcore_{name}"))),
-            ", ".join(each.name for each in chips(f"flagcore_{name}")),
         ]
         for name, shown in VENDORS.items()
     ]
-    made = table(["vendor", "maturity", "chips", "names"], rows)
+    made = table(["vendor", "maturity", "chips"], rows)
     return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{made}\n\n<!-- end -->", text)
 
 
