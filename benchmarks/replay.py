@@ -53,7 +53,7 @@ OTHERS = {
 class Score:
     """One search on one sweep. `trials` and `seconds` are by tolerance, `untried` is by what it is a share of.
 
-    What holds when a search is done is None, or empty, if it never says so.
+    Figures of a finished search are None, or empty, if it never stops by itself.
     """
 
     trials: Mapping[str, float]
@@ -201,7 +201,7 @@ def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapp
     for name, told in figures.items():
         trials = (f"{told[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
         done = (*(told[f"never_tried_of_{of}"] for of in SPACES), told["best_kept_within_1pct"])
-        shares = ("never says" if share is None else f"{share:.1%}" for share in done)
+        shares = ("never stops" if share is None else f"{share:.1%}" for share in done)
         cells = (*trials, f"{told['trial_seconds_to_within_1pct']:.1f}", f"{told['regret_at_5_trials']:.2%}", *shares)
         print(f"| {name} | {' | '.join(cells)} |")
 
