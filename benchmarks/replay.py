@@ -190,7 +190,7 @@ def _figures(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 HEADS = ("search", "trials to 5%", "1%", "best", "trial seconds to 1%", "regret at 5")
-HEADS_WHEN_DONE = ("never tried of measured", "of candidates", "of combinations", "best kept")
+HEADS_WHEN_DONE = ("never tried of measured", "of candidates", "of combinations", "best found")
 
 
 def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapping[str, Any]]) -> None:
