@@ -64,8 +64,7 @@ def test_site_describes_every_option() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_extras_and_commands_that_a_page_names_exist(page: str) -> None:
     extras = set(re.findall(r"(?:flagcore|\.)\[(\w+)\]", TEXT[page]))
-    known = set(re.findall(r'"(\w+)"', (ROOT / "hatch_build.py").read_text()))
-    assert extras <= known
+    assert extras <= set(re.findall(r'"(\w+)"', (ROOT / "hatch_build.py").read_text()))
     assert set(re.findall(r"`flag ([a-z]+)", TEXT[page])) <= set(COMMANDS)
 
 
@@ -208,11 +207,10 @@ def _kinds(kind: type[errors.FlagError]) -> Iterator[type[errors.FlagError]]:
 
 
 def _variables() -> set[str]:
-    """Return the names of environment variables that code of the core reads or marks trials with; those whose names
-    are worked out are plugins' and specs' own."""
+    """Return the environment variables that the core reads or sets in trials, if their names are constants."""
     found: set[str] = set()
     for file in (ROOT / "flagcore").rglob("*.py"):
-        if "testing" in file.parts:  # its checks set and restore what plugins are given
+        if "testing" in file.parts:  # its checks set and restore variables
             continue
         text = file.read_text(encoding="utf-8")
         if "os.environ" not in text and "FLAGCORE_" not in text:
@@ -225,15 +223,15 @@ def _variables() -> set[str]:
             for target in each.targets
             if isinstance(target, ast.Name)
         }
-        asked = [name for node in ast.walk(tree) for name in _asked(node)]
-        found |= {str(name.value) for name in asked if isinstance(name, ast.Constant)}
-        found |= {str(constants[name.id]) for name in asked if isinstance(name, ast.Name) and name.id in constants}
+        read = [name for node in ast.walk(tree) for name in _variables_of(node)]
+        found |= {str(name.value) for name in read if isinstance(name, ast.Constant)}
+        found |= {str(constants[name.id]) for name in read if isinstance(name, ast.Name) and name.id in constants}
         found |= {str(value) for value in constants.values() if re.fullmatch(r"FLAGCORE_[A-Z_]+", str(value))}
     return found
 
 
-def _asked(node: ast.AST) -> list[ast.expr]:
-    """Return what a piece of code asks the environment for."""
+def _variables_of(node: ast.AST) -> list[ast.expr]:
+    """Return the names of environment variables that a piece of code reads."""
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     if isinstance(node, ast.Call) and re.fullmatch(r"os\.environ\.\w+|os\.getenv", called):
         return node.args[:1]
