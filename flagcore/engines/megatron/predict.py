@@ -37,7 +37,7 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     train, layout = training(task), layout_of(task, columns)
     rows = layout.data.size
     blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)] or [slice(0, 0)]
-    return Predictions.join([_predict(train, layout.rows(block), costs) for block in blocks])
+    return Predictions.join([_predict(train, layout[block], costs) for block in blocks])
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
@@ -72,7 +72,7 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
-    train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
+    train, layout = training(task), layout_of(task, columns)[slice(0, 1)]
     costs = costs.groups[sum(rank >= first for first in costs.further)]
     memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
     reserved = costs.memory.reserved_bytes(memory.peak)

@@ -111,7 +111,7 @@ def test_a_candidate_takes_the_same_time_alone_and_among_others() -> None:
     many = Layout(**values)
     together = step_time(TRAIN, many, costs())
     for row in rng.integers(0, rows, 20):
-        alone = step_time(TRAIN, many.rows(np.array([row])), costs())
+        alone = step_time(TRAIN, many[np.array([row])], costs())
         for name, seconds in alone.items():
             assert together[name][row] == pytest.approx(seconds[0], rel=1e-12), name
 

@@ -5,12 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
+
+T = TypeVar("T")
+R = TypeVar("R", bound="ArrayRecord")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """A record of arrays, or of other such records: added, scaled and indexed field by field."""
+
+    def __add__(self: R, other: R) -> R:
+        return type(self)(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+    def __mul__(self: R, times: FloatArray | float) -> R:
+        return type(self)(**{each.name: getattr(self, each.name) * times for each in fields(self)})
+
+    def __getitem__(self: R, rows: slice | IntArray) -> R:
+        return type(self)(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +98,6 @@ class Options:
 
 
 DEFAULTS = Options()
-"""Defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +137,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(ArrayRecord):
     """How candidates split the work. Counts, as floats; arrays of one length.
 
     `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the
@@ -144,9 +161,6 @@ class Layout:
     block: FloatArray
     first_layers: FloatArray
     last_layers: FloatArray
-
-    def rows(self, part: slice | IntArray) -> Layout:
-        return Layout(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
         """Return the first row of each combination of the named counts, and for each candidate which one it has."""
@@ -195,13 +209,22 @@ MOST_CHOICES = 30
 """Arrays among which `numpy.choose` chooses: its limit is 32 or 64, depending on its version."""
 
 
-def pick(which: IntArray, values: Sequence[FloatArray] | Sequence[IntArray]) -> FloatArray:
-    """Return for each candidate the value at its number in `which`. As `numpy.choose`, without its limit."""
-    if len(values) <= MOST_CHOICES:
-        return np.choose(which, values)
-    rows = np.stack([np.broadcast_to(value, which.shape) for value in values])
-    found: FloatArray = np.take_along_axis(rows, which[None], axis=0)[0]
-    return found
+def pick(which: IntArray, values: Sequence[T]) -> T:
+    """Return for each candidate the value at its number in `which`, of arrays or records of arrays.
+
+    As `numpy.choose`, without its limit.
+    """
+    first: Any = values[0]
+    found: Any
+    if isinstance(first, ArrayRecord):
+        names = [each.name for each in fields(first)]
+        found = type(first)(**{name: pick(which, [getattr(value, name) for value in values]) for name in names})
+    elif len(values) <= MOST_CHOICES:
+        found = np.choose(which, cast("Any", values))
+    else:
+        rows = np.stack([np.broadcast_to(cast("Any", value), which.shape) for value in values])
+        found = np.take_along_axis(rows, which[None], axis=0)[0]
+    return cast("T", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +248,8 @@ class Placement:
             number += index >= start
         return number
 
-    def pick(self, index: FloatArray, values: Sequence[FloatArray]) -> FloatArray:
-        """Return of `values`, one a group, those of stage `index` of each candidate."""
+    def pick(self, index: FloatArray, values: Sequence[T]) -> T:
+        """Return of `values`, one a group, arrays or records of arrays, those of stage `index` of each candidate."""
         return values[0] if len(values) == 1 else pick(self.group(index), values)
 
     def stages(self, layout: Layout) -> list[FloatArray]:

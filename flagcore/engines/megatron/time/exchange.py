@@ -10,6 +10,7 @@ from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import layer_input_bytes
+from flagcore.engines.megatron.time.passes import Linear
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.transformer import widths
 
@@ -57,17 +58,16 @@ class TensorExchange:
     def forward(self) -> FloatArray:
         return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
 
-    def backward(self, input_gradient: FloatArray, weight_gradient: FloatArray) -> FloatArray:
-        """Return what a block waits for in its backward pass.
+    def backward(self, first: Linear) -> FloatArray:
+        """Return what a block waits for in its backward pass; `first` is its first layer.
 
-        The gradient of its output is gathered first (sequence parallel). Behind the first layer's own products hide
+        The gradient of its output is gathered first (sequence parallel). Behind that layer's own products hide
         the second gather of its input (behind the gradient of the input) and the reduction of the input's gradient
         (behind the gradient of the weight). Source: megatron-core 0.16 `tensor_parallel/layers.py`.
         """
-        hidden = np.maximum(self.gather - input_gradient, 0.0) + np.maximum(self.scatter - weight_gradient, 0.0)
-        return np.where(
-            self.sequence_parallel > 0, self.gather + hidden, np.maximum(self.reduce - weight_gradient, 0.0)
-        )
+        weight = first.weight_gradient
+        hidden = np.maximum(self.gather - first.input_gradient, 0.0) + np.maximum(self.scatter - weight, 0.0)
+        return np.where(self.sequence_parallel > 0, self.gather + hidden, np.maximum(self.reduce - weight, 0.0))
 
 
 def context_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArray:

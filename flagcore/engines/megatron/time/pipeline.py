@@ -38,7 +38,7 @@ def pipeline_time(
     paired = together(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
-        some = layout.rows(rows)
+        some = layout[rows]
         which = _standing_for(int(length), [stage.index[rows] for stage in found])
 
         def of(values: list[FloatArray], which: list[IntArray] = which, rows: IntArray = rows) -> FloatArray:
