@@ -45,18 +45,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
     train, layout = training(task), layout_of(task, columns)
     index = stages.astype(np.float64)
     workspaces = [np.array(each.memory.workspace_bytes()) for each in costs.groups]
-    table = component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
-    return {
-        name: {
-            "params": row.params,
-            "weights_bytes": row.weights,
-            "gradients_bytes": row.gradients,
-            "main_params_bytes": row.main_parameters,
-            "optimizer_bytes": row.optimizer,
-            "activation_bytes": row.activation,
-        }
-        for name, row in table.items()
-    }
+    return component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
 
 
 def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
@@ -175,7 +164,7 @@ def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
         reserved_bytes=found.reserved,
         device_used_bytes=found.used,
         worst_stage=found.memory.worst_stage,
-        capacity_bytes=found.capacity,
+        capacity_bytes=found.capacity if costs.further else costs.memory.capacity_bytes(),
         model_flops=model_flops(train),
     )
 

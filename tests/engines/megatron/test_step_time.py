@@ -11,7 +11,6 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.memory.training import training_memory
 from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.time.step import rank_time, step_time
@@ -19,6 +18,7 @@ from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
+from tests.engines.megatron.candidates import training_memory
 
 ASSUMED = Source(kind="estimated", detail="round figures")
 CHIP = Chip(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.engines.megatron.memory.modules import Module, Sizes, stored
+from flagcore.engines.megatron.memory.modules import Extra, Module, Sizes, stored
 from flagcore.engines.megatron.parallel.layout import Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.physics.transformer import attended
@@ -31,17 +31,6 @@ OFFLOADED = {
     "moe_act": ("moe_first",),
 }
 """What offload of a module sends to the host: its inputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """Bytes that a module needs besides its work, at most those that each other layer in flight does not store."""
-
-    bytes: FloatArray
-    spared: FloatArray
-
-    def beside(self, layers: FloatArray) -> FloatArray:
-        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +53,6 @@ class Dropped:
     def more(self) -> bool:
         """Whether recompute needs more than what was dropped."""
         return self.copies > 1.0 or self.output is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A module of a row that saves, and what it needs besides its work."""
-
-    module: Module
-    extras: tuple[Extra, ...] = ()
 
 
 def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[Dropped]:
@@ -110,7 +91,7 @@ def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) ->
 
 def saving(
     row: Sequence[Module], drops: Sequence[Dropped], away: Collection[str], here: FloatArray | float
-) -> list[Place]:
+) -> list[Module]:
     """Return a row that stores neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
 
     A tensor that several drop belongs to the first; one that is dropped is not sent. Of what is on the host a layer in
@@ -143,7 +124,7 @@ def saving(
     if away:
         _send(left, work, extras, away, here)
     rows = zip(row, left, work, extras, strict=True)
-    return [Place(replace(module, tensors=stored, work=need), tuple(extra)) for module, stored, need, extra in rows]
+    return [replace(module, tensors=tensors, work=need, extras=tuple(extra)) for module, tensors, need, extra in rows]
 
 
 def _send(
@@ -175,17 +156,16 @@ class Moments:
     saving: tuple[tuple[FloatArray, tuple[Extra, ...]], ...]
 
     @classmethod
-    def of(cls, row: Sequence[Place], beside: FloatArray | float = 0.0, split: int = 0) -> Moments:
+    def of(cls, row: Sequence[Module], beside: FloatArray | float = 0.0, split: int = 0) -> Moments:
         """Return the moments of a row, higher by `beside`. The first `split` modules do not wait for those behind."""
         plain, behind, saving = np.zeros(()), np.zeros(()), []
-        for place in reversed(range(len(row))):
-            module, extras = row[place].module, row[place].extras
+        for place, module in reversed(list(enumerate(row))):
             if place == split - 1:
                 behind = np.zeros(())
             above = module.work - behind + beside
             behind = behind + module.stored
-            if extras:
-                saving.append((above, extras))
+            if module.extras:
+                saving.append((above, module.extras))
             else:
                 plain = np.maximum(plain, above)
         return cls(plain, tuple(saving))
@@ -199,8 +179,8 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of one kind, bytes of one micro-batch: what it stores, and its moments; `crossing`: those while a layer
-    of another micro-batch runs forward beside its backward, None where none does.
+    """A row of modules, such as a layer, bytes of one micro-batch: what it stores, and its moments; `crossing`: those
+    while a layer of another micro-batch runs forward beside its backward, None where none does.
     """
 
     parts: Parts
@@ -209,7 +189,7 @@ class Layer:
     crossing: Moments | None = None
 
     @classmethod
-    def of(cls, row: Sequence[Place], front: int = 0) -> Layer:
+    def of(cls, row: Sequence[Module], front: int = 0) -> Layer:
         """Add up a row of modules. With `front`, its backward may run beside another micro-batch's forward.
 
         Both go module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`): the other layer has run its first
@@ -217,13 +197,10 @@ class Layer:
         this one's backward of attention.
         """
         parts: Parts = {}
-        for place in row:
-            add_parts(parts, {place.module.component: place.module.stored})
-        total = stored([place.module for place in row])
-        crossing = None
-        if front:
-            crossing = Moments.of(row, stored([place.module for place in row[:front]]), front)
-        return cls(parts, total, Moments.of(row), crossing)
+        for module in row:
+            add_parts(parts, {module.component: module.stored})
+        crossing = Moments.of(row, stored(row[:front]), front) if front else None
+        return cls(parts, stored(row), Moments.of(row), crossing)
 
     def above(self, layers: FloatArray, crossed: BoolArray | bool = False) -> FloatArray:
         alone = self.moments.worst(layers)

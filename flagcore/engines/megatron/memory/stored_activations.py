@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.domain.space import FloatArray
 from flagcore.engines.megatron.memory.activations import attention, ffn, mixture
 from flagcore.engines.megatron.memory.embedding_and_head import depths, embedding, head
-from flagcore.engines.megatron.memory.modules import Module, Sizes, stored, worst
+from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
@@ -41,24 +41,6 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """Multi-token prediction and the head: what they store, by component too, and how far their worst moment lies above
-    that.
-    """
-
-    parts: Parts
-    stored: FloatArray
-    above: FloatArray
-
-    @classmethod
-    def of(cls, row: Sequence[Module]) -> Exit:
-        parts: Parts = {}
-        for module in row:
-            add_parts(parts, {module.component: module.stored})
-        return cls(parts, stored(row), worst(row))
-
-
-@dataclass(frozen=True, slots=True)
 class Kinds:
     """What the stages of each candidate are made of. `recomputed` is 1 where selective recompute drops a module.
     `deferred` is what a layer holds of a micro-batch whose weights' gradients alone are left to compute.
@@ -68,7 +50,7 @@ class Kinds:
     recomputed: Mapping[str, FloatArray]
     dense: Layer
     moe: Layer
-    exit: Exit
+    head: Layer
     deferred: FloatArray
     away: Collection[str] = field(default_factory=frozenset)
 
@@ -90,7 +72,7 @@ class Kinds:
             recomputed=recomputed,
             dense=layers[0],
             moe=layers[-1],
-            exit=Exit.of(rows.head),
+            head=Layer.of(rows.head),
             deferred=2.0 * sum(products, np.zeros(())),
             away=away,
         )
@@ -103,16 +85,16 @@ class Kinds:
         found = _layers(train, self.rows, self.recomputed, self.away, here)
         return found[0], found[-1]
 
-    def ends(self, train: Training, layout: Layout, stage: Stage) -> Exit:
+    def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
         """Return what follows the layers of the last stage; multi-token prediction sends nothing to the host."""
         depth = train.model.mtp_num_layers
         if not depth:
-            return self.exit
+            return self.head
         last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.away else self.moe
         layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
         layers = layers * (not self.away)
         above = last.above(depth + layers, stage.in_flight < layout.microbatches)
-        return Exit.of([*depths(train, layout, self.sizes, last.stored, above, layers), *self.rows.head])
+        return Layer.of([*depths(train, layout, self.sizes, last.stored, above, layers), *self.rows.head])
 
 
 def _layers(
@@ -172,7 +154,7 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     loop, loop_at_loss = _schedule_tensors(layout, stage)
     above = above + loop * kinds.sizes.hidden
     ends = kinds.ends(train, layout, stage)
-    at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
+    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
     above = np.where(stage.last > 0, at_loss, above)
     waiting = _waiting(train, stage, kinds)
     rest = ends.stored * stage.last + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
