@@ -137,7 +137,7 @@ def job(
     task, support = platform.task, platform.support
     spec, train = task.spec, task.spec.train
     return {
-        "model": {name: value for name, value in asdict(spec.model).items() if name != "name"},
+        "model": asdict(spec.model),
         "train": {
             "seq_length": train.seq_length,
             "global_batch_size": train.global_batch_size,

@@ -14,7 +14,7 @@ import numpy as np
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.physics.transformer import attended, widths
+from flagcore.physics.transformer import attended, latent_widths, widths
 
 DROPPED = 2.5
 """Tensors of the attention scores' size, in units of a 16-bit value, that softmax and dropout store: the probabilities,
@@ -126,7 +126,7 @@ def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArr
     In megatron-core's own layers the compressed queries stay as they were gathered over tensor-parallel ranks.
     """
     model, unit, rows = train.model, sizes.unit, sizes.rows
-    q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+    q_rank, kv_rank, rope = latent_widths(model)
     normed = sizes.linear * rows * (q_rank + kv_rank) + 4.0 * rows * (1 + (q_rank > 0))
     if train.transformer_engine:
         return {"latent": normed + unit * rows * (q_rank + kv_rank + rope)}

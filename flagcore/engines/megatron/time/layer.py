@@ -19,7 +19,7 @@ from flagcore.engines.megatron.time.passes import (
     linear,
     norm_seconds,
 )
-from flagcore.physics.transformer import widths
+from flagcore.physics.transformer import latent_widths, widths
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
 """Kernels that the host launches forward for attention, and for an FFN, each with norm and residual sum: with
@@ -154,7 +154,7 @@ def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear,
     if not model.multi_latent_attention:
         entry = linear(kernels, tokens, h, (query + key + value) / split, train.precision)
         return entry, entry * 0.0, linear(kernels, tokens, query / split, h, train.precision)
-    q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+    q_rank, kv_rank, rope = latent_widths(model)
     heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
     down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), train.precision)
     up = linear(kernels, tokens, float(kv_rank), heads / split, train.precision)

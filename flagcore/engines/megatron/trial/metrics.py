@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ class StepLog:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "steps.jsonl").open("a", encoding="utf-8")
 
-    def write(self, step: Any) -> None:
-        print(json.dumps(dataclasses.asdict(step)), file=self._file, flush=True)
+    def write(self, step: Mapping[str, object]) -> None:
+        print(json.dumps(step), file=self._file, flush=True)
 
     def close(self) -> None:
         self._file.close()
