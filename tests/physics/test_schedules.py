@@ -14,8 +14,10 @@ from flagcore.domain.space import FloatArray
 from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, deferred, in_flight, makespan
 from flagcore.physics.schedules.execution import Pass, seconds_of
-from flagcore.physics.schedules.replay import FOLDED, orders_of, pipe_of, simulate
+from flagcore.physics.schedules.replay import pipe_of
+from tests.physics.planned_orders import orders_of, simulate
 
+FOLDED = [name for name, schedule in SCHEDULES.items() if schedule.folded]
 WHOLE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 LENGTHS = (1, 2, 3, 4, 6, 8)
 KINDS = ("even", "edges", "hetero")

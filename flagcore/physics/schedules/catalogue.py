@@ -37,6 +37,11 @@ class Schedule:
     splits_backward: bool = False
     post_validation: bool = False
 
+    @property
+    def folded(self) -> bool:
+        """Whether device r of p holds the parts r and 2p - 1 - r, so that the first has the last one too."""
+        return self.parts == 2 and self.copies == 1
+
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(),

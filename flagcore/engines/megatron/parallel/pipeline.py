@@ -142,7 +142,7 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     dense = layers
     if model.num_moe_experts is not None:
         dense = np.minimum(_leading_dense(model, layout, index, head, chunk), layers)
-    if options.schedule in FOLDED:
+    if options.schedule and catalogue.SCHEDULES[options.schedule].folded:
         last = first
     if options.schedule == "dualpipe":
         first = last = np.maximum(first, last)
@@ -152,10 +152,6 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     ):  # it follows the last layer, which need not be where the loss is
         norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
     return _Split(first, last, norm, layers, dense, last * model.mtp_num_layers)
-
-
-FOLDED = ("zb-v", "v-half", "v-min", "dualpipev")
-"""Schedules in which a device has two stages, one of either half, so that the first has the last one too."""
 
 
 def _given(model: Model, layout: Layout, index: FloatArray, options: Options) -> _Split:
