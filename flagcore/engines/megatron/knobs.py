@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Flag, Knob, Scope
+from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.settings import SETTINGS
@@ -157,11 +157,6 @@ KNOBS = (
 BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 
-def in_scope(scope: Scope) -> tuple[Knob, ...]:
-    """Return the knobs that a space, only a job record's candidate, or the settings may have."""
-    return tuple(knob for knob in KNOBS if scope in knob.scope)
-
-
 def axes(task: Task) -> tuple[Axis, ...]:
     """Return the axes of the space; a knob that the space does not have is auto."""
     return tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
@@ -172,10 +167,20 @@ def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
 
     The knobs of job records have 0 where they are not set.
     """
-    return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in (*SPACE_KNOBS, *RECORD_KNOBS)}
+    knobs = [knob for knob in KNOBS if knob.searchable or "record" in knob.scope]
+    return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in knobs}
 
 
-RECORD_KNOBS = in_scope("record")
+def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+    """Return columns of one row; a data-parallel size that is not given is what the devices leave."""
+    found = candidate_columns(values)
+    if values.get("data_parallel_size") is None:
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        used = np.prod([found[name] for name in sizes], axis=0)
+        found["data_parallel_size"] = np.maximum(task.cluster.devices // used, 1)
+    if values.get("use_recompute") is None:
+        found["use_recompute"] = (found["recompute_granularity"] > 0).astype(np.int64)
+    return found
 
 
 def _column(knob: Knob, value: KnobValue) -> IntArray:

@@ -59,7 +59,9 @@ def published(
 
     Raises SpecError for a layout of stages that is none.
     """
-    train, values, noted = task.spec.train, dict(values), read_notes(f"{notes}; {_trains(task.spec.model.name)}")
+    adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # nothing else identifies them
+    noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
+    train, values = task.spec.train, dict(values)
     if "pipeline_schedule" in noted:
         train = replace(train, attention="unfused")
         noted = {"overlap_p2p_comm": False, **noted}
@@ -79,30 +81,21 @@ def published(
     return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
 
 
-def _tuned(task: Task, kind: str, given: Mapping[str, SettingValue], overlaps: bool) -> bool:
-    """Return whether a run has the gradients of Megatron-Bridge's tuned recipes, which are reduced in 16 bits."""
-    narrow = task.spec.train.precision in ("fp8", "mxfp8", "nvfp4")
-    return overlaps and kind == IMPLEMENTATION and narrow and "accumulate_allreduce_grads_in_fp32" not in given
-
-
-def _trains(name: str) -> str:
-    """Return which weights are trained, by the model's name: only the name identifies runs of adapters."""
-    found = re.search(r"\b(lora|peft)\b", name, re.IGNORECASE)
-    return found[0] if found else ""
-
-
 def _defaults(
     task: Task, kind: str, given: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
 ) -> dict[str, SettingValue]:
-    flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
+    precision, flash = task.spec.train.precision, task.spec.train.attention == "flash"
+    sharded = bool(values.get("use_distributed_optimizer"))
     split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
     dense = task.spec.model.num_moe_experts is None
     overlaps = bool(given.get("overlap_grad_reduce", sharded))
+    narrow = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in given
+    tuned = overlaps and sharded and kind == IMPLEMENTATION and narrow
     return {
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and sharded,
-        "grad_reduce_in_bf16": _tuned(task, kind, given, overlaps and sharded),
-        "fp8_param_gather": _tuned(task, kind, given, overlaps and sharded) and task.spec.train.precision != "nvfp4",
+        "grad_reduce_in_bf16": tuned,
+        "fp8_param_gather": tuned and precision != "nvfp4",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": kind != "local",
         "cp_comm_type": "p2p",
