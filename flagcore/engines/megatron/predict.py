@@ -14,7 +14,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
-from flagcore.engines.megatron.options import options, settings_in_force
+from flagcore.engines.megatron.options import options
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
@@ -122,8 +122,6 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     layers = np.maximum(count("recompute_num_layers"), 1.0)
     split = Split.of(task)
     first, last = split.ends(columns)
-    given = columns.get("expert_tensor_parallel_size", np.zeros_like(columns["data_parallel_size"]))
-    fixed = float(settings_in_force(task.spec.train).get("expert_tensor_parallel_size") or 0)
     return Layout(
         data=data,
         tensor=tensor,
@@ -131,7 +129,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         virtual=split.virtual(columns).astype(np.float64),
         context=count("context_parallel_size"),
         expert=count("expert_model_parallel_size"),
-        expert_tensor=np.where(given > 0, given, fixed or tensor),
+        expert_tensor=split.expert_tensor_size(columns).astype(np.float64),
         micro_batch=micro_batch,
         microbatches=np.maximum(task.spec.train.global_batch_size / (micro_batch * data), 1.0),
         sharded_optimizer=count("use_distributed_optimizer"),

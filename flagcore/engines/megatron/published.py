@@ -82,14 +82,14 @@ def published(
 
 
 def _defaults(
-    task: Task, kind: str, given: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
+    task: Task, kind: str, settings: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
 ) -> dict[str, SettingValue]:
     precision, flash = task.spec.train.precision, task.spec.train.attention == "flash"
     sharded = bool(values.get("use_distributed_optimizer"))
     split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
     dense = task.spec.model.num_moe_experts is None
-    overlaps = bool(given.get("overlap_grad_reduce", sharded))
-    narrow = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in given
+    overlaps = bool(settings.get("overlap_grad_reduce", sharded))
+    narrow = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in settings
     tuned = overlaps and sharded and kind == IMPLEMENTATION and narrow
     return {
         "overlap_grad_reduce": overlaps,

@@ -191,7 +191,7 @@ def test_experts_exchange_tokens_unless_they_are_at_home_or_hide_it() -> None:
     assert parts(train)["ep_comm_s"] == 0
     hidden = replace(train, options=Options(overlap_expert_comm=True))
     assert parts(hidden, expert=8.0)["ep_comm_s"] < 0.5 * exposed
-    once = replace(train, options=Options(dispatcher="flex", deduplicated_dispatch=True))
+    once = replace(train, options=Options(dispatcher="flex"))
     assert parts(once, expert=8.0)["ep_comm_s"] < exposed
 
 

@@ -60,8 +60,8 @@ class Options:
     With `adapters` only low-rank adapters are trained: the model's weights have no gradients and no optimizer.
 
     `cuda_graph` is which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
-    allgather, alltoall or flex; with `deduplicated_dispatch` a token goes to a node once, whatever the number of its
-    experts there. `expert_imbalance` is the load of the busiest expert rank over the mean.
+    allgather, alltoall or flex, which sends a token to a rank once, whatever the number of its experts there.
+    `expert_imbalance` is the load of the busiest expert rank over the mean.
     """
 
     schedule: str | None = None
@@ -88,7 +88,6 @@ class Options:
     overlap_p2p_comm: bool = True
     overlap_expert_comm: bool = False
     dispatcher: str = "alltoall"
-    deduplicated_dispatch: bool = False
     grouped_gemm: bool = True
     expert_imbalance: float = 1.0
     cp_comm: str = "p2p"
