@@ -11,7 +11,6 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray
-from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, deferred, in_flight, makespan
 from flagcore.physics.schedules.execution import Pass, seconds_of
 from flagcore.physics.schedules.replay import pipe_of
@@ -338,13 +337,3 @@ def test_a_stage_never_holds_more_than_all_micro_batches_or_the_schedules_limit(
         assert (held + waiting <= m).all()
         if schedule == "zb-2p":
             assert (held + waiting <= 2.0 * p).all()
-
-
-def test_an_unknown_schedule_is_refused_by_name() -> None:
-    for ask in (
-        lambda: makespan("zb-3p", columns(1, 2), np.ones(400), np.ones(400)),
-        lambda: in_flight("zb-3p", *arrays(0, 2, 1, 4)),
-        lambda: deferred("zb-3p", *arrays(0, 2, 4)),
-    ):
-        with pytest.raises(NotModelled, match="zb-3p"):
-            ask()

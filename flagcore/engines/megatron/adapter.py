@@ -1,9 +1,7 @@
 """Megatron as a workload of the core.
 
-A row needs at least as much memory as a candidate if it is not below it on any ordered knob and equal on every other
-one. The orders hold for every model: a larger micro-batch stores more activations, an unsharded gradient buffer or
-optimizer takes more, recompute trades time for memory. Sequence parallelism shards the stored activations but adds a
-buffer, which may be larger than the saving if layers are recomputed in full.
+Memory is ordered whatever the model: a larger micro-batch stores more activations, an unsharded gradient buffer or
+optimizer takes more. Sequence parallelism adds a buffer, which may exceed its saving if layers are recomputed in full.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class UselessSelectiveRecompute:
     """Selective recompute drops the attention core, which flash attention recomputes by itself."""
 
     name = "selective_recompute_with_flash_attention"
-    message = "flash attention keeps no attention core, so recomputing it costs time and saves nothing"
+    message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         selective: BoolArray = columns["recompute_granularity"] == SELECTIVE
@@ -130,7 +128,7 @@ class Megatron:
 
 RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
-"""Knobs with an order of memory; recompute has one of its own."""
+"""Knobs with an order of memory, recompute apart."""
 
 
 def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
@@ -144,7 +142,7 @@ def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolAr
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
     """Return where `less` recomputes no more than `more`: not at all, or fewer layers by block.
 
-    Selective and full recompute have no order: some layers in full may keep the scores of the others.
+    Selective and full recompute have no order: some layers in full may leave the scores of the others.
     """
     low, high = _level(less), _level(more)
     same_method = less["recompute_method"] == more["recompute_method"]

@@ -62,7 +62,7 @@ def expand(
 ) -> tuple[str, ...]:
     """Return the user's command with its placeholders filled in.
 
-    `{flags}` as an argument of its own becomes the flags; without it they go to the end. `{folder}` and
+    An argument `{flags}` becomes the flags; without it they go to the end. `{folder}` and
     `{a_knob}` inside an argument become the trial's folder and the knob's value. Other braces stay.
     """
     values = {f"{{{knob}}}": "" if value is None else str(value) for knob, value in candidate.items()}

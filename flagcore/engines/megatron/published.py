@@ -1,27 +1,6 @@
-"""The settings that a job record of a published run omits: this module alone defines them.
+"""The settings that a job record of a published run omits: the record takes precedence, then its notes, then defaults.
 
-- `implementation`: transformer-engine's layers, Megatron-LM's own default.
-- `overlap_grad_reduce` and `overlap_param_gather`: on with a distributed optimizer, off without. Tuned runs have all
-  three; sweeps of plain Megatron have none.
-- `tp_comm_overlap`: on in dense models with a distributed optimizer, sequence parallelism, fused attention and
-  transformer-engine's layers: the published recipes of such runs turn it on.
-- `grad_reduce_in_bf16`: on with these overlaps in 8 and 4 bits, as in the recipes of NeMo and Megatron-Bridge
-  (`grad_reduce_in_fp32` is off in the latter's `scripts/performance/configs`; most of these runs would not fit
-  otherwise).
-- `fp8_param_gather`: on with those in 8 bits: Megatron-Bridge's `training/mixed_precision.py` turns it on for delayed
-  and current scaling and for mxfp8, which `scripts/performance/utils/precision.py` takes; with nvfp4 it refuses it.
-- `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
-- `cp_comm_type`: p2p.
-- `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as when models still were
-  trained with dropout; else none.
-- All other settings: Megatron-LM's defaults.
-- Notes that name the pipeline's schedule are those of papers on schedules (arXiv 2104.04473, 2401.10241): their
-  Megatron-LM had no fused attention and waited for each message, even if the record differs. Their printed memory
-  (34 + 5 a s / h bytes a value of a layer's input) confirms it.
-- A model's name with LoRA: adapters are trained.
-- Layers that do not divide over the stages: see `stages.published_split`.
-
-The record takes precedence, then its notes, then these defaults.
+The defaults are those of docs/job-records.md; where it names none, Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -62,7 +41,7 @@ def published(
     adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # nothing else identifies them
     noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
     train, values = task.spec.train, dict(values)
-    if "pipeline_schedule" in noted:
+    if "pipeline_schedule" in noted:  # papers on schedules (arXiv 2104.04473, 2401.10241), whose memory confirms it
         train = replace(train, attention="unfused")
         noted = {"overlap_p2p_comm": False, **noted}
         task = replace(task, spec=replace(task.spec, work=train))
@@ -94,12 +73,12 @@ def _defaults(
     return {
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and sharded,
-        "grad_reduce_in_bf16": tuned,
-        "fp8_param_gather": tuned and precision != "nvfp4",
+        "grad_reduce_in_bf16": tuned,  # the recipes of NeMo and Megatron-Bridge; most such runs would not fit otherwise
+        "fp8_param_gather": tuned and precision != "nvfp4",  # Megatron-Bridge's `training/mixed_precision.py`
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": kind != "local",
         "cp_comm_type": "p2p",
-        "attention_dropout": 0.0 if flash else 0.1,
+        "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default, as when models had dropout
         "hidden_dropout": 0.0 if flash else 0.1,
         "tp_comm_overlap": flash and sharded and split and dense and kind == IMPLEMENTATION,
     }

@@ -27,7 +27,7 @@ from flagcore.files import open_regular, read_regular
 STEPS = "steps.jsonl"
 LOGS = ("stdout.log", "stderr.log")
 NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What reading somebody else's JSON may raise."""
+"""What reading JSON of another program may raise."""
 
 
 def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:

@@ -38,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
-    """Curves of neighbouring devices. `source` says where from.
+    """Curves of neighbouring devices, and their source.
 
     They hold on the topology's level of the name `level` with all that is inside it; empty: on the innermost.
     """

@@ -20,7 +20,7 @@ GEMM_AXES = (
     Axis(first=4, last=18, steps=4, reach=0.5),
     Axis(first=4, last=18, steps=4, reach=0.5),
 )
-"""m, n, k. A library chooses other kernels for other n and k, so what one pair shows tells little of the next."""
+"""m, n, k. A library chooses other kernels for other n and k, so one pair is no evidence for the next."""
 
 ATTENTION_AXES = (
     Axis(first=0, last=12, steps=1, reach=2.0),

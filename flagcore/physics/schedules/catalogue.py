@@ -1,13 +1,7 @@
 """Pipeline schedules: how long a step's passes take, and how many micro-batches a stage holds at once.
 
-`makespan` is the time from the first forward of a step to the last backward of all stages, without gradient exchange
-and optimizer. A stage's idle time is what is left of it beside m times `StageTimes.busy`. `in_flight` and `deferred`
-are the two things a stage holds. The caller groups candidates by the length of their pipeline.
-
-The deviation of each formula from the simulated schedule (`replay.simulate`) is given in its docstring. With the
-profiled times of 12 published settings (arXiv 2401.10241) and one scale a model, the 48 published steps of 1F1B,
-interleaved, ZB-1p and ZB-2p come out within 4%, 1.3% in the mean, if sends block in the first two and overlap in the
-others.
+The deviation of each formula from the simulated order is given in its docstring. With the profiled times of 12
+published settings (arXiv 2401.10241) the 48 published steps of 1F1B, interleaved, ZB-1p and ZB-2p come out within 4%.
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.errors import NotModelled
 from flagcore.physics.schedules import critical_path, v_formulas
 from flagcore.physics.schedules.critical_path import StageTimes as StageTimes
 
@@ -65,15 +58,11 @@ def makespan(
 ) -> FloatArray:
     """Return the seconds from the first forward of a step to the last backward of all stages, a candidate.
 
-    `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` looks at `virtual`.
-    With `barrier` all stages wait for each other before the optimizer. Without (`Schedule.post_validation`) a stage
-    goes on as soon as it is done, and the answer is the longest of one stage's own spans, from its first forward to
-    its last backward: then the stages' different starts cost nothing. It matters to the zb- schedules: the others
-    start and end on the first stage.
-
-    A pipeline of one stage takes the plain sum. Raises NotModelled for an unknown schedule.
+    `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` looks at `virtual`. All
+    candidates have pipelines of one length. Without `barrier` (`Schedule.post_validation`) stages do not wait for each
+    other before the optimizer, and the answer is the longest span of one stage, from its first forward to its last
+    backward.
     """
-    _known(schedule)
     m, p = microbatches, len(times.forward)
     if p == 1:
         alone: FloatArray = m * times.busy[0]
@@ -86,10 +75,10 @@ def makespan(
         return critical_path.interleaved(times, m, virtual)
     if schedule.startswith("zb-") and schedule != "zb-v":
         return _zero_bubble(schedule, times, m, barrier=barrier)
+    zb_v = schedule == "zb-v"
+    steady = v_formulas.zero_bubble_v(times, m, barrier=barrier) if zb_v else _TWOFOLD[schedule](times, m)
     one_pass = (times.forward + times.backward_input).sum(axis=0) + times.backward_weight[0]
-    total: FloatArray = np.maximum(
-        _folded(schedule, times, m, barrier=barrier), one_pass + 2.0 * (p - 1.0) * times.send
-    )
+    total: FloatArray = np.maximum(steady, one_pass + 2.0 * (p - 1.0) * times.send)
     return total
 
 
@@ -102,9 +91,8 @@ def in_flight(
     shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1
     and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241); ZB-V p, V-Half p / 2 + 1, V-Min (p + 4) / 3,
     rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). What waits for W alone
-    comes on top: `deferred`. Raises NotModelled.
+    comes on top: `deferred`.
     """
-    _known(schedule)
     behind = pipeline - 1.0 - index
     one: FloatArray = np.ones_like(behind)
     most = behind + 1.0
@@ -140,9 +128,8 @@ def deferred(
     W needs the inputs of the linear layers and the gradients of their outputs, not what attention saved. Later stages
     of ZB-H1 and ZB-1p hold r, of ZB-H2 2r. ZB-2p holds what fits in 2p micro-batches, each W counting
     `weight_share` of one (`StageTimes.weight_share`), so all 2p with a share of 1. The V family and DualPipe hold
-    most while nothing waits: 0. Raises NotModelled.
+    most while nothing waits: 0.
     """
-    _known(schedule)
     held = in_flight(schedule, index, pipeline, np.ones_like(index), microbatches)
     waiting: FloatArray = np.zeros_like(held)
     if schedule in ("zb-h1", "zb-1p"):
@@ -154,16 +141,12 @@ def deferred(
     return np.minimum(np.where(pipeline > 1, waiting, 0.0), microbatches - held)
 
 
-def _folded(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
-    if schedule == "zb-v":
-        return v_formulas.zero_bubble_v(times, m, barrier=barrier)
-    formula = {
-        "v-half": v_formulas.v_half,
-        "v-min": v_formulas.v_min,
-        "dualpipe": v_formulas.dualpipe,
-        "dualpipev": v_formulas.dualpipe_v,
-    }[schedule]
-    return formula(times, m)
+_TWOFOLD = {
+    "v-half": v_formulas.v_half,
+    "v-min": v_formulas.v_min,
+    "dualpipe": v_formulas.dualpipe,
+    "dualpipev": v_formulas.dualpipe_v,
+}
 
 
 def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
@@ -186,8 +169,3 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     warm = np.minimum(2.0 * p - r, 1.0 + (p - 1.0 - r) * turn / np.maximum(f, 1e-30))
     delayed = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
     return np.minimum(small, critical_path.deferred_weights(times, m, warm, delayed, barrier=barrier))
-
-
-def _known(schedule: str) -> None:
-    if schedule not in SCHEDULES:
-        raise NotModelled(f"schedule {schedule} is not modelled; these are: {', '.join(SCHEDULES)}")

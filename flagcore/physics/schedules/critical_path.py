@@ -1,13 +1,9 @@
 """How long a pipeline of uneven stages takes from its first forward to its last backward: longest paths.
 
-Each stage runs its passes in a fixed order, and a pass waits for the one before it on its stage and for its input.
-The time is then the longest path through all passes. A path spends the middle of the step on one stage, r; what
-comes before is how long r waits for its first backward (`front`), what comes after is what is left after its last
-forward (`back`). Both are running maxima over stages, so that a candidate costs some operations a stage and none a
-micro-batch.
-
-Symbols: p stages, m micro-batches, v virtual stages a device; F forward, B the backward that makes the gradient of
-the activations, W the one that makes the gradient of the weights. All arrays of stages are (stages, candidates).
+A path spends the middle of the step on one stage, r; before is how long r waits for its first backward (`front`), after
+is what is left after its last forward (`back`). Both are running maxima over stages: some operations a stage, none a
+micro-batch. Symbols: p stages, m micro-batches, v virtual stages a device; F forward, B and W the backward that makes
+the gradient of activations and of weights. All arrays of stages are (stages, candidates).
 """
 
 from __future__ import annotations
@@ -23,21 +19,14 @@ from flagcore.domain.space import FloatArray
 class StageTimes:
     """Seconds of one micro-batch on each stage of pipelines of one length.
 
-    `forward`, `backward_input` (gradient of the activations, recomputation included) and `backward_weight`
-    (gradient of the weights) have shape (stages, candidates) and are for the whole stage: all its virtual stages
-    together, taken as equal. A schedule that does not defer the gradient of the weights runs both backwards as one.
-    A stage is what lies on one device: in the V family and DualPipeV the first one has embedding and head. For
-    DualPipe it is a stage of the model, which two devices hold.
+    `forward`, `backward_input` (recomputation included), `backward_weight` and `paired` have shape (stages,
+    candidates). A stage is what lies on one device, all its virtual stages together, taken as equal; for DualPipe it is
+    a stage of the model, which two devices hold. `paired` is one forward and one backward (both parts) of two
+    micro-batches that run together, where a schedule overlaps them; None: as long as one after the other.
 
     `send` (candidates,) is one message over one boundary, `blocking` the share of it (0 to 1) during which its
-    sender computes nothing; the rest only makes the receiver wait.
-
-    `weight_share` is how much of a micro-batch's activations stays held between its two backwards, as the
-    scheduler sees it; only `zb-2p` depends on it. The published scheduler takes 32 h / (34 h + 5 a s) with h hidden
-    size, a heads, s tokens: 0.37 to 0.43 in its authors' runs.
-
-    `paired` (stages, candidates) is one forward and one backward (both parts) of two micro-batches that run
-    together, where a schedule overlaps them; None: as long as one after the other.
+    sender computes nothing; the rest only makes the receiver wait. `weight_share` is how much of a micro-batch's
+    activations is held between its two backwards, as the scheduler of `zb-2p` sees it.
     """
 
     forward: FloatArray
@@ -123,14 +112,12 @@ def deferred_weights(
 ) -> FloatArray:
     """Return the time of a schedule that starts with `warm` forwards and ends with `delayed` gradients of weights.
 
-    Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. With
-    `barrier` from the first start to the last end of all stages; without it the longest of one stage's own spans,
-    the time between two steps that no synchronisation parts.
+    Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. Without
+    `barrier` it is the longest span of one stage.
 
-    From m = 2p on, against simulated orders: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1% for even stages and those of
-    a usual pipeline's ends, 3% where all differ. ZB-2p against a plan by its authors' rules: within 2.5% for even
-    stages, 7.5% (mean 0.3%) for uneven ends, 10.5% (mean 0.6%) where all differ; always below. At m = p ZB-H2 is 10%
-    too fast at worst.
+    From m = 2p on, against simulated orders: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, 3% where all stages differ.
+    ZB-2p, always below: within 2.5% for even stages, 7.5% for uneven ends, 10.5% where all differ. At m = p ZB-H2 is
+    10% too fast at worst.
     """
     forward, backward = _with_sends(times, 1.0, fused=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)

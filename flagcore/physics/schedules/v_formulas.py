@@ -1,10 +1,8 @@
 """How long a step takes of schedules that give each device two parts of the model: the V family and DualPipe.
 
-On device r of p lie the parts r and 2p - 1 - r (V), or r and p - 1 - r of two copies (DualPipe). Steady state is the
-slowest device or, where memory is short, a round through all devices; filling and draining are linear in the times.
-Their coefficients were read off the published orders, built for p of 3 to 12: the orders do not depend on the times,
-except that of ZB-V. Symbols as in `paths`. Deviations are the worst from simulated orders, m from 2p to 4p,
-for even stages / other ends / all different.
+Steady state is the slowest device or, where memory is short, a round through all devices; filling and draining are
+linear in the times, with coefficients read off the published orders for p of 3 to 12. Symbols as in `critical_path`.
+Deviations are the worst from simulated orders, m from 2p to 4p, for even stages / other ends / all different.
 """
 
 from __future__ import annotations

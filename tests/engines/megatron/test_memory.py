@@ -10,9 +10,11 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory import training as memory
+from flagcore.engines.megatron.memory.states import split_parameters
 from flagcore.engines.megatron.memory.stored_activations import Kinds
 from flagcore.engines.megatron.parallel import pipeline
 from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options, StageLayers
+from flagcore.engines.megatron.parallel.parameters import stage_parameters
 from flagcore.physics.device_memory import PlainMemory
 from tests.engines.megatron.candidates import (
     DEEPSEEK_16B,
@@ -28,8 +30,8 @@ from tests.engines.megatron.candidates import (
 
 def parameters(model: Model, split: Layout, stage: int, options: Options = DEFAULTS) -> float:
     where = pipeline.stage(model, split, np.array([float(stage)]), options)
-    parts = memory.stage_parameters(train(model, options=options), split, where)
-    return float(sum(memory.split_parameters(parts), np.zeros(1))[0])
+    parts = stage_parameters(train(model, options=options), split, where)
+    return float(sum(split_parameters(parts), np.zeros(1))[0])
 
 
 def test_parameters_of_a_7b_model_are_exact() -> None:
@@ -140,8 +142,8 @@ def test_components_add_up(model: Model, fused: bool) -> None:
     table = memory.component_table(work, split, found.worst_stage.astype(np.float64), 2.0**25)
     np.testing.assert_allclose(sum(state_bytes(part) for part in table.values()), found.static)
     np.testing.assert_allclose(sum(part["activation_bytes"] for part in table.values()), found.activation)
-    params = memory.stage_parameters(work, split, pipeline.stage(model, split, found.worst_stage.astype(np.float64)))
-    np.testing.assert_allclose(sum(part["params"] for part in table.values()), sum(memory.split_parameters(params)))
+    params = stage_parameters(work, split, pipeline.stage(model, split, found.worst_stage.astype(np.float64)))
+    np.testing.assert_allclose(sum(part["params"] for part in table.values()), sum(split_parameters(params)))
 
 
 def test_ranks_of_a_stage_are_alike_and_the_worst_stage_is_one_of_them() -> None:

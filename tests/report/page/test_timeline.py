@@ -11,7 +11,6 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import ExecutedPass
 from flagcore.physics.schedules.replay import pipe_of, predicted_seconds, step_seconds
@@ -242,8 +241,3 @@ def test_what_cannot_be_drawn_says_why() -> None:
     said, held = section_of(replace(named("zb-h1", microbatches=512), **large)).blocks
     assert isinstance(said, Text)
     assert "too many passes" in said.text
-
-
-def test_a_schedule_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(NotModelled, match="zb-9"):
-        simulate(replace(PASSES, schedule="zb-9"), 8)

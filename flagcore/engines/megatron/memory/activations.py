@@ -1,10 +1,8 @@
 """Attention, FFN and experts: what they store of a micro-batch for backward, and what they need at their worst moments.
 
-Counted op by op in megatron-core 0.16's own layers (`attention.py`, `multi_latent_attention.py`, `mlp.py`,
-`tensor_parallel/layers.py`, `moe/moe_layer.py`, `router.py`, `token_dispatcher.py`, `experts.py`), and read from what
-transformer-engine 2.9 saves (`linear.py`, `layernorm_linear.py`, `dot_product_attention`). By hand: Korthikanti et al.
-2022 (arXiv 2205.05198), with dropout and without a gate. Tokens are spread evenly over experts, times
-`Options.expert_imbalance`.
+Counted op by op in megatron-core 0.16's layers, and read from what transformer-engine 2.9 saves (`linear.py`,
+`layernorm_linear.py`, `dot_product_attention`); with dropout and without a gate as in Korthikanti et al. 2022
+(arXiv 2205.05198). Tokens are spread evenly over experts, times `Options.expert_imbalance`.
 """
 
 from __future__ import annotations
@@ -229,7 +227,7 @@ def _dispatch(layout: Layout, sent: FloatArray, every: FloatArray, several: Bool
     """Return what lies on the way to the experts and back, besides the experts' input, when their output goes back.
 
     The tokens sorted by expert, what came in from other expert ranks, the experts' output, and the same in the
-    order of the tokens or summed over ranks; a step that a layout does not have is no tensor of its own.
+    order of the tokens or summed over ranks; a step that a layout does not have is no tensor.
     """
     away = layout.expert > 1
     permuted = sent * (away | several | apart)

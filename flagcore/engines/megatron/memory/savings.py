@@ -1,8 +1,7 @@
 """Selective recompute and offload: the tensors that rows of modules omit, what they need instead, and layers of both.
 
-A saving never adds more at a layer's worst moment than the other layers in flight store less because of it, so a set
-of savings never needs more than a subset of it. Megatron may: with one layer in flight, recompute holds a module's
-output beside what it would have stored anyway.
+A set of savings never needs more than a subset of it: a saving adds at most what the other layers in flight store less.
+In Megatron it may: with one layer in flight, recompute holds a module's output beside what it would have stored.
 """
 
 from __future__ import annotations

@@ -14,16 +14,15 @@ from flagcore.engines.megatron.memory.states import (
     buffers,
     left_over,
     padding,
+    split_parameters,
     state,
     step_bytes,
     unsharded,
     workspaces,
 )
-from flagcore.engines.megatron.memory.states import split_parameters as split_parameters
 from flagcore.engines.megatron.memory.stored_activations import Kinds, activation_parts, stage_activations
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training, pick
-from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts
-from flagcore.engines.megatron.parallel.parameters import stage_parameters as stage_parameters
+from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts, stage_parameters
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 
 

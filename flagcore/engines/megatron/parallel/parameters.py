@@ -104,7 +104,7 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
 
 
 def layer_input_bytes(train: Training, layout: Layout) -> FloatArray:
-    """Return the bytes of the tensor between two layers: what recompute keeps, and what pipeline stages send."""
+    """Return the bytes of the tensor between two layers: what recompute stores, and what pipeline stages send."""
     return train.value_bytes * train.model.hidden_size * layout.token_rows(train.sequence)
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.megatron.memory.states import split_parameters
 from flagcore.engines.megatron.memory.stored_activations import offloaded_bytes
-from flagcore.engines.megatron.memory.training import split_parameters, stage_parameters
 from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training, pick
+from flagcore.engines.megatron.parallel.parameters import stage_parameters
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time

@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from flagcore.engines.megatron.parallel.parameters import padded_vocab
-from flagcore.engines.megatron.trial import layers, stand_ins
+from flagcore.engines.megatron.trial import layers
 from flagcore.engines.megatron.trial.job import Job
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -131,7 +131,9 @@ def transformer_config(job: Job) -> Any:
         kind = MLATransformerConfig
         values.update(_latent_attention_values(job))
     if job.device.type == "cpu":
-        values.update(stand_ins.config_overrides(interleaved))
+        values["batch_p2p_sync"] = False  # a device synchronisation after each pipeline transfer
+        # Gloo may still be sending outputs under the interleaved schedule: freed, losses go wrong without an error.
+        values["deallocate_pipeline_outputs"] = not interleaved
     return kind(**values)
 
 

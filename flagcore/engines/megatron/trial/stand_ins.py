@@ -46,18 +46,6 @@ def stand_in_for_cuda() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
 
 
-def config_overrides(interleaved: bool) -> dict[str, Any]:
-    """Values of TransformerConfig that a CPU needs instead of the accelerator's.
-
-    Pipeline outputs must not be freed under the interleaved schedule: gloo may still be sending them, and
-    the losses go wrong without an error.
-    """
-    return {
-        "batch_p2p_sync": False,  # a device synchronisation after each pipeline transfer
-        "deallocate_pipeline_outputs": not interleaved,
-    }
-
-
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:

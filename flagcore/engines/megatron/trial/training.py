@@ -105,7 +105,7 @@ def forward_backward(job: Job, built: Built, batches: list[Batch]) -> list[dict[
     """Run Megatron's schedule over these micro-batches; returns the losses of the last pipeline stage."""
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=_for_schedule(repeat_for_chunks(batches, len(built.chunks))),
+        data_iterator=_for_schedule([iter(batches) for _ in built.chunks]),
         model=_for_schedule(built.chunks),
         num_microbatches=len(batches),
         seq_length=job.train.seq_length,
@@ -176,11 +176,6 @@ def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[
         parts = (_own_chunks(part).to(device) for part in (rows[:, :-1], rows[:, 1:], positions))
         batches.append(Batch(*parts))
     return batches
-
-
-def repeat_for_chunks(batches: list[Batch], chunks: int) -> list[Iterator[Batch]]:
-    """Return one iterator for each model chunk of this rank, as the interleaved schedule wants them."""
-    return [iter(batches) for _ in range(chunks)]
 
 
 def _row(job: Job, step: int, row: int) -> torch.Tensor:
