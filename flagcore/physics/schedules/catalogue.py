@@ -22,7 +22,8 @@ class Schedule:
     `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is how often a device
     holds parameters, gradients and optimizer state. `splits_backward`: the gradients of activations and of weights
     are separate passes, which costs kernels that read twice. `post_validation`: its authors run it without a
-    synchronisation of all stages before the optimizer; a step then takes `makespan(..., barrier=False)`.
+    synchronisation of all stages before the optimizer; a step then takes the longest span of one stage, from its first
+    forward to its last backward.
     """
 
     parts: int = 1
@@ -53,15 +54,11 @@ SCHEDULES: dict[str, Schedule] = {
 """The schedules that are modelled, by name."""
 
 
-def makespan(
-    schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray, *, barrier: bool = True
-) -> FloatArray:
+def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray) -> FloatArray:
     """Return the seconds from the first forward of a step to the last backward of all stages, a candidate.
 
     `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` looks at `virtual`. All
-    candidates have pipelines of one length. Without `barrier` (`Schedule.post_validation`) stages do not wait for each
-    other before the optimizer, and the answer is the longest span of one stage, from its first forward to its last
-    backward.
+    candidates have pipelines of one length. With `Schedule.post_validation` it is the longest span of one stage.
     """
     m, p = microbatches, len(times.forward)
     if p == 1:
@@ -74,11 +71,9 @@ def makespan(
     if schedule == "interleaved":
         return critical_path.interleaved(times, m, virtual)
     if schedule.startswith("zb-") and schedule != "zb-v":
-        return _zero_bubble(schedule, times, m, barrier=barrier)
-    zb_v = schedule == "zb-v"
-    steady = v_formulas.zero_bubble_v(times, m, barrier=barrier) if zb_v else _TWOFOLD[schedule](times, m)
+        return _zero_bubble(schedule, times, m)
     one_pass = (times.forward + times.backward_input).sum(axis=0) + times.backward_weight[0]
-    total: FloatArray = np.maximum(steady, one_pass + 2.0 * (p - 1.0) * times.send)
+    total: FloatArray = np.maximum(_TWOFOLD[schedule](times, m), one_pass + 2.0 * (p - 1.0) * times.send)
     return total
 
 
@@ -142,6 +137,7 @@ def deferred(
 
 
 _TWOFOLD = {
+    "zb-v": v_formulas.zero_bubble_v,
     "v-half": v_formulas.v_half,
     "v-min": v_formulas.v_min,
     "dualpipe": v_formulas.dualpipe,
@@ -149,7 +145,7 @@ _TWOFOLD = {
 }
 
 
-def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
+def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p from the forwards before a stage's first backward (`warm`)
     and the W after its last B (`delayed`).
 
@@ -157,7 +153,7 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     forwards until the first backward comes back, W until the other stages are done, both as far as 2p allow; where
     the plan of ZB-1p is better, that one.
     """
-    p = len(times.forward)
+    p, barrier = len(times.forward), not SCHEDULES[schedule].post_validation
     r = np.arange(p, dtype=np.float64)[:, None]
     if schedule == "zb-h2":
         return critical_path.deferred_weights(times, m, 2.0 * (p - r) - 1.0, 2.0 * r + 1.0, barrier=barrier)

@@ -65,18 +65,14 @@ def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
 
-    Exact without latency; with it, exact for even stages, and within 0.5% for an uneven first and last stage and
-    sends of a tenth of a forward.
+    Exact where sends block, as in Megatron.
     """
     forward, backward = _with_sends(times, 1.0)
     warm = np.minimum(_behind(forward), m - 1.0)
     front, first = _edge(forward, backward, times.latency, warm * np.maximum.accumulate(forward))
     back, last = _edge(backward, forward, times.latency, warm * np.maximum.accumulate(backward))
     steps, both = m - 1.0 - warm, forward + backward
-    total = _join(front, first, back, last, steps, steps * both)
-    if np.any(times.latency > 0):
-        total = np.maximum(total, _zigzag(front, back, last, steps, both, times.latency))
-    return total
+    return _join(front, first, back, last, steps, steps * both)
 
 
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
@@ -86,9 +82,7 @@ def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
     a multiple of p exact for even stages, within 3.5% for uneven ones; a head that is all in the last virtual stage
     costs 0.5% more. With v = 1 it is 1F1B.
     """
-    plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) or len(times.forward) == 1 else m
-    if len(times.forward) == 1:
-        return plain
+    plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) else m
     forward, backward = (x / v for x in _with_sends(times, v))
     p, latency, passes = len(forward), times.latency, m * v
     warm = np.minimum(2.0 * _behind(forward) + (v - 1.0) * p, passes - 1.0)
@@ -202,31 +196,3 @@ def _join(
         through = np.where(short, np.maximum(front + last, first + back), through)
     longest: FloatArray = through.max(axis=0)
     return longest
-
-
-def _zigzag(
-    front: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, both: FloatArray, latency: FloatArray
-) -> FloatArray:
-    """Return the longest 1F1B path that goes down to one of the last two stages and up again, over and over.
-
-    From stage r down to e and up takes as many micro-batches as stages: their passes and 2 (e - r) messages.
-    """
-    p, longest = len(both), np.zeros_like(latency)
-    for r in range(p - 1):
-        for e in {p - 1, max(p - 2, r)}:
-            mean, n = both[r : e + 1].mean(axis=0), steps[r]
-            inner = (
-                front[r] + _rounds(np.maximum(n - 1.0, 0.0), e - r + 1.0, mean, both[r], latency) + both[r] + back[r]
-            )
-            outer = front[r] + _rounds(np.maximum(n, 0.0), e - r + 1.0, mean, both[r], latency) + last[r]
-            longest = np.where(n >= 1.0, np.maximum(longest, np.maximum(inner, outer)), longest)
-    return longest
-
-
-def _rounds(count: FloatArray, length: float, mean: FloatArray, own: FloatArray, latency: FloatArray) -> FloatArray:
-    """Return the time of `count` micro-batches in rounds over `length` stages, a shorter round for the rest."""
-    rounds = np.floor(count / length)
-    rest = count - rounds * length
-    part = np.maximum(rest * own, rest * mean + 2.0 * np.maximum(rest - 1.0, 0.0) * latency)
-    total: FloatArray = rounds * (length * mean + 2.0 * (length - 1.0) * latency) + part
-    return total

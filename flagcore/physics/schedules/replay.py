@@ -97,8 +97,7 @@ def predicted_seconds(passes: Passes) -> float:
         paired=paired if passes.paired_s else None,
     )
     counts = np.array([float(passes.microbatches)]), np.array([float(passes.virtual)])
-    barrier = not SCHEDULES[passes.schedule].post_validation
-    return float(makespan(passes.schedule, times, *counts, barrier=barrier)[0])
+    return float(makespan(passes.schedule, times, *counts)[0])
 
 
 def _counting_on(one: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:
