@@ -23,10 +23,6 @@ DEVICES, LAYERS = 1_000_000, 10_000
 """The largest numbers that are not a slip."""
 
 
-def _divisors_of_devices(task: Task) -> tuple[int, ...]:
-    return divisors(task.cluster.devices)
-
-
 def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes: Any) -> Knob:
     """Return a row; its flag is the name with hyphens."""
     flags = (Flag(name=name.replace("_", "-")),) if has_flag else ()
@@ -35,8 +31,14 @@ def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes:
 
 def _size(name: str, label: str, help: str, **changes: Any) -> Knob:
     """Return the row of a parallel size: every divisor of the number of devices."""
-    row = {"neutral": 1, "maximum": DEVICES, "auto": _divisors_of_devices, "explicit": True, **changes}
-    return _knob(name, label, help, **{"auto_help": "every divisor of the number of devices", **row})
+    row = {
+        "neutral": 1,
+        "maximum": DEVICES,
+        "auto": lambda task: divisors(task.cluster.devices),
+        "auto_help": "every divisor of the number of devices",
+        "explicit": True,
+    }
+    return _knob(name, label, help, **{**row, **changes})
 
 
 def _switch(name: str, label: str, help: str, **changes: Any) -> Knob:

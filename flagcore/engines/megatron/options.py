@@ -116,7 +116,7 @@ def check(task: Task, settings: Settings) -> None:
     }
     for key, other in needs.items():
         if key in on and other not in on:
-            raise refused(key, settings, f"needs {other}")
+            raise _refused(key, settings, f"needs {other}")
     wrong = {
         "moe_pad_expert_input_to_capacity": (flex, "does not go with moe_token_dispatcher_type: flex"),
         shared: (settings.get("moe_token_dispatcher_type") != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
@@ -133,11 +133,10 @@ def check(task: Task, settings: Settings) -> None:
     }
     for key, (is_wrong, problem) in wrong.items():
         if is_wrong and key in on:
-            raise refused(key, settings, problem)
+            raise _refused(key, settings, problem)
 
 
-def refused(key: str, settings: Settings, problem: str) -> SpecError:
-    """Return the error of one setting."""
+def _refused(key: str, settings: Settings, problem: str) -> SpecError:
     return SpecError(key=f"train.settings.{key}", value=settings.get(key), problem=problem)
 
 

@@ -176,7 +176,8 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
     Norms count with the attention and the FFN that follows them, half and half; the last one with the head.
     """
     train, model = training(task), task.spec.model
-    layout = _whole(task)
+    whole = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
+    layout = layout_of(whole, candidate_columns({}))  # one device that holds all
     one = np.ones(1)
     dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
     edge = parameters.edge_parameters(train, layout, first=one, last=one)
@@ -192,12 +193,6 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
         parts.append(ModelPart("MTP", extra, model.mtp_num_layers))
     parts.append(ModelPart("Output", _sum(edge) - parts[0].params, 1))
     return tuple(parts)
-
-
-def _whole(task: Task) -> Layout:
-    """Return the layout of one device that holds all."""
-    spec = replace(task.spec, work=replace(task.spec.train, settings={}))
-    return layout_of(replace(task, spec=spec), candidate_columns({}))
 
 
 def _halves(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:

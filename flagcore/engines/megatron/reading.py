@@ -227,10 +227,9 @@ def _read_line(line: str, log: MegatronLog) -> None:
         if seconds is None:
             return
         log.step_times_s.append(seconds / 1000)
-        if loss := LOSS.search(line):
-            log.losses.append(None if NAN_ITERATIONS.search(line) else _number(loss[1]))
-        elif NAN_ITERATIONS.search(line):
-            log.losses.append(None)
+        loss, skipped = LOSS.search(line), NAN_ITERATIONS.search(line)
+        if loss or skipped:
+            log.losses.append(_number(loss[1]) if loss and not skipped else None)
     elif memory := MEMORY.search(line):
         allocated, reserved = _number(memory[2]), _number(memory[3])
         if allocated is not None and reserved is not None and max(allocated, reserved) < MOST_MIB:

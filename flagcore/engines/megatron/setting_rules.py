@@ -25,21 +25,18 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
     sharded = bool(settings.get("use_megatron_fsdp"))
     per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
 
-    def no_sharding(c: Columns) -> BoolArray:
-        missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
-        return missing
-
     def recomputes_fully(c: Columns) -> BoolArray:
         fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
         return fully
 
-    def no_chunks(c: Columns) -> BoolArray:
-        one: BoolArray = (c[PP] > 1) & (split.virtual(c) == 1)
-        return one
-
     rules = (
         *(
-            Rule(name=name, knobs=(DIST_OPT,), message=f"{name} needs {DIST_OPT}", broken=no_sharding)
+            Rule(
+                name=name,
+                knobs=(DIST_OPT,),
+                message=f"{name} needs {DIST_OPT}",
+                broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
+            )
             for name in ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
@@ -47,7 +44,7 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
             name=EXPERT_OVERLAP,
             knobs=(PP, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
             message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
-            broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | no_chunks(c),
+            broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
         ),
         Rule(
             name=STAGES,

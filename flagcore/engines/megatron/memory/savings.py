@@ -89,9 +89,9 @@ def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) ->
 
 
 def saving(
-    row: Sequence[Module], drops: Sequence[Dropped], away: Collection[str], here: FloatArray | float
+    row: Sequence[Module], drops: Sequence[Dropped], offloaded: Collection[str], on_host: FloatArray | float
 ) -> list[Module]:
-    """Return a row that stores neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
+    """Return a row that stores neither what is dropped nor, where `on_host` is 1, the `offloaded` tensors.
 
     A tensor that several drop belongs to the first; one that is dropped is not sent. Of what is on the host a layer in
     backward has its own, and each tensor that it is done with makes room for that of the layer before, which is fetched
@@ -112,7 +112,7 @@ def saving(
             for name in drop.names:
                 if name in left[place]:
                     gone = drop.on * left[place][name]
-                    own = gone * (1.0 - here) if name in away else gone
+                    own = gone * (1.0 - on_host) if name in offloaded else gone
                     back, more, spared = back + gone, more + (drop.copies - 1.0) * own, spared + own
                     left[place][name] = left[place][name] - gone
             work[place] = work[place] + back
@@ -120,8 +120,8 @@ def saving(
         if drop.more:
             for place, amount in needed:
                 extras[place].append(Extra(amount * (1.0 - drop.within), spared))
-    if away:
-        _send(left, work, extras, away, here)
+    if offloaded:
+        _send(left, work, extras, offloaded, on_host)
     rows = zip(row, left, work, extras, strict=True)
     return [replace(module, tensors=tensors, work=need, extras=tuple(extra)) for module, tensors, need, extra in rows]
 
@@ -130,15 +130,15 @@ def _send(
     left: list[dict[str, FloatArray]],
     work: list[FloatArray],
     extras: list[list[Extra]],
-    away: Collection[str],
-    here: FloatArray | float,
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
 ) -> None:
     """Take what is on the host out of what modules store, and add it to what they need."""
     sent = []
     for tensors in left:
-        names = [name for name in tensors if name in away]
-        sent.append(sum((here * tensors[name] for name in names), np.zeros(())))
-        tensors.update({name: tensors[name] * (1.0 - here) for name in names})
+        names = [name for name in tensors if name in offloaded]
+        sent.append(sum((on_host * tensors[name] for name in names), np.zeros(())))
+        tensors.update({name: tensors[name] * (1.0 - on_host) for name in names})
     total, done = sum(sent, np.zeros(())), np.zeros(())
     for place, own in enumerate(sent):
         done = done + own

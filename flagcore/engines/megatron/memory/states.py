@@ -128,7 +128,7 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     latent = model.multi_latent_attention
     angles = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if latent else model.kv_channels)
     own = angles * (stage.layers + stage.mtp if latent else layout.virtual)
-    if train.options.dropout:  # an engine of the time before: positions are learned, without stand-ins
+    if train.options.dropout:  # older engines learn positions, and have no stand-ins
         return sizes.gathered * np.ones(())
     if train.transformer_engine:
         joint = _joint(train, layout, stage, sizes, sizes.gathered * stage.last)

@@ -83,7 +83,9 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
         index=index,
         chunk=part.layers / layout.virtual,
         in_flight=in_flight(layout, index, options),
-        deferred=_deferred(layout, index, options),
+        deferred=catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+        if options.schedule
+        else np.zeros(()),
         copies=float(schedule.copies) if schedule else 1.0,
     )
 
@@ -104,16 +106,8 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
     further one runs layer by layer beside a backward, which frees as much.
     """
-    counts = (index, layout.pipeline, layout.virtual, layout.microbatches)
-    if options.schedule:
-        return catalogue.in_flight(options.schedule, *counts)
-    return catalogue.in_flight("interleaved", *counts)
-
-
-def _deferred(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
-    if not options.schedule:
-        return np.zeros(())
-    return catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+    schedule = options.schedule or "interleaved"
+    return catalogue.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
 def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:

@@ -68,7 +68,12 @@ def counted_parameters(built: Built) -> int:
 
 def local_layers(built: Built) -> int:
     """Number of transformer layers on this rank's pipeline stage, over all its model chunks."""
-    return sum(len(_gpt(chunk).decoder.layers) for chunk in built.chunks)
+    count = 0
+    for chunk in built.chunks:
+        while not hasattr(chunk, "decoder"):  # inside its wrappers
+            chunk = chunk.module
+        count += len(chunk.decoder.layers)
+    return count
 
 
 def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
@@ -107,10 +112,3 @@ def versions() -> dict[str, str]:
         "megatron-core": str(megatron.core.__version__),
         "python": platform.python_version(),
     }
-
-
-def _gpt(chunk: Any) -> Any:
-    """The model inside its wrappers."""
-    while not hasattr(chunk, "decoder"):
-        chunk = chunk.module
-    return chunk

@@ -84,7 +84,7 @@ ACTIVATION, GRADIENT = 1.0, 1e-4
 def init_fake_world(kind: str, rank: int, world_size: int) -> None:
     """Be `rank` of a world of `world_size` on devices that torch calls `kind`."""
     known = dist.Backend.backend_capability.get("fake", [])
-    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # devices that torch learnt of from an import
+    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # devices that an import registers
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
     # What the others would send is not there: each function documents the replacement.
     dist.all_to_all_single = _exchange
@@ -121,7 +121,7 @@ def _exchange(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Receive this rank's own rows, over and over; a rank that sends nothing receives numbers."""
+    """Receive this rank's own rows, repeated; a rank that sends nothing receives random numbers."""
     sent = input.size(0)
     with torch.no_grad():
         if not sent:
@@ -133,7 +133,7 @@ def _exchange(
 
 
 class _Done:
-    """A request that was answered at once."""
+    """A request that is already complete."""
 
     def wait(self, *_: Any) -> bool:
         return True

@@ -47,7 +47,8 @@ class Step:
 def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
     """Run `train_iters` steps, yielding each as it ends. All ranks must run this together."""
     for number in range(job.train.train_iters):
-        set_learning_rate(built, LEARNING_RATE if number else 0.0)
+        for group in built.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE if number else 0.0
         batches = microbatches(job, number, rank_device.device, job.num_microbatches)
         start = _synchronize(rank_device)
         own_start = rank_device.clock()
@@ -86,12 +87,6 @@ def memory_step(job: Job, built: Built, rank_device: RankDevice, batches: list[B
     optimizer_peak = rank_device.peak_bytes()
     rank_device.memory_measured(max(forward_backward_peak, optimizer_peak))
     return forward_backward_peak, optimizer_peak
-
-
-def set_learning_rate(built: Built, rate: float) -> None:
-    """Set the learning rate of the next steps."""
-    for group in built.optimizer.param_groups:
-        group["lr"] = rate
 
 
 def clear_gradients(built: Built) -> None:
