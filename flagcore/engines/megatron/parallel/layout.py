@@ -43,25 +43,14 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of Megatron and of schedules beside it. Names are Megatron-core's where it has one.
+    """Settings of Megatron and of schedules beside it, as formulas read them. `flagcore.engines.megatron.settings` says
+    what each setting means.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
-    `stage_layout` gives each virtual stage of the pipeline, in order of the model; None splits layers by the rules of
-    `Layout`. `account_for_embedding` and `account_for_loss` count embedding and loss as one layer of an even split.
-    `recompute_modules` is what selective recompute drops. `recompute_stage_layers` is the number of layers that
-    each pipeline stage recomputes, in place of one number for all; empty is off.
-
-    Widths are bytes of one element. `optimizer_offload_fraction` is the share of the optimizer's state and step that
-    lives on the host. `offload_modules` are those whose saved activations go to the host, on the stages
-    `offload_stages` (empty: on all).
-
-    `dropout`: attention's probabilities and the outputs of attention and FFN are dropped at random.
-
-    With `adapters` only low-rank adapters are trained: the model's weights have no gradients and no optimizer.
-
-    `cuda_graph` is which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
-    allgather, alltoall or flex, which sends a token to a rank once, whatever the number of its experts there.
-    `expert_imbalance` is the load of the busiest expert rank over the mean.
+    `stage_layout` is empty where layers are split by the rules of `Layout`, `recompute_stage_layers` where all stages
+    recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With `adapters` the model's weights have no gradients and no
+    optimizer. `cuda_graph` is which part of a step is launched as one: "", "layer", or "iteration". The dispatcher flex
+    sends a token to a rank once, whatever the number of its experts there.
     """
 
     schedule: str | None = None
