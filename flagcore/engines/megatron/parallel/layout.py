@@ -48,9 +48,10 @@ class Options:
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
     `stage_layout` is empty where layers are split by the rules of `Layout`, `recompute_stage_layers` where all stages
-    recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With `adapters` the model's weights have no gradients and no
-    optimizer. `cuda_graph` is which part of a step is launched as one: "", "layer", or "iteration". The dispatcher flex
-    sends a token to a rank once, whatever the number of its experts there.
+    recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
+    `adapters` the model's weights have no gradients and no optimizer. `cuda_graph` is which part of a step is launched
+    as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, whatever the number of its
+    experts there.
     """
 
     schedule: str | None = None
