@@ -77,16 +77,17 @@ def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DE
     if options.stage_layout:
         fits = layout.pipeline * layout.virtual == len(options.stage_layout)
         part = pick(fits.astype(np.int64), [part, _placed(model, layout, index, options)])
-    schedule = catalogue.SCHEDULES.get(options.schedule or "")
+    deferred, copies = np.zeros(()), 1
+    if options.schedule:
+        deferred = catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+        copies = catalogue.SCHEDULES[options.schedule].copies
     return Stage(
         **{each.name: getattr(part, each.name) for each in fields(part)},
         index=index,
         chunk=part.layers / layout.virtual,
         in_flight=in_flight(layout, index, options),
-        deferred=catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
-        if options.schedule
-        else np.zeros(()),
-        copies=float(schedule.copies) if schedule else 1.0,
+        deferred=deferred,
+        copies=float(copies),
     )
 
 
