@@ -9,7 +9,7 @@ import pytest
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.chip import Chip, Fact, Source
-from flagcore.physics.kernels.correction import Axis, Correction, octaves
+from flagcore.physics.kernels.correction import Axis, learned, octaves
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.kernels.sheet import ATTENTION, Kernel, KernelSheet
@@ -130,7 +130,7 @@ def test_octaves_are_exact_at_powers_of_two_and_straight_between() -> None:
 
 def test_a_correction_is_constant_beyond_its_grid() -> None:
     axis = Axis(first=0, last=4, steps=2, reach=2.0)
-    learned = Correction.learned((axis, axis, axis), np.array([[16.0, 16.0, 16.0]]), np.array([0.3]))
-    inside, outside = (learned(*(column(size),) * 3)[0] for size in (16.0, 4096.0))
+    found = learned((axis, axis, axis), np.array([[16.0, 16.0, 16.0]]), np.array([0.3]))
+    inside, outside = (found(*(column(size),) * 3)[0] for size in (16.0, 4096.0))
     assert inside == pytest.approx(outside)
     assert 1.2 < inside < np.exp(0.3)

@@ -1,33 +1,29 @@
 """Megatron as a workload of the core.
 
-A row needs at least as much memory as a candidate if it is not below it on any ordered knob and equal on every other
-one. The orders hold for every model: a larger micro-batch stores more activations, an unsharded gradient buffer or
-optimizer takes more, recompute trades time for memory. Sequence parallelism shards the stored activations but adds a
-buffer, which may be larger than the saving if layers are recomputed in full.
+Memory is ordered whatever the model: a larger micro-batch stores more activations, an unsharded gradient buffer or
+optimizer takes more. Sequence parallelism adds a buffer, which may exceed its saving if layers are recomputed in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform, PruningRule, Workload
+from flagcore.contracts import PruningRule, Workload
 from flagcore.domain.candidate import Candidate, KnobValue
 from flagcore.domain.knob import Knob
-from flagcore.domain.launch import FailurePattern, Launch
+from flagcore.domain.launch import FailurePattern
 from flagcore.domain.prediction import Predictions
 from flagcore.domain.space import BoolArray, Columns, IntArray, Rule
-from flagcore.domain.spec import AUTO, SettingValue, Spec, Task
-from flagcore.domain.trial import Measurement, TrialState
+from flagcore.domain.spec import AUTO, Task
+from flagcore.domain.trial import TrialState
 from flagcore.engines.megatron import knobs as knob_rows
 from flagcore.engines.megatron import launching, options, probing, published, reading, setting_rules, unused_keys
 from flagcore.engines.megatron import predict as prediction
 from flagcore.engines.megatron import rules as legality
 from flagcore.engines.megatron.knobs import BLOCK, SELECTIVE, SPACE_KNOBS, candidate_columns
 from flagcore.engines.megatron.rules import (
-    CP,
     DIST_OPT,
     DP,
     EP,
@@ -46,7 +42,7 @@ class UselessSelectiveRecompute:
     """Selective recompute drops the attention core, which flash attention recomputes by itself."""
 
     name = "selective_recompute_with_flash_attention"
-    message = "flash attention keeps no attention core, so recomputing it costs time and saves nothing"
+    message = "flash attention stores no attention core, so recomputing it costs time and saves nothing"
 
     def prunes(self, columns: Columns, predictions: Predictions) -> BoolArray:
         selective: BoolArray = columns["recompute_granularity"] == SELECTIVE
@@ -59,8 +55,9 @@ class Megatron:
     name = "megatron"
     kind = "train"
     knobs: tuple[Knob, ...] = knob_rows.KNOBS
-    modules: Mapping[str, str] = {"torch": "torch", "megatron.core": "megatron-core>=0.16,<0.17"}
+    modules: Mapping[str, str] = launching.MODULES
 
+    columns = staticmethod(knob_rows.columns)
     merges = staticmethod(legality.merges)
     published = staticmethod(published.published)
     read_probe = staticmethod(probing.read_probe)
@@ -76,18 +73,16 @@ class Megatron:
     sizes = staticmethod(prediction.sizes)
     parts = staticmethod(prediction.model_parts)
 
-    def spec_warnings(self, spec: Spec) -> list[str]:
-        return unused_keys.unused_in_space(spec.train.settings, spec.space)
+    spec_warnings = staticmethod(unused_keys.spec_warnings)
+    job_warnings = staticmethod(unused_keys.job_warnings)
 
-    def job_warnings(
-        self,
-        task: Task,
-        values: Mapping[str, KnobValue],
-        settings: Mapping[str, SettingValue],
-        noted: Collection[str],
-    ) -> list[str]:
-        assumed = unused_keys.assumed_in_job({*settings, *noted}, task.spec.train.settings)
-        return [*unused_keys.unused_in_job(settings, values), *assumed]
+    ready = staticmethod(launching.ready)
+    launch = staticmethod(launching.launch)
+    progress = staticmethod(reading.progress)
+    read = staticmethod(reading.read)
+    ready_to_probe = staticmethod(launching.ready_to_probe)
+    probe_ranks = staticmethod(probing.probe_ranks)
+    probe_launch = staticmethod(launching.probe_launch)
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
         only_core = recompute_modules(options.settings_in_force(task.spec.train)) == {"core_attn"}
@@ -102,16 +97,6 @@ class Megatron:
     def takes_at_least(self, columns: Columns, candidate: Candidate) -> BoolArray:
         other = candidate_columns(candidate.as_dict())
         return _above(columns, other, {}) & _recomputes_at_most(other, columns)
-
-    def columns(self, task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
-        """Return columns of one row; a data-parallel size that is not given is what the devices leave."""
-        columns = candidate_columns(values)
-        if values.get(DP) is None:
-            used = columns[TP] * columns[PP] * columns[CP]
-            columns[DP] = np.maximum(task.cluster.devices // used, 1)
-        if values.get(RECOMPUTE) is None:
-            columns[RECOMPUTE] = (columns[GRANULARITY] > 0).astype(np.int64)
-        return columns
 
     def usual_space(self, task: Task) -> Mapping[str, str | tuple[KnobValue, ...]]:
         """Return TP x PP x DP (and EP) with micro batch 1, with and without distributed optimizer and recompute."""
@@ -131,31 +116,6 @@ class Megatron:
         keys = (need, width, columns[RECOMPUTE], columns[EP], columns[DIST_OPT], columns[PP], -columns[SP])
         return int(np.lexsort(keys[::-1])[0])
 
-    def ready(self, spec: Spec) -> None:
-        launching.ready(spec, self.modules)
-
-    def ready_to_probe(self, spec: Spec) -> None:
-        launching.ready_to_probe(spec, self.modules)
-
-    def launch(self, platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
-        return launching.launch(platform, candidate, folder, for_real=for_real)
-
-    def progress(self, task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
-        if task.spec.train.command is not None:
-            return reading.CommandProgress(folder)
-        return partial(reading.program_progress, folder)
-
-    def read(self, task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
-        if task.spec.train.command is not None:
-            return reading.read_command(task, candidate, folder)
-        return reading.read_program(task, folder, partial=partial)
-
-    def probe_ranks(self, task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
-        return probing.probe_ranks(task, self.columns(task, candidate.as_dict()), costs)
-
-    def probe_launch(self, platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
-        return probing.probe_launch(platform, candidate, rank, folder, device)
-
     def failure_patterns(self) -> tuple[FailurePattern, ...]:
         return (
             FailurePattern(pattern=r"^out of memory:", state=TrialState.OUT_OF_MEMORY),
@@ -168,7 +128,7 @@ class Megatron:
 
 RECOMPUTE_KNOBS = (RECOMPUTE, GRANULARITY, METHOD, RECOMPUTE_LAYERS)
 MEMORY_ORDER = {knob.name: knob.memory_order for knob in SPACE_KNOBS if knob.memory_order}
-"""Knobs with an order of memory; recompute has one of its own."""
+"""Knobs with an order of memory, recompute apart."""
 
 
 def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolArray:
@@ -182,7 +142,7 @@ def _above(columns: Columns, other: Columns, order: Mapping[str, int]) -> BoolAr
 def _recomputes_at_most(less: Columns, more: Columns) -> BoolArray:
     """Return where `less` recomputes no more than `more`: not at all, or fewer layers by block.
 
-    Selective and full recompute have no order: some layers in full may keep the scores of the others.
+    Selective and full recompute have no order: some layers in full may leave the scores of the others.
     """
     low, high = _level(less), _level(more)
     same_method = less["recompute_method"] == more["recompute_method"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 
 from flagcore.domain.candidate import KnobValue
@@ -23,25 +23,27 @@ BY_FLAG = {
 def settings_of_command(command: Sequence[str]) -> dict[str, SettingValue]:
     """Return the settings that the flags of a command give. A flag's last mention counts, as for the engine."""
     found: dict[str, SettingValue] = {}
-    for place, word in enumerate(command):
-        flag, _, value = word.partition("=")
-        knob = BY_FLAG.get(flag.removeprefix("--").replace("_", "-")) if word.startswith("--") else None
-        if knob is None:
-            continue
-        values = [value] if value else list(takewhile(lambda each: not each.startswith("--"), command[place + 1 :]))
-        text = "true" if knob.kind == "flag" else ",".join(values)
-        found |= setting_from_text(knob.name, text, SETTINGS)
+    for flag, values in _flags_of(command):
+        if knob := BY_FLAG.get(flag):
+            found |= setting_from_text(knob.name, "true" if knob.kind == "flag" else ",".join(values), SETTINGS)
     return found
 
 
 def implementation_of_command(command: Sequence[str]) -> str | None:
     """Return whose layers a command asks for, or None."""
-    for place, word in enumerate(command):
-        flag, _, value = word.partition("=")
-        if flag == "--transformer-impl":
-            value = value or "".join(command[place + 1 : place + 2])
-            return value if value in ("local", "transformer_engine") else None
+    for flag, values in _flags_of(command):
+        if flag == "transformer-impl":
+            return values[0] if values[:1] in (["local"], ["transformer_engine"]) else None
     return None
+
+
+def _flags_of(command: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag of a command, without dashes, and its values."""
+    for place, word in enumerate(command):
+        if word.startswith("--"):
+            flag, _, value = word[2:].partition("=")
+            rest = takewhile(lambda each: not each.startswith("--"), command[place + 1 :])
+            yield flag.replace("_", "-"), [value] if value else list(rest)
 
 
 def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int | None) -> list[str]:
@@ -56,11 +58,11 @@ def flags(candidate: Mapping[str, KnobValue], train: TrainSpec, train_iters: int
 
 
 def expand(
-    command: Sequence[str], candidate: Mapping[str, KnobValue], given: Sequence[str], folder: str
+    command: Sequence[str], candidate: Mapping[str, KnobValue], arguments: Sequence[str], folder: str
 ) -> tuple[str, ...]:
     """Return the user's command with its placeholders filled in.
 
-    `{flags}` as an argument of its own becomes the flags; without it they go to the end. `{folder}` and
+    An argument `{flags}` becomes the flags; without it they go to the end. `{folder}` and
     `{a_knob}` inside an argument become the trial's folder and the knob's value. Other braces stay.
     """
     values = {f"{{{knob}}}": "" if value is None else str(value) for knob, value in candidate.items()}
@@ -68,12 +70,12 @@ def expand(
     argv: list[str] = []
     for argument in command:
         if argument == "{flags}":
-            argv += given
+            argv += arguments
             continue
         for placeholder, value in values.items():
             argument = argument.replace(placeholder, value)
         argv.append(argument)
-    return tuple(argv if "{flags}" in command else [*argv, *given])
+    return tuple(argv if "{flags}" in command else [*argv, *arguments])
 
 
 def _setting_flags(train: TrainSpec) -> list[str]:

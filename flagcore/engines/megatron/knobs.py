@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.knob import Flag, Knob, Scope
+from flagcore.domain.knob import Flag, Knob
 from flagcore.domain.space import Axis, IntArray
 from flagcore.domain.spec import AUTO, Task
 from flagcore.engines.megatron.settings import SETTINGS
@@ -23,46 +23,39 @@ DEVICES, LAYERS = 1_000_000, 10_000
 """The largest numbers that are not a slip."""
 
 
-def _divisors_of_devices(task: Task) -> tuple[int, ...]:
-    return divisors(task.cluster.devices)
-
-
-def _both(task: Task) -> tuple[bool, ...]:
-    return (False, True)
+def _knob(name: str, label: str, help: str, *, has_flag: bool = True, **changes: Any) -> Knob:
+    """Return a row; its flag is the name with hyphens."""
+    flags = (Flag(name=name.replace("_", "-")),) if has_flag else ()
+    return Knob(name=name, label=label, help=help, flags=flags, **changes)
 
 
 def _size(name: str, label: str, help: str, **changes: Any) -> Knob:
     """Return the row of a parallel size: every divisor of the number of devices."""
-    row = {"neutral": 1, "maximum": DEVICES, "auto": _divisors_of_devices, "explicit": True, **changes}
-    return Knob(name=name, label=label, help=help, **{"auto_help": "every divisor of the number of devices", **row})
+    row = {
+        "neutral": 1,
+        "maximum": DEVICES,
+        "auto": lambda task: divisors(task.cluster.devices),
+        "auto_help": "every divisor of the number of devices",
+        "explicit": True,
+    }
+    return _knob(name, label, help, **{**row, **changes})
 
 
 def _switch(name: str, label: str, help: str, **changes: Any) -> Knob:
     """Return the row of a flag that is off if it is not set."""
-    return Knob(name=name, label=label, help=help, kind="flag", neutral=False, auto=_both, **changes)
+    return _knob(name, label, help, kind="flag", neutral=False, auto=lambda task: (False, True), **changes)
 
 
-def _flag(name: str) -> tuple[Flag, ...]:
-    return (Flag(name=name),)
+def _word(name: str, label: str, help: str, words: tuple[str, ...]) -> Knob:
+    """Return the row of one of some words about recompute."""
+    return _knob(name, label, help, part_of="use_recompute", kind="word", words=words, auto=lambda task: words)
 
 
 SPACE_KNOBS = (
-    _size("data_parallel_size", "DP", "Number of model replicas that share the global batch."),
-    _size(
-        "tensor_model_parallel_size",
-        "TP",
-        "Number of devices that split each layer's matrices.",
-        flags=_flag("tensor-model-parallel-size"),
-    ),
-    _size(
-        "pipeline_model_parallel_size", "PP", "Number of pipeline stages.", flags=_flag("pipeline-model-parallel-size")
-    ),
-    _size(
-        "context_parallel_size",
-        "CP",
-        "Number of devices that split the sequence of each sample.",
-        flags=_flag("context-parallel-size"),
-    ),
+    _size("data_parallel_size", "DP", "Number of model replicas that share the global batch.", has_flag=False),
+    _size("tensor_model_parallel_size", "TP", "Number of devices that split each layer's matrices."),
+    _size("pipeline_model_parallel_size", "PP", "Number of pipeline stages."),
+    _size("context_parallel_size", "CP", "Number of devices that split the sequence of each sample."),
     _size(
         "micro_batch_size",
         "MBS",
@@ -72,7 +65,6 @@ SPACE_KNOBS = (
         auto_help="every divisor of the global batch size",
         shows_neutral=True,
         memory_order=1,
-        flags=_flag("micro-batch-size"),
     ),
     _size(
         "expert_model_parallel_size",
@@ -80,64 +72,54 @@ SPACE_KNOBS = (
         "Number of devices that share the experts of each MoE layer.",
         auto=lambda task: divisors(int(np.gcd(task.spec.model.num_moe_experts or 1, task.cluster.devices))),
         auto_help="every common divisor of experts and devices",
-        flags=_flag("expert-model-parallel-size"),
     ),
     _switch(
         "sequence_parallel",
         "SP",
         "Whether norms and dropouts are split along the sequence over the tensor devices.",
         memory_order=-1,
-        flags=_flag("sequence-parallel"),
     ),
     _switch(
         "use_distributed_optimizer",
         "dist-opt",
         "Whether the optimizer state is sharded over the data-parallel devices.",
         memory_order=-1,
-        flags=_flag("use-distributed-optimizer"),
     ),
-    Knob(
-        name="num_layers_per_virtual_pipeline_stage",
-        label="layers/virtual stage",
-        help="Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
+    _knob(
+        "num_layers_per_virtual_pipeline_stage",
+        "layers/virtual stage",
+        "Layers of one virtual pipeline stage (interleaved schedule); 0 or null is off.",
         minimum=0,
         maximum=LAYERS,
         auto=lambda task: (None, *divisors(task.spec.model.num_layers)),
         auto_help="off, and every divisor of the number of layers",
-        flags=_flag("num-layers-per-virtual-pipeline-stage"),
     ),
     _switch(
-        "use_recompute", "recompute", "Whether activations are computed again in the backward pass instead of stored."
+        "use_recompute",
+        "recompute",
+        "Whether activations are computed again in the backward pass instead of stored.",
+        has_flag=False,
     ),
-    Knob(
-        name="recompute_granularity",
-        label="granularity",
-        part_of="use_recompute",
-        help="What is recomputed: whole layers, or the core attention; null is not set.",
-        kind="word",
-        words=("selective", "full"),
-        auto=lambda task: ("selective", "full"),
-        flags=_flag("recompute-granularity"),
+    _word(
+        "recompute_granularity",
+        "granularity",
+        "What is recomputed: whole layers, or the core attention; null is not set.",
+        ("selective", "full"),
     ),
-    Knob(
-        name="recompute_method",
-        label="method",
-        part_of="use_recompute",
-        help="How full recompute picks layers: chunks of equal size, or the first layers of a stage; null is not set.",
-        kind="word",
-        words=("uniform", "block"),
-        auto=lambda task: ("uniform", "block"),
-        flags=_flag("recompute-method"),
+    _word(
+        "recompute_method",
+        "method",
+        "How full recompute picks layers: chunks of equal size, or the first layers of a stage; null is not set.",
+        ("uniform", "block"),
     ),
-    Knob(
-        name="recompute_num_layers",
-        label="layers",
+    _knob(
+        "recompute_num_layers",
+        "layers",
+        "Layers of one chunk (uniform), or layers of a stage that are recomputed (block); null is not set.",
         part_of="use_recompute",
-        help=("Layers of one chunk (uniform), or layers of a stage that are recomputed (block); null is not set."),
         maximum=LAYERS,
         auto=lambda task: tuple(range(1, task.spec.model.num_layers + 1)),
         auto_help="every number of layers",
-        flags=_flag("recompute-num-layers"),
     ),
 )
 """The knobs of a space in the order in which they are crossed: those that rules tie together come first."""
@@ -157,11 +139,6 @@ KNOBS = (
 BY_NAME: Mapping[str, Knob] = {knob.name: knob for knob in KNOBS}
 
 
-def in_scope(scope: Scope) -> tuple[Knob, ...]:
-    """Return the knobs that a space, only a job record's candidate, or the settings may have."""
-    return tuple(knob for knob in KNOBS if scope in knob.scope)
-
-
 def axes(task: Task) -> tuple[Axis, ...]:
     """Return the axes of the space; a knob that the space does not have is auto."""
     return tuple(knob.axis(knob.parse_space(task, AUTO)) for knob in SPACE_KNOBS)
@@ -172,10 +149,20 @@ def candidate_columns(values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
 
     The knobs of job records have 0 where they are not set.
     """
-    return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in (*SPACE_KNOBS, *RECORD_KNOBS)}
+    knobs = [knob for knob in KNOBS if knob.searchable or "record" in knob.scope]
+    return {knob.name: _column(knob, values.get(knob.name, knob.neutral)) for knob in knobs}
 
 
-RECORD_KNOBS = in_scope("record")
+def columns(task: Task, values: Mapping[str, KnobValue]) -> dict[str, IntArray]:
+    """Return columns of one row; a data-parallel size that is not given is what the devices leave."""
+    found = candidate_columns(values)
+    if values.get("data_parallel_size") is None:
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        used = np.prod([found[name] for name in sizes], axis=0)
+        found["data_parallel_size"] = np.maximum(task.cluster.devices // used, 1)
+    if values.get("use_recompute") is None:
+        found["use_recompute"] = (found["recompute_granularity"] > 0).astype(np.int64)
+    return found
 
 
 def _column(knob: Knob, value: KnobValue) -> IntArray:

@@ -19,6 +19,8 @@ from flagcore.engines.megatron.options import DEFAULTS, TRIAL, schedule
 from flagcore.errors import LaunchError, NoDevice, SpecError
 
 PROGRAM = "flagcore.engines.megatron.trial"
+MODULES = {"torch": "torch", "megatron.core": "megatron-core>=0.16,<0.17"}
+"""What trials import, and the pip requirement that brings it."""
 SEED = 1234
 PRECISIONS = ("bf16", "fp16", "fp32")
 TRIAL_SETTINGS = (
@@ -30,7 +32,7 @@ TRIAL_SETTINGS = (
 """Settings that the trial program takes."""
 
 
-def ready(spec: Spec, modules: Mapping[str, str]) -> None:
+def ready(spec: Spec, modules: Mapping[str, str] = MODULES) -> None:
     """Raise SpecError or NoDevice unless trials of `spec` can run here; a user's own command brings its own means."""
     train = spec.train
     _settings_run(train)
@@ -50,7 +52,7 @@ def ready(spec: Spec, modules: Mapping[str, str]) -> None:
         if not works:
             problem = "is not what flagcore's own trial program can run"
             raise SpecError(key=key, value=value, problem=problem, fix=f"{fix}, or give a train.command")
-    missing = [requirement for module, requirement in modules.items() if not installed(module)]
+    missing = [requirement for module, requirement in modules.items() if not _installed(module)]
     if missing:
         raise NoDevice(
             f"trials need {' and '.join(missing)}, not installed here; pip install 'flagcore[megatron]', "
@@ -58,12 +60,12 @@ def ready(spec: Spec, modules: Mapping[str, str]) -> None:
         )
 
 
-def ready_to_probe(spec: Spec, modules: Mapping[str, str]) -> None:
+def ready_to_probe(spec: Spec) -> None:
     """Raise SpecError or NoDevice unless the trial program can play a rank of `spec`, on however many nodes."""
     if spec.train.command is not None:
         problem = "is not what a probe runs: it plays flagcore's own trial program"
         raise SpecError(key="train.command", value=" ".join(spec.train.command), problem=problem, fix="leave it out")
-    ready(replace(spec, cluster=replace(spec.cluster, nodes=1)), modules)
+    ready(replace(spec, cluster=replace(spec.cluster, nodes=1)))
 
 
 def _settings_run(train: TrainSpec) -> None:
@@ -99,15 +101,15 @@ def _trial_runs(train: TrainSpec, key: str, value: SettingValue) -> bool:
     return key in TRIAL_SETTINGS or value in does.get(key, (False, "fp32", "none"))
 
 
-def installed(module: str) -> bool:
-    """Return whether `module` can be imported, without importing it."""
+def _installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing it."""
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 
 
-def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool) -> Launch:
+def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: bool = False) -> Launch:
     """Return how to start `candidate`; the trial program's job is written into `folder`.
 
     Raises LaunchError if that cannot be done.
@@ -117,11 +119,15 @@ def launch(platform: Platform, candidate: Candidate, folder: str, *, for_real: b
         given = flags(values, spec.train, None if for_real else spec.control.train_iters)
         argv = expand(spec.train.command, values, given, folder)
         return Launch(argv=argv, folder=folder, environment=environment(values), directory=spec.train.directory)
-    return program(job(platform, candidate, folder), folder)
+    return _program(_job(platform, candidate, folder), folder)
 
 
-def program(job: Mapping[str, object], folder: str) -> Launch:
-    """Return how to start the trial program with a job, which is written into `folder`. Raises LaunchError."""
+def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int = 0) -> Launch:
+    """Return how to start the trial program as one rank. Raises LaunchError if its job cannot be written."""
+    return _program(_job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
+
+
+def _program(job: Mapping[str, object], folder: str) -> Launch:
     file = Path(folder, "job.json")
     try:
         file.write_text(json.dumps(job, indent=1), encoding="utf-8")
@@ -130,14 +136,14 @@ def program(job: Mapping[str, object], folder: str) -> Launch:
     return Launch(argv=(sys.executable, "-m", PROGRAM, str(file)), folder=folder)
 
 
-def job(
+def _job(
     platform: Platform, candidate: Candidate, folder: str, probe: Mapping[str, int] | None = None
 ) -> dict[str, object]:
     """Return the job of the trial program as plain data; with `probe`, of one `rank` on one `device`."""
     task, support = platform.task, platform.support
     spec, train = task.spec, task.spec.train
     return {
-        "model": {name: value for name, value in asdict(spec.model).items() if name != "name"},
+        "model": asdict(spec.model),
         "train": {
             "seq_length": train.seq_length,
             "global_batch_size": train.global_batch_size,

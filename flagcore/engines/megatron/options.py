@@ -49,62 +49,62 @@ def settings_in_force(train: TrainSpec) -> Settings:
 def options(task: Task) -> Options:
     """Return the options of a task. Raises SpecError for settings that exclude each other, NotModelled."""
     train, model = task.spec.train, task.spec.model
-    given = settings_in_force(train)
-    check(task, given)
+    settings = settings_in_force(train)
+    check(task, settings)
 
     def on(key: str) -> bool:
-        return bool(given.get(key, False))
+        return bool(settings.get(key, False))
 
     def width(key: str) -> int:
-        return BYTES[str(given.get(key, "fp32"))]
+        return BYTES[str(settings.get(key, "fp32"))]
 
-    dispatcher = str(given["moe_token_dispatcher_type"])
-    layout = given.get(LAYOUT)
+    layout = settings.get(LAYOUT)
     return Options(
-        schedule=schedule(given.get("pipeline_schedule")),
+        schedule=schedule(settings.get("pipeline_schedule")),
         stage_layout=parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else (),
         account_for_embedding=on(EMBEDDING),
         account_for_loss=on(LOSS),
-        recompute_modules=recompute_modules(given),
-        recompute_stage_layers=numbers(given.get("recompute_num_layers_per_stage")),
-        grad_bytes=_grad_bytes(train.precision, given),
+        recompute_modules=recompute_modules(settings),
+        recompute_stage_layers=numbers(settings.get("recompute_num_layers_per_stage")),
+        grad_bytes=_grad_bytes(train.precision, settings),
         main_grad_bytes=width("main_grads_dtype"),
         main_param_bytes=width("main_params_dtype"),
         exp_avg_bytes=width("exp_avg_dtype"),
         exp_avg_sq_bytes=width("exp_avg_sq_dtype"),
         precision_aware_optimizer=on("use_precision_aware_optimizer"),
         fp8_param_gather=on("fp8_param_gather"),
-        optimizer_offload_fraction=_offloaded(given),
-        offload_modules=words(given.get("offload_modules"))
+        optimizer_offload_fraction=float(settings.get("optimizer_offload_fraction", 1.0) or 0.0)
+        if on("optimizer_cpu_offload")
+        else 0.0,
+        offload_modules=words(settings.get("offload_modules"))
         if on("fine_grained_activation_offloading")
         else frozenset(),
-        offload_stages=numbers(given.get("offload_stages")),
+        offload_stages=numbers(settings.get("offload_stages")),
         fsdp=on("use_megatron_fsdp"),
-        adapters=given.get("trainable") == "adapters",
+        adapters=settings.get("trainable") == "adapters",
         overlap_grad_reduce=on("overlap_grad_reduce"),
         overlap_param_gather=on("overlap_param_gather"),
         tp_comm_overlap=on("tp_comm_overlap"),
-        overlap_p2p_comm=bool(given.get("overlap_p2p_comm", True)),
+        overlap_p2p_comm=bool(settings.get("overlap_p2p_comm", True)),
         overlap_expert_comm=on("overlap_moe_expert_parallel_comm"),
-        dispatcher=dispatcher,
-        deduplicated_dispatch=dispatcher == "flex",
+        dispatcher=str(settings["moe_token_dispatcher_type"]),
         grouped_gemm=on("moe_grouped_gemm"),
-        expert_imbalance=_imbalance(given),
-        cp_comm=str(given.get("cp_comm_type", "p2p")),
-        cuda_graph=_graph(given),
+        expert_imbalance=_imbalance(settings),
+        cp_comm=str(settings.get("cp_comm_type", "p2p")),
+        cuda_graph=_graph(settings),
         cross_entropy_fusion=on("cross_entropy_loss_fusion"),
         dropout=on("attention_dropout") or on("hidden_dropout"),
     )
 
 
-def check(task: Task, given: Settings) -> None:
+def check(task: Task, settings: Settings) -> None:
     """Raise SpecError for a setting that Megatron refuses beside the others, whatever the candidate.
 
     Sources: megatron-core 0.16 `transformer_config.py`, `optimizer_config.py`; Megatron-LM `arguments.py`.
     """
-    modules, model = recompute_modules(given), task.spec.model
-    on = {key for key, value in given.items() if value not in (False, "fp32", 0, "none")}
-    flex = given.get("moe_token_dispatcher_type") == "flex"
+    modules, model = recompute_modules(settings), task.spec.model
+    on = {key for key, value in settings.items() if value not in (False, "fp32", 0, "none")}
+    flex = settings.get("moe_token_dispatcher_type") == "flex"
     aware, shared = "use_precision_aware_optimizer", "moe_shared_expert_overlap"
     needs = dict.fromkeys(("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), aware)
     needs |= {
@@ -116,10 +116,10 @@ def check(task: Task, given: Settings) -> None:
     }
     for key, other in needs.items():
         if key in on and other not in on:
-            raise refused(key, given, f"needs {other}")
+            raise _refused(key, settings, f"needs {other}")
     wrong = {
         "moe_pad_expert_input_to_capacity": (flex, "does not go with moe_token_dispatcher_type: flex"),
-        shared: (given.get("moe_token_dispatcher_type") != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
+        shared: (settings.get("moe_token_dispatcher_type") != "alltoall", "needs moe_token_dispatcher_type: alltoall"),
         "recompute_modules": (
             ("mla_up_proj" in modules and not model.multi_latent_attention)
             or ("moe_act" in modules and model.num_moe_experts is not None and "moe_grouped_gemm" not in on)
@@ -133,12 +133,11 @@ def check(task: Task, given: Settings) -> None:
     }
     for key, (is_wrong, problem) in wrong.items():
         if is_wrong and key in on:
-            raise refused(key, given, problem)
+            raise _refused(key, settings, problem)
 
 
-def refused(key: str, given: Settings, problem: str) -> SpecError:
-    """Return the error of one setting."""
-    return SpecError(key=f"train.settings.{key}", value=given.get(key), problem=problem)
+def _refused(key: str, settings: Settings, problem: str) -> SpecError:
+    return SpecError(key=f"train.settings.{key}", value=settings.get(key), problem=problem)
 
 
 def schedule(name: SettingValue) -> str | None:
@@ -157,31 +156,27 @@ def numbers(text: SettingValue) -> tuple[int, ...]:
     return tuple(int(part) for part in str(text).split(",")) if text is not None else ()
 
 
-def _grad_bytes(precision: str, given: Settings) -> int:
+def _grad_bytes(precision: str, settings: Settings) -> int:
     """Return the width of gradient buffers: as wide as the weights, but fp32 where these are bf16.
 
     Source: Megatron-LM `arguments.py`, which turns fp32 accumulation on for bf16 by default.
     """
-    if precision == "fp32" or given.get("accumulate_allreduce_grads_in_fp32"):
+    if precision == "fp32" or settings.get("accumulate_allreduce_grads_in_fp32"):
         return 4
-    fp32 = precision != "fp16" and given.get("accumulate_allreduce_grads_in_fp32", True)
-    return 4 if fp32 and not given.get("grad_reduce_in_bf16") else 2
+    fp32 = precision != "fp16" and settings.get("accumulate_allreduce_grads_in_fp32", True)
+    return 4 if fp32 and not settings.get("grad_reduce_in_bf16") else 2
 
 
-def _offloaded(given: Settings) -> float:
-    return float(given.get("optimizer_offload_fraction", 1.0) or 0.0) if given.get("optimizer_cpu_offload") else 0.0
-
-
-def _imbalance(given: Settings) -> float:
+def _imbalance(settings: Settings) -> float:
     """Return the load of the busiest expert rank over the mean; a capacity bounds it, and filling up reaches it."""
-    load, capacity = float(given.get("moe_expert_imbalance") or 1.0), given.get("moe_expert_capacity_factor")
+    load, capacity = float(settings.get("moe_expert_imbalance") or 1.0), settings.get("moe_expert_capacity_factor")
     if not capacity:
         return load
-    return float(capacity) if given.get("moe_pad_expert_input_to_capacity") else min(load, max(1.0, float(capacity)))
+    return float(capacity) if settings.get("moe_pad_expert_input_to_capacity") else min(load, max(1.0, float(capacity)))
 
 
-def _graph(given: Settings) -> str:
-    scope = words(given.get("cuda_graph_scope"))
-    if given.get("cuda_graph_impl", "none") == "none":
+def _graph(settings: Settings) -> str:
+    scope = words(settings.get("cuda_graph_scope"))
+    if settings.get("cuda_graph_impl", "none") == "none":
         return ""
     return "iteration" if "full_iteration" in scope else "layer"

@@ -14,7 +14,7 @@ from flagcore.domain.spec import Task
 from flagcore.engines.megatron.flags import implementation_of_command
 from flagcore.engines.megatron.knobs import BLOCK, FULL, SELECTIVE, candidate_columns
 from flagcore.engines.megatron.memory.training import component_table, memory_in_use, rank_memory, stage_of_rank
-from flagcore.engines.megatron.options import options, settings_in_force
+from flagcore.engines.megatron.options import options
 from flagcore.engines.megatron.parallel import parameters
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
@@ -37,7 +37,7 @@ def predict(task: Task, columns: Columns, costs: Costs) -> Predictions:
     train, layout = training(task), layout_of(task, columns)
     rows = layout.data.size
     blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, rows, BLOCK_ROWS)] or [slice(0, 0)]
-    return Predictions.join([_predict(train, layout.rows(block), costs) for block in blocks])
+    return Predictions.join([_predict(train, layout[block], costs) for block in blocks])
 
 
 def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> dict[str, dict[str, FloatArray]]:
@@ -45,18 +45,7 @@ def components(task: Task, columns: Columns, stages: IntArray, costs: Costs) -> 
     train, layout = training(task), layout_of(task, columns)
     index = stages.astype(np.float64)
     workspaces = [np.array(each.memory.workspace_bytes()) for each in costs.groups]
-    table = component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
-    return {
-        name: {
-            "params": row.params,
-            "weights_bytes": row.weights,
-            "gradients_bytes": row.gradients,
-            "main_params_bytes": row.main_parameters,
-            "optimizer_bytes": row.optimizer,
-            "activation_bytes": row.activation,
-        }
-        for name, row in table.items()
-    }
+    return component_table(train, layout, index, Placement.of(layout, costs).pick(index, workspaces))
 
 
 def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
@@ -72,7 +61,7 @@ def sizes(task: Task, columns: Columns) -> dict[str, FloatArray]:
 
 def rank_figures(task: Task, columns: Columns, rank: int, costs: Costs) -> RankPrediction:
     """Return what one global rank of the first row holds and how long it works, in Megatron's order tp-cp-ep-dp-pp."""
-    train, layout = training(task), layout_of(task, columns).rows(slice(0, 1))
+    train, layout = training(task), layout_of(task, columns)[slice(0, 1)]
     costs = costs.groups[sum(rank >= first for first in costs.further)]
     memory = rank_memory(train, layout, rank, costs.memory.workspace_bytes())
     reserved = costs.memory.reserved_bytes(memory.peak)
@@ -133,8 +122,6 @@ def layout_of(task: Task, columns: Columns) -> Layout:
     layers = np.maximum(count("recompute_num_layers"), 1.0)
     split = Split.of(task)
     first, last = split.ends(columns)
-    given = columns.get("expert_tensor_parallel_size", np.zeros_like(columns["data_parallel_size"]))
-    fixed = float(settings_in_force(task.spec.train).get("expert_tensor_parallel_size") or 0)
     return Layout(
         data=data,
         tensor=tensor,
@@ -142,7 +129,7 @@ def layout_of(task: Task, columns: Columns) -> Layout:
         virtual=split.virtual(columns).astype(np.float64),
         context=count("context_parallel_size"),
         expert=count("expert_model_parallel_size"),
-        expert_tensor=np.where(given > 0, given, fixed or tensor),
+        expert_tensor=split.expert_tensor_size(columns).astype(np.float64),
         micro_batch=micro_batch,
         microbatches=np.maximum(task.spec.train.global_batch_size / (micro_batch * data), 1.0),
         sharded_optimizer=count("use_distributed_optimizer"),
@@ -175,7 +162,7 @@ def _predict(train: Training, layout: Layout, costs: Costs) -> Predictions:
         reserved_bytes=found.reserved,
         device_used_bytes=found.used,
         worst_stage=found.memory.worst_stage,
-        capacity_bytes=found.capacity,
+        capacity_bytes=found.capacity if costs.further else costs.memory.capacity_bytes(),
         model_flops=model_flops(train),
     )
 
@@ -189,7 +176,8 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
     Norms count with the attention and the FFN that follows them, half and half; the last one with the head.
     """
     train, model = training(task), task.spec.model
-    layout = _whole(task)
+    whole = replace(task, spec=replace(task.spec, work=replace(task.spec.train, settings={})))
+    layout = layout_of(whole, candidate_columns({}))  # one device that holds all
     one = np.ones(1)
     dense = model.num_layers if model.num_moe_experts is None else model.moe_first_dense_layers
     edge = parameters.edge_parameters(train, layout, first=one, last=one)
@@ -205,12 +193,6 @@ def model_parts(task: Task) -> tuple[ModelPart, ...]:
         parts.append(ModelPart("MTP", extra, model.mtp_num_layers))
     parts.append(ModelPart("Output", _sum(edge) - parts[0].params, 1))
     return tuple(parts)
-
-
-def _whole(task: Task) -> Layout:
-    """Return the layout of one device that holds all."""
-    spec = replace(task.spec, work=replace(task.spec.train, settings={}))
-    return layout_of(replace(task, spec=spec), candidate_columns({}))
 
 
 def _halves(train: Training, layout: Layout, *, moe: bool) -> tuple[float, float]:

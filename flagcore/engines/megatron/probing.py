@@ -1,4 +1,4 @@
-"""Probes of single ranks: which ranks to probe, how to start a probe, and its results."""
+"""Probes of single ranks: which ranks to probe, and the results of a probe."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from flagcore.contracts import Costs, Platform
+from flagcore.contracts import Costs
 from flagcore.domain.candidate import Candidate
-from flagcore.domain.launch import Launch
 from flagcore.domain.probe import RankMeasurement
-from flagcore.domain.space import Columns
 from flagcore.domain.spec import Task
-from flagcore.engines.megatron.launching import job, program
+from flagcore.engines.megatron.knobs import columns
 from flagcore.engines.megatron.parallel.pipeline import stage
 from flagcore.engines.megatron.predict import layout_of, rank_figures, training
 from flagcore.engines.megatron.reading import NOT_AS_AGREED
 from flagcore.engines.results import METRICS, NoMetrics, interquartile_range, read_metrics
 
 
-def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
+def probe_ranks(task: Task, candidate: Candidate, costs: Costs) -> tuple[int, ...]:
     """Return the first rank of the first and last stage, of the stages predicted to need most memory and to take
-    longest and, if all these are dense, of one with experts. `columns` have one row.
+    longest and, if all these are dense, of one with experts.
     """
-    train, layout = training(task), layout_of(task, columns)
+    row = columns(task, candidate.as_dict())
+    train, layout = training(task), layout_of(task, row)
     width, stages = (int(layout.tensor[0] * layout.context[0] * layout.data[0]), int(layout.pipeline[0]))
-    figures = [rank_figures(task, columns, each * width, costs) for each in range(stages)]
+    figures = [rank_figures(task, row, each * width, costs) for each in range(stages)]
     chosen = {
         0,
         stages - 1,
@@ -41,11 +40,6 @@ def probe_ranks(task: Task, columns: Columns, costs: Costs) -> tuple[int, ...]:
     if experts and chosen.isdisjoint(experts):
         chosen.add(experts[0])
     return tuple(each * width for each in sorted(chosen))
-
-
-def probe_launch(platform: Platform, candidate: Candidate, rank: int, folder: str, device: int) -> Launch:
-    """Return how to start the trial program as one rank. Raises LaunchError if its job cannot be written."""
-    return program(job(platform, candidate, folder, {"rank": rank, "device": device}), folder)
 
 
 def read_probe(task: Task, folder: str) -> RankMeasurement:

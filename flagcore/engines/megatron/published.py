@@ -1,27 +1,6 @@
-"""The settings that a job record of a published run omits: this module alone defines them.
+"""The settings that a job record of a published run omits: the record takes precedence, then its notes, then defaults.
 
-- `implementation`: transformer-engine's layers, Megatron-LM's own default.
-- `overlap_grad_reduce` and `overlap_param_gather`: on with a distributed optimizer, off without. Tuned runs have all
-  three; sweeps of plain Megatron have none.
-- `tp_comm_overlap`: on in dense models with a distributed optimizer, sequence parallelism, fused attention and
-  transformer-engine's layers: the published recipes of such runs turn it on.
-- `grad_reduce_in_bf16`: on with these overlaps in 8 and 4 bits, as in the recipes of NeMo and Megatron-Bridge
-  (`grad_reduce_in_fp32` is off in the latter's `scripts/performance/configs`; most of these runs would not fit
-  otherwise).
-- `fp8_param_gather`: on with those in 8 bits: Megatron-Bridge's `training/mixed_precision.py` turns it on for delayed
-  and current scaling and for mxfp8, which `scripts/performance/utils/precision.py` takes; with nvfp4 it refuses it.
-- `moe_token_dispatcher_type`: alltoall. `moe_grouped_gemm`: on, but experts one by one with local layers.
-- `cp_comm_type`: p2p.
-- `attention_dropout` and `hidden_dropout`: with unfused attention 0.1, Megatron-LM's default, as when models still were
-  trained with dropout; else none.
-- All other settings: Megatron-LM's defaults.
-- Notes that name the pipeline's schedule are those of papers on schedules (arXiv 2104.04473, 2401.10241): their
-  Megatron-LM had no fused attention and waited for each message, even if the record differs. Their printed memory
-  (34 + 5 a s / h bytes a value of a layer's input) confirms it.
-- A model's name with LoRA: adapters are trained.
-- Layers that do not divide over the stages: see `stages.published_split`.
-
-The record takes precedence, then its notes, then these defaults.
+The defaults are those of docs/job-records.md; where it names none, Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -29,7 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
 
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.spec import SettingValue, Task
@@ -55,8 +38,10 @@ def published(
 
     Raises SpecError for a layout of stages that is none.
     """
-    train, values, noted = task.spec.train, dict(values), read_notes(f"{notes}; {_trains(task.spec.model.name)}")
-    if "pipeline_schedule" in noted:
+    adapters = re.search(r"\b(lora|peft)\b", task.spec.model.name, re.IGNORECASE)  # nothing else identifies them
+    noted = read_notes(f"{notes}; {adapters[0] if adapters else ''}")
+    train, values = task.spec.train, dict(values)
+    if "pipeline_schedule" in noted:  # papers on schedules (arXiv 2104.04473, 2401.10241), whose memory confirms it
         train = replace(train, attention="unfused")
         noted = {"overlap_p2p_comm": False, **noted}
         task = replace(task, spec=replace(task.spec, work=train))
@@ -75,117 +60,30 @@ def published(
     return replace(task, spec=spec), values, frozenset(noted.keys() - train.settings.keys())
 
 
-def _tuned(task: Task, kind: str, given: Mapping[str, SettingValue], overlaps: bool) -> bool:
-    """Return whether a run has the gradients of Megatron-Bridge's tuned recipes, which are reduced in 16 bits."""
-    narrow = task.spec.train.precision in ("fp8", "mxfp8", "nvfp4")
-    return overlaps and kind == IMPLEMENTATION and narrow and "accumulate_allreduce_grads_in_fp32" not in given
-
-
-def _trains(name: str) -> str:
-    """Return which weights are trained, by the model's name: only the name identifies runs of adapters."""
-    found = re.search(r"\b(lora|peft)\b", name, re.IGNORECASE)
-    return found[0] if found else ""
-
-
 def _defaults(
-    task: Task, kind: str, given: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
+    task: Task, kind: str, settings: Mapping[str, SettingValue], values: Mapping[str, KnobValue]
 ) -> dict[str, SettingValue]:
-    flash, sharded = task.spec.train.attention == "flash", bool(values.get("use_distributed_optimizer"))
+    precision, flash = task.spec.train.precision, task.spec.train.attention == "flash"
+    sharded = bool(values.get("use_distributed_optimizer"))
     split = bool(values.get("sequence_parallel")) and int(values.get("tensor_model_parallel_size") or 1) > 1
     dense = task.spec.model.num_moe_experts is None
-    overlaps = bool(given.get("overlap_grad_reduce", sharded))
+    overlaps = bool(settings.get("overlap_grad_reduce", sharded))
+    narrow = precision in ("fp8", "mxfp8", "nvfp4") and "accumulate_allreduce_grads_in_fp32" not in settings
+    tuned = overlaps and sharded and kind == IMPLEMENTATION and narrow
     return {
         "overlap_grad_reduce": overlaps,
         "overlap_param_gather": overlaps and sharded,
-        "grad_reduce_in_bf16": _tuned(task, kind, given, overlaps and sharded),
-        "fp8_param_gather": _tuned(task, kind, given, overlaps and sharded) and task.spec.train.precision != "nvfp4",
+        "grad_reduce_in_bf16": tuned,  # the recipes of NeMo and Megatron-Bridge; most such runs would not fit otherwise
+        "fp8_param_gather": tuned and precision != "nvfp4",  # Megatron-Bridge's `training/mixed_precision.py`
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": kind != "local",
         "cp_comm_type": "p2p",
-        "attention_dropout": 0.0 if flash else 0.1,
+        "attention_dropout": 0.0 if flash else 0.1,  # Megatron-LM's default, as when models had dropout
         "hidden_dropout": 0.0 if flash else 0.1,
         "tp_comm_overlap": flash and sharded and split and dense and kind == IMPLEMENTATION,
     }
 
 
-DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
-EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
-GRAPH, SCOPE = "cuda_graph_impl", "cuda_graph_scope"
-OFFLOAD, OFFLOADED = "fine_grained_activation_offloading", "offload_modules"
-
-NAMES: Mapping[str, str] = {
-    "schedule": "pipeline_schedule",
-    "pp_schedule": "pipeline_schedule",
-    "pp_layout": LAYOUT,
-    "layout": LAYOUT,
-    "moe_a2a_overlap": EXPERT_OVERLAP,
-    "a2a_overlap": EXPERT_OVERLAP,
-    "ep_overlap": EXPERT_OVERLAP,
-    "dispatcher": DISPATCHER,
-    "moe_dispatcher": DISPATCHER,
-    "fsdp": "use_megatron_fsdp",
-    "megatron_fsdp": "use_megatron_fsdp",
-    "tp_overlap": "tp_comm_overlap",
-    "ub_tp_comm_overlap": "tp_comm_overlap",
-    "userbuffers": "tp_comm_overlap",
-    "ce_fusion": "cross_entropy_loss_fusion",
-    "cross_entropy_fusion": "cross_entropy_loss_fusion",
-    "grouped_gemm": "moe_grouped_gemm",
-    "shared_expert_overlap": "moe_shared_expert_overlap",
-    "cp_comm": "cp_comm_type",
-    "capacity_factor": "moe_expert_capacity_factor",
-    "pad_to_capacity": "moe_pad_expert_input_to_capacity",
-    "delayed_wgrad": "delay_wgrad_compute",
-    "delay_wgrad": "delay_wgrad_compute",
-    "precision_aware_optimizer": "use_precision_aware_optimizer",
-    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-    "fp32_grad_accum": "accumulate_allreduce_grads_in_fp32",
-    "bf16_grad_reduce": "grad_reduce_in_bf16",
-    "expert_imbalance": "moe_expert_imbalance",
-}
-"""Other words for settings; hyphens, spaces and underscores are the same."""
-
-VALUES: Mapping[tuple[str, str], Mapping[str, SettingValue]] = {
-    (DISPATCHER, "deepep"): {DISPATCHER: "flex", BACKEND: "deepep"},
-    (DISPATCHER, "hybridep"): {DISPATCHER: "flex", BACKEND: "hybridep"},
-    (DISPATCHER, "a2a"): {DISPATCHER: "alltoall"},
-    (BACKEND, "deepep"): {DISPATCHER: "flex", BACKEND: "deepep"},
-    (BACKEND, "hybridep"): {DISPATCHER: "flex", BACKEND: "hybridep"},
-    (GRAPH, "full_iteration"): {GRAPH: "local", SCOPE: "full_iteration"},
-}
-"""Values that imply other settings, or that another tool spells differently."""
-
-PHRASES: tuple[tuple[str, Mapping[str, SettingValue]], ...] = (
-    (r"\binterleaved( 1f1b)?\b", {"pipeline_schedule": "interleaved"}),
-    (r"\b(zb-?(h1|h2|1p|2p|v)|v-(half|min)|dualpipev?)\b", {"pipeline_schedule": "{1}"}),
-    (r"\bhybridep\b", {DISPATCHER: "flex", BACKEND: "hybridep"}),
-    (r"\bdeepep\b", {DISPATCHER: "flex", BACKEND: "deepep"}),
-    (r"\ball-?to-?all\b(?! overlap)", {DISPATCHER: "alltoall"}),
-    (r"\b(a2a|all-?to-?all|ep|moe comm\w*) overlap\b", {EXPERT_OVERLAP: True}),
-    (r"\bcapacity factor ([\d.]+)", {"moe_expert_capacity_factor": "{1}"}),
-    (r"\bfull[- _]iteration (cuda[- ])?graphs?\b", {GRAPH: "local", SCOPE: "full_iteration"}),
-    (r"\bcuda[- ]graphs?\b(?: +([a-z_]+(?: *[+,] *[a-z_]+)*))?", {GRAPH: "transformer_engine", SCOPE: "{1}"}),
-    (r"\bactivation offload(?:ing)?(?: of)? +([a-z_0-9]+(?: *[+,] *[a-z_0-9]+)*)", {OFFLOAD: True, OFFLOADED: "{1}"}),
-    (r"\boptimizer (cpu )?offload", {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True}),
-    (r"\b(lora|peft)\b", {"trainable": "adapters"}),
-    (r"\bexp_avg (fp32|bf16|fp16|fp8)\b", {"exp_avg_dtype": "{1}", "exp_avg_sq_dtype": "{1}"}),
-    (
-        r"\bno overlap\b(?![- _]*(grad|param|p2p|tp|ep))",
-        {"overlap_grad_reduce": False, "overlap_param_gather": False, "tp_comm_overlap": False},
-    ),
-)
-"""Phrases without a name and a value: a pattern, and the settings that it means; {1} is what its group found. The two
-moments of Adam have one format in every published run that names one."""
-
-IMPLIED: Mapping[str, str] = {
-    "optimizer_cpu_offload": "use_precision_aware_optimizer",
-    "exp_avg_dtype": "use_precision_aware_optimizer",
-    OFFLOADED: OFFLOAD,
-    "delay_wgrad_compute": EXPERT_OVERLAP,
-}
-"""What the engine requires together with a setting: a note of one implies the other."""
-
-NAMES_OF_SETTINGS = frozenset(knob.name for knob in SETTINGS)
 _PAIR = re.compile(r"(?<![\w-])-{0,2}([a-z][\w-]*)\s*=\s*(\[[^\]]*\]|[^\s;,]+(?:,\w+(?![\w-]*\s*=))*)", re.IGNORECASE)
 _LAYOUT = re.compile(r"(?<![\w-])(\w*layout)\s*=\s*([^\s;]+)", re.IGNORECASE)
 _NO = r"(?:no|non|not|without|disabled?)[- _]+"
@@ -199,22 +97,39 @@ def read_notes(notes: str) -> Mapping[str, SettingValue]:
     rest = notes[:10_000]
     for pattern in (_LAYOUT, _PAIR):
         for pair in pattern.finditer(rest):
-            _keep(found, _pair(pair[1], pair[2]))
+            _add(found, _pair(pair[1], pair[2]))
         rest = pattern.sub(";", rest)
     rest = rest.lower()
-    for flag in _FLAGS:
+    for flag in _flags():
         if match := flag.search(rest):
             off = bool(match["no"] or match["off"])
-            _keep(found, setting_from_text(_setting(match["name"]), "false" if off else "true", SETTINGS))
+            _add(found, setting_from_text(_setting(match["name"]), "false" if off else "true", SETTINGS))
             rest = rest[: match.start()] + ";" + rest[match.end() :]
-    for phrase, means in PHRASES:
+    for phrase, means in _tables()["phrases"].items():
         if (match := re.search(phrase, rest)) and not re.search(_NO + "$", rest[: match.start()]):
-            _keep(found, _filled(means, match))
-    _keep(found, {other: True for key, other in IMPLIED.items() if found.get(key, False) is not False})
+            _add(found, _meaning(means, match))
+    _add(found, {other: True for key, other in _tables()["implied"].items() if found.get(key, False) is not False})
     return found
 
 
-def _keep(found: dict[str, SettingValue], new: Mapping[str, SettingValue]) -> None:
+@cache
+def _tables() -> dict[str, Any]:
+    text = files(__package__).joinpath("notes.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+@cache
+def _flags() -> list[re.Pattern[str]]:
+    """Return patterns of the settings that are flags, the longest names first."""
+    switches = [knob.name for knob in SETTINGS if knob.kind == "flag"]
+    also = [name for name, key in _tables()["names"].items() if key in switches]
+    return [
+        re.compile(rf"(?<![\w-])(?:--)?(?P<no>{_NO})?(?P<name>{name.replace('_', '[- _]')})(?![\w=])(?P<off>{_OFF})?")
+        for name in sorted((*switches, *also), key=len, reverse=True)
+    ]
+
+
+def _add(found: dict[str, SettingValue], new: Mapping[str, SettingValue]) -> None:
     found.update({key: value for key, value in new.items() if key not in found})
 
 
@@ -222,38 +137,25 @@ def _pair(name: str, text: str) -> Mapping[str, SettingValue]:
     key, value = _setting(name), re.sub(r"""[\[\]'"()]""", "", text).strip()
     if key == LAYOUT:
         return {LAYOUT: text}
-    if (key, value.lower()) in VALUES:
-        return VALUES[key, value.lower()]
-    if key not in NAMES_OF_SETTINGS:
-        return {}
+    implied: Mapping[str, SettingValue] | None = _tables()["values"].get(key, {}).get(value.lower())
+    if implied is not None:
+        return implied
     if key == "use_megatron_fsdp" and value.isdecimal():
         return {key: int(value) > 1}
     return setting_from_text(key, value, SETTINGS) or setting_from_text(key, value.lower(), SETTINGS)
 
 
-def _filled(means: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
+def _meaning(means: Mapping[str, SettingValue], match: re.Match[str]) -> dict[str, SettingValue]:
     """Return the settings of a phrase, with what its first group found; one that fits no setting is left out."""
-    filled: dict[str, SettingValue] = {}
+    found: dict[str, SettingValue] = {}
     for key, value in means.items():
         if value != "{1}":
-            filled[key] = value
+            found[key] = value
         elif match[1]:
-            filled |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
-    return filled
+            found |= setting_from_text(key, re.sub(r" *[+,] *", ",", match[1]), SETTINGS)
+    return found
 
 
 def _setting(name: str) -> str:
     plain = re.sub(r"[- ]+", "_", name.strip("-").lower())
-    return NAMES.get(plain, plain)
-
-
-def _flag(name: str) -> re.Pattern[str]:
-    spelt = re.sub("_", "[- _]", name)
-    return re.compile(rf"(?<![\w-])(?:--)?(?P<no>{_NO})?(?P<name>{spelt})(?![\w=])(?P<off>{_OFF})?")
-
-
-_SWITCHES = [knob.name for knob in SETTINGS if knob.kind == "flag"]
-_FLAGS = [
-    _flag(name)
-    for name in sorted((*_SWITCHES, *(n for n, key in NAMES.items() if key in _SWITCHES)), key=len, reverse=True)
-]
+    return str(_tables()["names"].get(plain, plain))

@@ -10,9 +10,10 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,21 @@ from flagcore.files import open_regular, read_regular
 STEPS = "steps.jsonl"
 LOGS = ("stdout.log", "stderr.log")
 NOT_AS_AGREED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What reading somebody else's JSON may raise."""
+"""What reading JSON of another program may raise."""
+
+
+def progress(task: Task, folder: str) -> Callable[[], tuple[float, ...]]:
+    """Return a function that returns the seconds of each step that a running trial has finished."""
+    if task.spec.train.command is not None:
+        return CommandProgress(folder)
+    return partial(program_progress, folder)
+
+
+def read(task: Task, candidate: Candidate, folder: str, *, partial: bool = False) -> Measurement:
+    """Return what a trial measured. Raises NoMetrics."""
+    if task.spec.train.command is not None:
+        return _read_command(task, candidate, folder)
+    return _read_program(task, folder, partial=partial)
 
 
 def program_progress(folder: str) -> tuple[float, ...]:
@@ -47,7 +62,7 @@ class CommandProgress:
         return tuple(self._logs.step_times_s)
 
 
-def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
+def _read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
     """Return what the trial program measured. Raises NoMetrics if it did not write its figures."""
     if partial:
         steps = _steps(Path(folder, STEPS))
@@ -74,7 +89,7 @@ def read_program(task: Task, folder: str, *, partial: bool) -> Measurement:
         raise NoMetrics(f"{METRICS} is not complete ({type(error).__name__}: {error})") from None
 
 
-def read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
+def _read_command(task: Task, candidate: Candidate, folder: str) -> Measurement:
     """Return what a user's own Megatron command printed. Raises NoMetrics if no step time is in its logs."""
     log = read_logs(Path(folder, name) for name in LOGS)
     return measurement(
@@ -212,10 +227,9 @@ def _read_line(line: str, log: MegatronLog) -> None:
         if seconds is None:
             return
         log.step_times_s.append(seconds / 1000)
-        if loss := LOSS.search(line):
-            log.losses.append(None if NAN_ITERATIONS.search(line) else _number(loss[1]))
-        elif NAN_ITERATIONS.search(line):
-            log.losses.append(None)
+        loss, skipped = LOSS.search(line), NAN_ITERATIONS.search(line)
+        if loss or skipped:
+            log.losses.append(_number(loss[1]) if loss and not skipped else None)
     elif memory := MEMORY.search(line):
         allocated, reserved = _number(memory[2]), _number(memory[3])
         if allocated is not None and reserved is not None and max(allocated, reserved) < MOST_MIB:

@@ -56,8 +56,7 @@ def _width(task: Task) -> Sequence[Rule]:
     widths = [model.moe_shared_expert_intermediate_size or 0]
     if model.num_moe_experts is None or model.moe_first_dense_layers:
         widths.append(model.ffn_hidden_size)
-    expert_width = model.moe_ffn_hidden_size or 0
-    expert_tensor = int(task.spec.train.settings.get("expert_tensor_parallel_size") or 0)
+    expert_width, split = model.moe_ffn_hidden_size or 0, Split.of(task)
     keys_values = 2 * groups * model.kv_channels
     return (
         Rule(
@@ -88,7 +87,7 @@ def _width(task: Task) -> Sequence[Rule]:
             name="expert_width",
             knobs=(TP,),
             message=f"the expert tensor parallel size (default: {TP}) must divide moe_ffn_hidden_size = {expert_width}",
-            broken=lambda c: expert_width % _expert_width(c, expert_tensor) != 0,
+            broken=lambda c: expert_width % split.expert_tensor_size(c) != 0,
         ),
         Rule(
             name="context_length",
@@ -162,8 +161,7 @@ def _pipeline(task: Task) -> Sequence[Rule]:
 
 
 def _experts(task: Task) -> Sequence[Rule]:
-    experts, devices = task.spec.model.num_moe_experts, task.cluster.devices
-    expert_tensor = int(task.spec.train.settings.get("expert_tensor_parallel_size") or 0)
+    experts, devices, split = task.spec.model.num_moe_experts, task.cluster.devices, Split.of(task)
     return (
         Rule(
             name="experts_exist",
@@ -181,7 +179,7 @@ def _experts(task: Task) -> Sequence[Rule]:
             name="expert_world_size",
             knobs=(TP, PP, EP),
             message=f"{EP} x expert tensor parallel size (default: {TP}) x {PP} must divide the {devices} devices",
-            broken=lambda c: (devices % (_expert_width(c, expert_tensor) * c[EP] * c[PP]) != 0) & (experts is not None),
+            broken=lambda c: (devices % (split.expert_tensor_size(c) * c[EP] * c[PP]) != 0) & (experts is not None),
         ),
     )
 
@@ -306,9 +304,3 @@ def _divides_none(number: IntArray, of: Sequence[IntArray]) -> BoolArray:
     """Return where `number` does not divide one of the other numbers."""
     leaves: BoolArray = np.logical_or.reduce([each % np.maximum(number, 1) != 0 for each in of])
     return leaves
-
-
-def _expert_width(c: Columns, default: int = 0) -> IntArray:
-    """Return the expert tensor parallel size: the candidate's, the settings' or that of the other layers."""
-    given = c.get("expert_tensor_parallel_size", np.zeros_like(c[TP]))
-    return np.where(given > 0, given, default or c[TP])

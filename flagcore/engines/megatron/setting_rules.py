@@ -21,25 +21,22 @@ EXPERT_OVERLAP = "overlap_moe_expert_parallel_comm"
 
 def setting_rules(task: Task) -> tuple[Rule, ...]:
     """Return the rules of those settings that are on."""
-    given, split = settings_in_force(task.spec.train), Split.of(task)
-    sharded = bool(given.get("use_megatron_fsdp"))
-    per_stage, offloaded = numbers(given.get(STAGES)), numbers(given.get("offload_stages"))
-
-    def no_sharding(c: Columns) -> BoolArray:
-        missing: BoolArray = (c[DIST_OPT] == 0) & (not sharded)
-        return missing
+    settings, split = settings_in_force(task.spec.train), Split.of(task)
+    sharded = bool(settings.get("use_megatron_fsdp"))
+    per_stage, offloaded = numbers(settings.get(STAGES)), numbers(settings.get("offload_stages"))
 
     def recomputes_fully(c: Columns) -> BoolArray:
         fully: BoolArray = (c[RECOMPUTE] == 1) & (c[GRANULARITY] == FULL)
         return fully
 
-    def no_chunks(c: Columns) -> BoolArray:
-        one: BoolArray = (c[PP] > 1) & (split.virtual(c) == 1)
-        return one
-
-    known = (
+    rules = (
         *(
-            Rule(name=name, knobs=(DIST_OPT,), message=f"{name} needs {DIST_OPT}", broken=no_sharding)
+            Rule(
+                name=name,
+                knobs=(DIST_OPT,),
+                message=f"{name} needs {DIST_OPT}",
+                broken=lambda c: (c[DIST_OPT] == 0) & (not sharded),
+            )
             for name in ("overlap_param_gather", "fp8_param_gather", "use_precision_aware_optimizer")
         ),
         Rule(name="tp_comm_overlap", knobs=(SP,), message=f"tp_comm_overlap needs {SP}", broken=lambda c: c[SP] == 0),
@@ -47,7 +44,7 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
             name=EXPERT_OVERLAP,
             knobs=(PP, EP, VIRTUAL, RECOMPUTE, GRANULARITY),
             message=f"{EXPERT_OVERLAP} needs {EP} > 1, virtual stages where {PP} > 1, and no full recompute",
-            broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | no_chunks(c),
+            broken=lambda c: (c[EP] == 1) | recomputes_fully(c) | ((c[PP] > 1) & (split.virtual(c) == 1)),
         ),
         Rule(
             name=STAGES,
@@ -61,22 +58,22 @@ def setting_rules(task: Task) -> tuple[Rule, ...]:
             message=f"offload_stages must be below {PP}",
             broken=lambda c: c[PP] <= max(offloaded, default=-1),
         ),
-        _schedule_rule(given.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
+        _schedule_rule(settings.get("pipeline_schedule"), split, task.spec.train.global_batch_size),
     )
-    return tuple(rule for rule in known if given.get(rule.name))
+    return tuple(rule for rule in rules if settings.get(rule.name))
 
 
-def _schedule_rule(given: SettingValue, split: Split, batch: int) -> Rule:
+def _schedule_rule(wanted: SettingValue, split: Split, batch: int) -> Rule:
     """Return how many virtual stages a schedule takes: interleaved some, 1F1B any, all others their own number.
 
     DualPipe and DualPipeV take two micro-batches a stage or more, DualPipe an even number of either (its repository).
     """
-    name = schedule(given)
-    least = 2 if name is None and str(given or "1f1b").lower() != "1f1b" else 1
+    name = schedule(wanted)
+    least = 2 if name is None and str(wanted or "1f1b").lower() != "1f1b" else 1
     most = SCHEDULES[name].parts if name else None
     dual = name in ("dualpipe", "dualpipev")
     message = (
-        f"pipeline_schedule: {given} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
+        f"pipeline_schedule: {wanted} needs {'virtual stages' if most is None else f'{most} virtual stages or none'}"
     )
     if name == "dualpipev":
         message += ", and two micro-batches a stage or more"

@@ -9,6 +9,7 @@ from flagcore.domain.knob import Flag, Kind, Knob
 from flagcore.domain.spec import SettingValue
 
 LAYERS: dict[str, Any] = {"minimum": 0, "maximum": 10_000}
+SHARE: dict[str, Any] = {"minimum": 0, "maximum": 1}
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
 
 
@@ -17,6 +18,21 @@ def _setting(name: str, kind: Kind, help: str, flag: str | None = None, off: str
     spelled = name.replace("_", "-") if flag is None else flag
     flags = (Flag(name=spelled, off=off),) if spelled or off else ()
     return Knob(name=name, kind=kind, help=help, scope=changes.pop("scope", ("setting",)), flags=flags, **changes)
+
+
+def _switch(name: str, help: str, **changes: Any) -> Knob:
+    return _setting(name, "flag", help, **changes)
+
+
+def _word(name: str, help: str, words: tuple[str, ...], **changes: Any) -> Knob:
+    return _setting(name, "word", help, words=words, **changes)
+
+
+def _end(place: str) -> Knob:
+    """Return the row of the layers of the first or last stage."""
+    flag, scope = f"decoder-{place}-pipeline-num-layers", ("record", "setting")
+    text = f"Layers of the {place} stage; null: an even split."
+    return _setting(f"num_layers_in_{place}_pipeline_stage", "int", text, flag, scope=scope, **LAYERS)
 
 
 SETTINGS = (
@@ -33,26 +49,10 @@ SETTINGS = (
         "What each (virtual) stage holds: E embedding, t layer, m multi-token prediction, L loss, and a bar between.",
         maximum=4096,
     ),
-    _setting(
-        "account_for_embedding_in_pipeline_split", "flag", "Whether the embedding counts as a layer of an even split."
-    ),
-    _setting("account_for_loss_in_pipeline_split", "flag", "Whether the loss counts as a layer of an even split."),
-    _setting(
-        "num_layers_in_first_pipeline_stage",
-        "int",
-        "Layers of the first stage; null: an even split.",
-        flag="decoder-first-pipeline-num-layers",
-        scope=("record", "setting"),
-        **LAYERS,
-    ),
-    _setting(
-        "num_layers_in_last_pipeline_stage",
-        "int",
-        "Layers of the last stage; null: an even split.",
-        flag="decoder-last-pipeline-num-layers",
-        scope=("record", "setting"),
-        **LAYERS,
-    ),
+    _switch("account_for_embedding_in_pipeline_split", "Whether the embedding counts as a layer of an even split."),
+    _switch("account_for_loss_in_pipeline_split", "Whether the loss counts as a layer of an even split."),
+    _end("first"),
+    _end("last"),
     _setting(
         "expert_tensor_parallel_size",
         "int",
@@ -72,12 +72,11 @@ SETTINGS = (
             "layernorms": "layernorm",
         },
     ),
-    _setting(
+    _word(
         "moe_recompute_level",
-        "word",
         "What selective recompute computes again of experts: the small steps, more of their products, or all.",
+        ("light", "medium", "full"),
         flag="",
-        words=("light", "medium", "full"),
     ),
     _setting(
         "recompute_num_layers_per_stage",
@@ -86,34 +85,23 @@ SETTINGS = (
         flag="",
         **LAYERS,
     ),
-    _setting(
-        "grad_reduce_in_bf16", "flag", "Whether gradients are stored and exchanged in bf16 where they would be in fp32."
-    ),
-    _setting(
+    _switch("grad_reduce_in_bf16", "Whether gradients are stored and exchanged in bf16 where they would be in fp32."),
+    _switch(
         "accumulate_allreduce_grads_in_fp32",
-        "flag",
         "Whether gradients are stored and exchanged in fp32; bf16 does so.",
         off="grad-reduce-in-bf16",
     ),
+    _switch("use_precision_aware_optimizer", "Whether the optimizer may keep its state in other formats than fp32."),
+    _word("main_grads_dtype", "Format of the gradients that the optimizer reads; null: fp32.", FORMATS),
+    _word("main_params_dtype", "Format of the optimizer's copy of the weights; null: fp32.", FORMATS),
+    _word("exp_avg_dtype", "Format of Adam's first moment; null: fp32.", FORMATS),
+    _word("exp_avg_sq_dtype", "Format of Adam's second moment; null: fp32.", FORMATS),
+    _switch("optimizer_cpu_offload", "Whether the optimizer works on the host."),
     _setting(
-        "use_precision_aware_optimizer", "flag", "Whether the optimizer may keep its state in other formats than fp32."
+        "optimizer_offload_fraction", "number", "Share of the optimizer that is on the host; null: all of it.", **SHARE
     ),
-    _setting(
-        "main_grads_dtype", "word", "Format of the gradients that the optimizer reads; null: fp32.", words=FORMATS
-    ),
-    _setting("main_params_dtype", "word", "Format of the optimizer's copy of the weights; null: fp32.", words=FORMATS),
-    _setting("exp_avg_dtype", "word", "Format of Adam's first moment; null: fp32.", words=FORMATS),
-    _setting("exp_avg_sq_dtype", "word", "Format of Adam's second moment; null: fp32.", words=FORMATS),
-    _setting("optimizer_cpu_offload", "flag", "Whether the optimizer works on the host."),
-    _setting(
-        "optimizer_offload_fraction",
-        "number",
-        "Share of the optimizer that is on the host; null: all of it.",
-        minimum=0,
-        maximum=1,
-    ),
-    _setting("fp8_param_gather", "flag", "Whether weights are stored and gathered in fp8."),
-    _setting("fine_grained_activation_offloading", "flag", "Whether activations of offload_modules wait on the host."),
+    _switch("fp8_param_gather", "Whether weights are stored and gathered in fp8."),
+    _switch("fine_grained_activation_offloading", "Whether activations of offload_modules wait on the host."),
     _setting(
         "offload_modules",
         "words",
@@ -123,43 +111,28 @@ SETTINGS = (
     _setting(
         "offload_stages", "ints", "Pipeline stages, from 0, that offload activations; null: all.", flag="", **LAYERS
     ),
-    _setting(
-        "use_megatron_fsdp",
-        "flag",
-        "Whether weights, gradients and optimizer are sharded over the data-parallel devices.",
+    _switch(
+        "use_megatron_fsdp", "Whether weights, gradients and optimizer are sharded over the data-parallel devices."
     ),
-    _setting("overlap_grad_reduce", "flag", "Whether gradients are exchanged behind the backward pass."),
-    _setting("overlap_param_gather", "flag", "Whether weights are gathered behind the forward pass."),
-    _setting("tp_comm_overlap", "flag", "Whether tensor-parallel collectives run behind matrix products."),
-    _setting(
+    _switch("overlap_grad_reduce", "Whether gradients are exchanged behind the backward pass."),
+    _switch("overlap_param_gather", "Whether weights are gathered behind the forward pass."),
+    _switch("tp_comm_overlap", "Whether tensor-parallel collectives run behind matrix products."),
+    _switch(
         "overlap_p2p_comm",
-        "flag",
         "Whether an interleaved pipeline sends while it computes; null: it does.",
         off="no-overlap-p2p-communication",
     ),
-    _setting(
+    _switch(
         "no_overlap_p2p_communication",
-        "flag",
         "The opposite of overlap_p2p_comm, as the command line has it.",
         opposite="overlap_p2p_comm",
     ),
-    _setting(
-        "overlap_moe_expert_parallel_comm",
-        "flag",
-        "Whether tokens travel to experts behind another micro-batch's work.",
-    ),
-    _setting("delay_wgrad_compute", "flag", "Whether gradients of weights are computed behind the travel of tokens."),
-    _setting("moe_shared_expert_overlap", "flag", "Whether shared experts run behind the travel of tokens."),
-    _setting(
-        "moe_token_dispatcher_type", "word", "How tokens travel to experts.", words=("allgather", "alltoall", "flex")
-    ),
-    _setting(
-        "moe_flex_dispatcher_backend",
-        "word",
-        "Library of the flex dispatcher; null: deepep.",
-        words=("deepep", "hybridep"),
-    ),
-    _setting("moe_grouped_gemm", "flag", "Whether the experts of a device are one grouped matrix product."),
+    _switch("overlap_moe_expert_parallel_comm", "Whether tokens travel to experts behind another micro-batch's work."),
+    _switch("delay_wgrad_compute", "Whether gradients of weights are computed behind the travel of tokens."),
+    _switch("moe_shared_expert_overlap", "Whether shared experts run behind the travel of tokens."),
+    _word("moe_token_dispatcher_type", "How tokens travel to experts.", ("allgather", "alltoall", "flex")),
+    _word("moe_flex_dispatcher_backend", "Library of the flex dispatcher; null: deepep.", ("deepep", "hybridep")),
+    _switch("moe_grouped_gemm", "Whether the experts of a device are one grouped matrix product."),
     _setting(
         "moe_expert_capacity_factor",
         "number",
@@ -167,7 +140,7 @@ SETTINGS = (
         above=0,
         maximum=1_000,
     ),
-    _setting("moe_pad_expert_input_to_capacity", "flag", "Whether each expert's tokens are filled up to its capacity."),
+    _switch("moe_pad_expert_input_to_capacity", "Whether each expert's tokens are filled up to its capacity."),
     _setting(
         "moe_expert_imbalance",
         "number",
@@ -175,15 +148,8 @@ SETTINGS = (
         flag="",
         maximum=1_000,
     ),
-    _setting(
-        "cp_comm_type", "word", "How context-parallel devices exchange.", words=("p2p", "all_gather", "a2a", "a2a+p2p")
-    ),
-    _setting(
-        "cuda_graph_impl",
-        "word",
-        "Who records kernels as graphs; null: none.",
-        words=("none", "local", "transformer_engine"),
-    ),
+    _word("cp_comm_type", "How context-parallel devices exchange.", ("p2p", "all_gather", "a2a", "a2a+p2p")),
+    _word("cuda_graph_impl", "Who records kernels as graphs; null: none.", ("none", "local", "transformer_engine")),
     _setting(
         "cuda_graph_scope",
         "words",
@@ -191,26 +157,11 @@ SETTINGS = (
         words=("full", "full_iteration", "attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba"),
         spellings={"moe_layer": "moe"},
     ),
-    _setting(
-        "trainable",
-        "word",
-        "What is trained: all weights, or low-rank adapters beside them.",
-        flag="",
-        words=("all", "adapters"),
-    ),
-    _setting(
-        "attention_dropout",
-        "number",
-        "Share of attention's probabilities that is dropped; null: 0.",
-        minimum=0,
-        maximum=1,
-    ),
-    _setting(
-        "hidden_dropout", "number", "Share of each block's outputs that is dropped; null: 0.", minimum=0, maximum=1
-    ),
-    _setting("cross_entropy_loss_fusion", "flag", "Whether the loss is one fused kernel."),
+    _word("trainable", "What is trained: all weights, or low-rank adapters beside them.", ("all", "adapters"), flag=""),
+    _setting("attention_dropout", "number", "Share of attention's probabilities that is dropped; null: 0.", **SHARE),
+    _setting("hidden_dropout", "number", "Share of each block's outputs that is dropped; null: 0.", **SHARE),
+    _switch("cross_entropy_loss_fusion", "Whether the loss is one fused kernel."),
 )
-
 
 EXPERT_LEVELS: Mapping[str, frozenset[str]] = {
     "light": frozenset({"moe_act", "router"}),

@@ -12,6 +12,7 @@ from flagcore.engines.megatron.options import settings_in_force
 from flagcore.engines.megatron.stages import EMBEDDING, LAYOUT, LOSS, parse_layout
 
 PIPELINE, EACH = "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+TENSOR, EXPERT_TENSOR = "tensor_model_parallel_size", "expert_tensor_parallel_size"
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
@@ -30,21 +31,23 @@ class Split:
     last_stages: int
     first: int
     last: int
+    expert_tensor: int
 
     @classmethod
     def of(cls, task: Task) -> Split:
         """Read the settings. Raises SpecError for a layout that is none."""
-        model, given = task.spec.model, settings_in_force(task.spec.train)
-        layout = given.get(LAYOUT)
+        model, settings = task.spec.model, settings_in_force(task.spec.train)
+        layout = settings.get(LAYOUT)
         stages = parse_layout(str(layout), model.num_layers, model.mtp_num_layers) if layout else ()
         mtp = [place for place, stage in enumerate(stages) if stage.mtp]
         return cls(
             layers=model.num_layers,
-            counted=model.num_layers + bool(given.get(EMBEDDING)) + bool(given.get(LOSS)),
+            counted=model.num_layers + bool(settings.get(EMBEDDING)) + bool(settings.get(LOSS)),
             layout_layers=tuple(stage.layers for stage in stages),
             last_stages=len(stages) - mtp[0] if mtp else 0,
-            first=int(given.get(FIRST) or 0),
-            last=int(given.get(LAST) or 0),
+            first=int(settings.get(FIRST) or 0),
+            last=int(settings.get(LAST) or 0),
+            expert_tensor=int(settings.get(EXPERT_TENSOR) or 0),
         )
 
     def virtual(self, c: Columns) -> IntArray:
@@ -53,14 +56,19 @@ class Split:
             return np.maximum(len(self.layout_layers) // c[PIPELINE], 1)
         stage, each = self.counted // c[PIPELINE], c[EACH]
         from_each = np.where(each > 0, np.maximum(stage // np.maximum(each, 1), 1), 1)
-        given = c.get(VIRTUAL)
-        return from_each if given is None else np.where(given > 0, given, from_each)
+        number = c.get(VIRTUAL, np.zeros_like(each))
+        return np.where(number > 0, number, from_each)
 
     def ends(self, c: Columns) -> tuple[IntArray, IntArray]:
         """Return the layers of the first and of the last stage where they are given, else 0."""
         none = np.zeros_like(c[PIPELINE])
         first, last = c.get(FIRST, none), c.get(LAST, none)
         return np.where(first > 0, first, self.first), np.where(last > 0, last, self.last)
+
+    def expert_tensor_size(self, c: Columns) -> IntArray:
+        """Return the devices that split each expert: the candidate's, the settings' or those of the other layers."""
+        own = c.get(EXPERT_TENSOR, np.zeros_like(c[TENSOR]))
+        return np.where(own > 0, own, self.expert_tensor or c[TENSOR])
 
     def uneven(self, c: Columns) -> BoolArray:
         """Return where the layers do not divide over the pipeline stages, or a stage stays empty."""
@@ -75,14 +83,14 @@ class Split:
 
     def ragged(self, c: Columns) -> BoolArray:
         """Return where a device's layers do not divide over its virtual stages."""
-        given, each = c.get(VIRTUAL, np.zeros_like(c[PIPELINE])), c[EACH]
+        number, each = c.get(VIRTUAL, np.zeros_like(c[PIPELINE])), c[EACH]
         if self.layout_layers:
-            other: BoolArray = (each > 0) | ((given > 0) & (given * c[PIPELINE] != len(self.layout_layers)))
+            other: BoolArray = (each > 0) | ((number > 0) & (number * c[PIPELINE] != len(self.layout_layers)))
             return other
         first, last = self.ends(c)
         by_each = (each > 0) & (((self.counted // c[PIPELINE]) % np.maximum(each, 1) != 0) | (first > 0) | (last > 0))
-        by_number = sum((part % np.maximum(given, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
-        broken: BoolArray = np.where(given > 0, by_number > 0, by_each)
+        by_number = sum((part % np.maximum(number, 1) for part in (self._middle(c)[0], first, last)), np.int64(0))
+        broken: BoolArray = np.where(number > 0, by_number > 0, by_each)
         return broken
 
     def stage_layers(self, c: Columns) -> IntArray:

@@ -65,7 +65,8 @@ def published_split(model: Model, stages: int) -> dict[str, SettingValue]:
         return {LOSS: True}
     if layers < stages - 2:
         return {}
-    return {LAYOUT: _text(most_even(layers, stages), model.mtp_num_layers)}
+    text = "|".join("t" * number for number in most_even(layers, stages))
+    return {LAYOUT: f"E{text}{'m' * model.mtp_num_layers}L"}
 
 
 def most_even(layers: int, stages: int) -> list[int]:
@@ -77,10 +78,6 @@ def most_even(layers: int, stages: int) -> list[int]:
         return [layers // stages + (0 < stage <= extra) for stage in range(stages)]
     last = min(missing, most)
     return [most - (missing - last), *[most] * (stages - 2), most - last]
-
-
-def _text(layers: list[int], mtp: int) -> str:
-    return "E" + "|".join("t" * number for number in layers) + "m" * mtp + "L"
 
 
 def _wrong(text: str, problem: str) -> SpecError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flagcore.domain.cluster import Level, Topology
+from flagcore.domain.cluster import Topology
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.physics.collectives.curves import CollectiveTable, Grid, measured_grids, model_grid
 from flagcore.physics.collectives.model import KINDS, PEER_SECONDS, sent_share, smooth, usable_share
@@ -117,10 +117,7 @@ class Collectives:
         for outer in range(self.measured["send"] + 1, len(members)):
             crosses = members[outer - 1] < count
             if crosses.any():
-                time = np.where(crosses, _message_seconds(self.topology.levels[outer], payload_bytes), time)
+                level = self.topology.levels[outer]
+                transfer = payload_bytes / (level.bytes_per_second * level.efficiency)
+                time = np.where(crosses, smooth(np.full_like(transfer, level.latency_seconds), transfer), time)
         return time
-
-
-def _message_seconds(level: Level, payload_bytes: FloatArray) -> FloatArray:
-    transfer = payload_bytes / (level.bytes_per_second * level.efficiency)
-    return smooth(np.full_like(transfer, level.latency_seconds), transfer)

@@ -38,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTable:
-    """Curves of neighbouring devices. `source` says where from.
+    """Curves of neighbouring devices, and their source.
 
     They hold on the topology's level of the name `level` with all that is inside it; empty: on the innermost.
     """
@@ -130,8 +130,11 @@ def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
         return None
     rows: dict[int, FloatArray] = {}
     for ranks in sorted(measured):
-        below = max(rows, default=None)
-        base = _model(kind, level, ranks) if below is None else _scaled(kind, level, rows[below], below, ranks)
+        if rows:
+            below = max(rows)
+            base = _scaled(kind, level, rows[below], below, ranks)
+        else:
+            base = level_seconds(level, kind, SIZES, np.full(OCTAVES, float(ranks)))
         rows[ranks] = _drawn(measured[ranks], base)
     known = sorted(rows)
     for ranks in range(2, most + 1):
@@ -151,10 +154,6 @@ def _grid(kind: str, table: CollectiveTable, level: Level) -> Grid | None:
 
 def _rows(kind: str, level: Level) -> int:
     return 1 + min(2 if kind == "send" else MOST_RANKS, level.devices)
-
-
-def _model(kind: str, level: Level, ranks: int) -> FloatArray:
-    return level_seconds(level, kind, SIZES, np.full(OCTAVES, float(ranks)))
 
 
 def _drawn(curve: Curve, base: FloatArray) -> FloatArray:

@@ -1,4 +1,4 @@
-"""What measured times say of a model's: a smooth factor over three sizes, learned from scattered points."""
+"""Smooth factors between measured and modelled times, learned from scattered sizes."""
 
 from __future__ import annotations
 
@@ -35,91 +35,66 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Factors on a grid of three sizes, linear between the nodes, constant beyond them.
+    """Factors on a grid of one size or several, linear between the nodes, constant beyond them.
 
     Places are octaves with straight lines between powers of two, so that the usual sizes of models (3 x 2^j,
     7 x 2^j) lie on nodes.
     """
 
-    axes: tuple[Axis, Axis, Axis]
+    axes: tuple[Axis, ...]
     factors: FloatArray
 
-    @classmethod
-    def learned(cls, axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
-        """Learn from `residuals` (log of measured over modelled, one a row) at `sizes` (rows of three).
-
-        Simple kriging: a Gaussian process of mean 0 whose covariance falls exponentially along each axis. Near the
-        points it repeats them but for noise; far away the factor is 1.
-        """
-        places = np.stack([octaves(column) for column in sizes.T])
-        near = [
-            np.exp(-np.abs(nodes[:, None] - place) / axis.reach)
-            for axis, nodes, place in zip(axes, (axis.nodes for axis in axes), places, strict=True)
-        ]
-        covariance = np.exp(
-            -sum(np.abs(place[:, None] - place) / axis.reach for axis, place in zip(axes, places, strict=True))
-        )
-        weights = np.linalg.solve(covariance + NOISE * np.eye(len(residuals)), residuals)
-        first, second, third = near
-        planes = (first[:, None, :] * second[None, :, :]).reshape(-1, len(residuals))
-        logs = (planes * weights) @ third.T
-        return cls(axes, np.exp(logs).reshape(first.shape[0], second.shape[0], third.shape[0]))
-
     def __call__(self, *sizes: FloatArray) -> FloatArray:
-        """Return the factor at three sizes, above 0, that broadcast."""
-        strides = [prod(self.factors.shape[place + 1 :]) for place in range(3)]
+        """Return the factor at as many sizes as there are axes, 0 or more; they broadcast."""
+        strides = [prod(self.factors.shape[place + 1 :]) for place in range(len(self.axes))]
+        table, shares = self.factors.ravel(), []
         start: IntArray | int = 0
-        shares = []
         for axis, size, stride in zip(self.axes, sizes, strides, strict=True):
             place = np.minimum(np.maximum(octaves(size), axis.first), axis.last - 1e-9) * axis.steps
             node = np.floor(place)
             shares.append(place - node)
             start = start + (node - axis.first * axis.steps).astype(np.int64) * stride
-        table = self.factors.ravel()
-        x, y, z = shares
 
-        def along_z(corner: IntArray | int) -> FloatArray:
-            low: FloatArray = table.take(corner)
-            found: FloatArray = low + z * (table.take(corner + strides[2]) - low)
+        def along(axis: int, corner: IntArray | int) -> FloatArray:
+            if axis == len(shares):
+                value: FloatArray = table.take(corner)
+                return value
+            low = along(axis + 1, corner)
+            found: FloatArray = low + shares[axis] * (along(axis + 1, corner + strides[axis]) - low)
             return found
 
-        def along_y(corner: IntArray | int) -> FloatArray:
-            low = along_z(corner)
-            found: FloatArray = low + y * (along_z(corner + strides[1]) - low)
-            return found
-
-        low = along_y(start)
-        factor: FloatArray = low + x * (along_y(start + strides[0]) - low)
-        return factor
+        return along(0, start)
 
 
-@dataclass(frozen=True, slots=True)
-class LineCorrection:
-    """The same over one size."""
+def learned(axes: tuple[Axis, Axis, Axis], sizes: FloatArray, residuals: FloatArray) -> Correction:
+    """Learn from `residuals` (log of measured over modelled, one a row) at `sizes` (rows of three).
 
-    axis: Axis
-    factors: FloatArray
+    Simple kriging: a Gaussian process of mean 0 whose covariance falls exponentially along each axis. Near the
+    points it repeats them but for noise; far away the factor is 1.
+    """
+    places = np.stack([octaves(column) for column in sizes.T])
+    first, second, third = (
+        np.exp(-np.abs(axis.nodes[:, None] - place) / axis.reach) for axis, place in zip(axes, places, strict=True)
+    )
+    covariance = np.exp(
+        -sum(np.abs(place[:, None] - place) / axis.reach for axis, place in zip(axes, places, strict=True))
+    )
+    weights = np.linalg.solve(covariance + NOISE * np.eye(len(residuals)), residuals)
+    planes = (first[:, None, :] * second[None, :, :]).reshape(-1, len(residuals))
+    logs = (planes * weights) @ third.T
+    return Correction(axes, np.exp(logs).reshape(first.shape[0], second.shape[0], third.shape[0]))
 
-    @classmethod
-    def learned(cls, axis: Axis, sizes: FloatArray, residuals: FloatArray) -> LineCorrection:
-        """Learn from `residuals` (log of measured over modelled) at `sizes`.
 
-        A mean with weights that halve with each `reach` octaves of distance: kernels of one size differ by more than
-        neighbouring sizes do. Beyond the measured sizes the factor of the outermost holds.
-        """
-        nodes, places = axis.nodes, octaves(sizes)
-        nearest = np.clip(nodes, places.min(), places.max())
-        weights = np.exp2(-np.abs(nearest[:, None] - places) / axis.reach)
-        return cls(axis, np.exp(weights @ residuals / weights.sum(axis=1)))
+def learned_line(axis: Axis, sizes: FloatArray, residuals: FloatArray) -> Correction:
+    """Learn over one size from `residuals` (log of measured over modelled) at `sizes`.
 
-    def __call__(self, sizes: FloatArray) -> FloatArray:
-        """Return the factor at sizes of 0 or more."""
-        place = np.minimum(np.maximum(octaves(sizes), self.axis.first), self.axis.last - 1e-9) - self.axis.first
-        place = place * self.axis.steps
-        node = place.astype(np.int64)
-        low: FloatArray = self.factors.take(node)
-        factor: FloatArray = low + (place - node) * (self.factors.take(node + 1) - low)
-        return factor
+    A mean with weights that halve with each `reach` octaves of distance: kernels of one size differ by more than
+    neighbouring sizes do. Beyond the measured sizes the factor of the outermost holds.
+    """
+    nodes, places = axis.nodes, octaves(sizes)
+    nearest = np.clip(nodes, places.min(), places.max())
+    weights = np.exp2(-np.abs(nearest[:, None] - places) / axis.reach)
+    return Correction((axis,), np.exp(weights @ residuals / weights.sum(axis=1)))
 
 
 def octaves(sizes: FloatArray) -> FloatArray:

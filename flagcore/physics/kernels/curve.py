@@ -35,7 +35,7 @@ class Curve:
     """The least that a kernel takes on the device."""
     attention_share: float = 0.72
     """Share of the peak that long causal attention reaches forward, with heads of 128, where products reach
-    `gemm_share`; in a precision with a share of its own in `gemm_shares`, as much more or less."""
+    `gemm_share`; in a precision that is in `gemm_shares`, as much more or less."""
     attention_overhead: float = 230.0
     """Start and end of a block of queries, in keys."""
     attention_backward_share: float = 0.69
@@ -52,4 +52,4 @@ class Curve:
     """Slowdown of kernels in a run on many devices against the curve: 1 if it was fitted to such runs."""
     host_bytes_per_second: float = 25e9
     """Rate of copies between device and pinned host memory, one way. PCIe 4.0 x16 reached 26 to 28 GB/s on two chips
-    (FlagPerf interconnect-h2d; llaisys docs/hardware); newer links reach more, so a chip's own curve should say."""
+    (FlagPerf interconnect-h2d; llaisys docs/hardware); newer links reach more, so a chip's curve should set it."""

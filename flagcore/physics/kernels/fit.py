@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -46,25 +47,19 @@ def _completed(roofline: Roofline, sheet: KernelSheet) -> Chip:
 def _plain(roofline: Roofline, sheet: KernelSheet) -> Roofline:
     """Return `roofline` with what needs no model: the least time of a kernel, launches, rates of memory and host."""
     curve, fact = roofline.curve, roofline.chip.memory_bandwidth_bytes_per_second
-    small = sheet.rows("elementwise").known
+    small, launches = sheet.rows("elementwise").known, sheet.rows("launch").seconds
     if small.seconds.size and small.sizes.min() < SMALL_BYTES:
         curve = replace(curve, kernel_seconds=float(small.seconds[small.sizes[:, 0].argmin()]))
+    changes: dict[str, Any] = {
+        "host_bytes_per_second": _rate(sheet, "host_copy", HOST_LATENCY, curve.host_bytes_per_second)
+    }
     if fact is not None:
-        curve = replace(
-            curve,
-            memory_share=_rate(sheet, "copy", curve.kernel_seconds, curve.memory_share * fact.value) / fact.value,
-            elementwise_share=_rate(sheet, "elementwise", curve.kernel_seconds, curve.elementwise_share * fact.value)
-            / fact.value,
-        )
-    launches = sheet.rows("launch").seconds
+        for field, kind in (("memory_share", "copy"), ("elementwise_share", "elementwise")):
+            rate = _rate(sheet, kind, curve.kernel_seconds, getattr(curve, field) * fact.value)
+            changes[field] = rate / fact.value
     if launches.size:
-        curve = replace(curve, launch_seconds=float(np.median(launches)))
-    return replace(
-        roofline,
-        curve=replace(
-            curve, host_bytes_per_second=_rate(sheet, "host_copy", HOST_LATENCY, curve.host_bytes_per_second)
-        ),
-    )
+        changes["launch_seconds"] = float(np.median(launches))
+    return replace(roofline, curve=replace(curve, **changes))
 
 
 def _rate(sheet: KernelSheet, name: str, start: float, otherwise: float) -> float:
@@ -86,11 +81,12 @@ def _shares(roofline: Roofline, sheet: KernelSheet) -> Curve:
     usual = next((shares[name] for name in ("bf16", "fp16", "fp32") if name in shares), curve.gemm_share)
     curve = replace(curve, gemm_shares=shares, gemm_share=usual)
     roofline = replace(roofline, curve=curve)
+    forward = _excess(sheet, "attention", roofline.attention_seconds)
+    backward = _excess(sheet, "attention_backward", roofline.attention_backward_seconds)
     return replace(
         curve,
-        attention_share=curve.attention_share / _excess(sheet, "attention", roofline.attention_seconds),
-        attention_backward_share=curve.attention_backward_share
-        / _excess(sheet, "attention_backward", roofline.attention_backward_seconds),
+        attention_share=curve.attention_share / forward,
+        attention_backward_share=curve.attention_backward_share / backward,
     )
 
 

@@ -40,7 +40,7 @@ class Roofline:
 
         A product is cut into pieces of `tile` x `tile`, each as long as `k`, and the pieces into waves over the
         units; with fewer pieces than units, k is cut too. Narrow formats cast one operand, A, from 16 bits: it is
-        read, and written by rows and by columns; the other was cast before (a weight, or kept from the forward).
+        read, and written by rows and by columns; the other was cast before (a weight, or saved by the forward).
         """
         curve, peak = self.curve, self._peak(precision)
         tile, narrow = curve.tile, BYTES.get(precision, 2.0)

@@ -21,7 +21,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "host_copy": ("bytes",),
     "launch": (),
 }
-"""The kernels of a sheet, and what tells the size of each: as in `flagcore.contracts.KernelCosts`. `copy` and
+"""The kernels of a sheet, and the sizes of each: as in `flagcore.contracts.KernelCosts`. `copy` and
 `elementwise` move bytes in all: one copies, the other is a kernel of a framework."""
 
 

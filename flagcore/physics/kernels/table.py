@@ -9,18 +9,18 @@ import numpy as np
 
 from flagcore.contracts import AttentionShape
 from flagcore.domain.space import FloatArray
-from flagcore.physics.kernels.correction import Axis, Correction, LineCorrection
+from flagcore.physics.kernels.correction import Axis, Correction, learned, learned_line
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.fit import fit
 from flagcore.physics.kernels.roofline import Roofline
-from flagcore.physics.kernels.sheet import KernelSheet, Rows
+from flagcore.physics.kernels.sheet import KernelSheet
 
 GEMM_AXES = (
     Axis(first=0, last=18, steps=2, reach=2.0),
     Axis(first=4, last=18, steps=4, reach=0.5),
     Axis(first=4, last=18, steps=4, reach=0.5),
 )
-"""m, n, k. A library chooses other kernels for other n and k, so what one pair shows tells little of the next."""
+"""m, n, k. A library chooses other kernels for other n and k, so one pair is no evidence for the next."""
 
 ATTENTION_AXES = (
     Axis(first=0, last=12, steps=1, reach=2.0),
@@ -43,24 +43,25 @@ LIKE = {"fp16": "bf16", "bf16": "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """Implements `KernelCosts`. What was not measured comes from the fitted roofline, scaled by the chip's peaks."""
+    """Implements `KernelCosts`. What was not measured comes from the fitted roofline, scaled by the chip's peaks.
+
+    `corrections` are those of each kind of kernel and precision; one that was not learned is missing.
+    """
 
     roofline: Roofline
-    gemm: Mapping[str, Correction | None]
-    attention: Mapping[str, Correction | None]
-    attention_backward: Mapping[str, Correction | None]
-    memory: LineCorrection | None
+    corrections: Mapping[tuple[str, str], Correction]
 
     @classmethod
     def of(cls, roofline: Roofline, sheet: KernelSheet) -> KernelTable:
         """Fit `roofline` to `sheet`, and learn what it leaves."""
         fitted = fit(roofline, sheet)
-        gemm = {name: _learned_gemm(fitted, sheet, name) for name in sheet.precisions("gemm")}
-        forward, backward = (
-            {name: _learned_attention(fitted, sheet, kind, name) for name in sheet.precisions(kind)}
-            for kind in ("attention", "attention_backward")
-        )
-        return cls(fitted, gemm, forward, backward, _learned_memory(fitted, sheet))
+        corrections: dict[tuple[str, str], Correction] = {}
+        for kind in ("gemm", "attention", "attention_backward", "elementwise"):
+            for precision in sheet.precisions(kind):
+                found = _learned(fitted, sheet, kind, precision)
+                if found is not None:
+                    corrections[kind, precision] = found
+        return cls(fitted, corrections)
 
     @property
     def curve(self) -> Curve:
@@ -68,73 +69,53 @@ class KernelTable:
         return self.roofline.curve
 
     def gemm_seconds(self, m: FloatArray, n: FloatArray, k: FloatArray, precision: str) -> FloatArray:
-        """Return the time of a matrix product."""
-        seconds = self.roofline.gemm_seconds(m, n, k, precision)
-        learned = _like(self.gemm, precision)
-        return seconds if learned is None else seconds * learned(m, n, k)
+        return self._corrected("gemm", precision, self.roofline.gemm_seconds(m, n, k, precision), m, n, k)
 
     def attention_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        """Return the time of causal attention forward."""
         seconds = self.roofline.attention_seconds(shape, precision)
-        learned = _like(self.attention, precision)
-        return seconds if learned is None else seconds * learned(*_attention_sizes(shape))
+        return self._corrected("attention", precision, seconds, *_attention_sizes(shape))
 
     def attention_backward_seconds(self, shape: AttentionShape, precision: str) -> FloatArray:
-        """Return the time of its backward pass."""
         seconds = self.roofline.attention_backward_seconds(shape, precision)
-        learned = _like(self.attention_backward, precision)
-        return seconds if learned is None else seconds * learned(*_attention_sizes(shape))
+        return self._corrected("attention_backward", precision, seconds, *_attention_sizes(shape))
 
     def memory_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        """Return the time of an element-wise kernel."""
-        seconds = self.roofline.memory_seconds(bytes_moved)
-        return seconds if self.memory is None else seconds * self.memory(bytes_moved)
+        return self._corrected("elementwise", "", self.roofline.memory_seconds(bytes_moved), bytes_moved)
 
     def run_slowdown(self) -> float:
         """Return `IN_RUNS`: the kernels were measured alone."""
         return IN_RUNS
 
     def launch_seconds(self) -> float:
-        """Return what the host needs to launch one kernel."""
         return self.roofline.launch_seconds()
 
     def host_copy_seconds(self, bytes_moved: FloatArray) -> FloatArray:
-        """Return the time of a copy over the host link."""
         return self.roofline.host_copy_seconds(bytes_moved)
 
-
-def _learned_gemm(roofline: Roofline, sheet: KernelSheet, precision: str) -> Correction | None:
-    rows = sheet.rows("gemm", precision)
-    m, n, k = rows.sizes.T
-    return _learned(GEMM_AXES, rows, rows.sizes, roofline.gemm_seconds(m, n, k, precision))
+    def _corrected(self, kind: str, precision: str, seconds: FloatArray, *sizes: FloatArray) -> FloatArray:
+        found = self.corrections.get((kind, precision)) or self.corrections.get((kind, LIKE.get(precision, precision)))
+        return seconds if found is None else seconds * found(*sizes)
 
 
-def _learned_attention(roofline: Roofline, sheet: KernelSheet, name: str, precision: str) -> Correction | None:
-    rows = sheet.rows(name, precision)
-    shape = rows.attention_shape()
-    model = roofline.attention_seconds if name == "attention" else roofline.attention_backward_seconds
-    return _learned(ATTENTION_AXES, rows, np.stack(_attention_sizes(shape), axis=1), model(shape, precision))
+def _learned(roofline: Roofline, sheet: KernelSheet, kind: str, precision: str) -> Correction | None:
+    """Learn from times that are the device's, and from bounds where the model is above them; None from nothing."""
+    rows = sheet.rows(kind, precision)
+    if kind == "elementwise":
+        moved, seconds = rows.known.sizes[:, 0], rows.known.seconds
+        residuals = np.log(seconds / roofline.memory_seconds(moved))
+        return learned_line(MEMORY_AXIS, moved, residuals) if moved.size and np.isfinite(residuals).all() else None
+    if kind == "gemm":
+        m, n, k = rows.sizes.T
+        axes, sizes, modelled = GEMM_AXES, rows.sizes, roofline.gemm_seconds(m, n, k, precision)
+    else:
+        shape = rows.attention_shape()
+        model = roofline.attention_seconds if kind == "attention" else roofline.attention_backward_seconds
+        axes, sizes, modelled = ATTENTION_AXES, np.stack(_attention_sizes(shape), axis=1), model(shape, precision)
+    residuals = np.log(rows.seconds / modelled)
+    usable = np.isfinite(residuals) & (~rows.bound | (residuals < 0))
+    return learned(axes, sizes[usable], residuals[usable]) if usable.any() else None
 
 
 def _attention_sizes(shape: AttentionShape) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return what `ATTENTION_AXES` are of."""
     return shape.batch * shape.heads, shape.keys, shape.head_dim
-
-
-def _learned_memory(roofline: Roofline, sheet: KernelSheet) -> LineCorrection | None:
-    rows = sheet.rows("elementwise").known
-    if not rows.seconds.size:
-        return None
-    residuals = np.log(rows.seconds / roofline.memory_seconds(rows.sizes[:, 0]))
-    return LineCorrection.learned(MEMORY_AXIS, rows.sizes[:, 0], residuals) if np.isfinite(residuals).all() else None
-
-
-def _learned(axes: tuple[Axis, Axis, Axis], rows: Rows, sizes: FloatArray, modelled: FloatArray) -> Correction | None:
-    """Learn from times that are the device's, and from bounds where the model is above them; None from nothing."""
-    residuals = np.log(rows.seconds / modelled)
-    known = np.isfinite(residuals) & (~rows.bound | (residuals < 0))
-    return Correction.learned(axes, sizes[known], residuals[known]) if known.any() else None
-
-
-def _like(learned: Mapping[str, Correction | None], precision: str) -> Correction | None:
-    return learned.get(precision) or learned.get(LIKE.get(precision, precision))

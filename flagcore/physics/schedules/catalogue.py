@@ -1,13 +1,7 @@
 """Pipeline schedules: how long a step's passes take, and how many micro-batches a stage holds at once.
 
-`makespan` is the time from the first forward of a step to the last backward of all stages, without gradient exchange
-and optimizer. A stage's idle time is what is left of it beside m times `StageTimes.busy`. `in_flight` and `deferred`
-are the two things a stage holds. The caller groups candidates by the length of their pipeline.
-
-The deviation of each formula from the simulated schedule (`replay.simulate`) is given in its docstring. With the
-profiled times of 12 published settings (arXiv 2401.10241) and one scale a model, the 48 published steps of 1F1B,
-interleaved, ZB-1p and ZB-2p come out within 4%, 1.3% in the mean, if sends block in the first two and overlap in the
-others.
+The deviation of each formula from the simulated order is given in its docstring. With the profiled times of 12
+published settings (arXiv 2401.10241) the 48 published steps of 1F1B, interleaved, ZB-1p and ZB-2p come out within 4%.
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from flagcore.domain.space import FloatArray
-from flagcore.errors import NotModelled
 from flagcore.physics.schedules import critical_path, v_formulas
 from flagcore.physics.schedules.critical_path import StageTimes as StageTimes
 
@@ -29,13 +22,19 @@ class Schedule:
     `parts` is the number of virtual stages per device; 0: that of the candidate. `copies` is how often a device
     holds parameters, gradients and optimizer state. `splits_backward`: the gradients of activations and of weights
     are separate passes, which costs kernels that read twice. `post_validation`: its authors run it without a
-    synchronisation of all stages before the optimizer; a step then takes `makespan(..., barrier=False)`.
+    synchronisation of all stages before the optimizer; a step then takes the longest span of one stage, from its first
+    forward to its last backward.
     """
 
     parts: int = 1
     copies: int = 1
     splits_backward: bool = False
     post_validation: bool = False
+
+    @property
+    def folded(self) -> bool:
+        """Whether device r of p holds the parts r and 2p - 1 - r, so that the first has the last one too."""
+        return self.parts == 2 and self.copies == 1
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -55,20 +54,12 @@ SCHEDULES: dict[str, Schedule] = {
 """The schedules that are modelled, by name."""
 
 
-def makespan(
-    schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray, *, barrier: bool = True
-) -> FloatArray:
+def makespan(schedule: str, times: StageTimes, microbatches: FloatArray, virtual: FloatArray) -> FloatArray:
     """Return the seconds from the first forward of a step to the last backward of all stages, a candidate.
 
-    `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` looks at `virtual`.
-    With `barrier` all stages wait for each other before the optimizer. Without (`Schedule.post_validation`) a stage
-    goes on as soon as it is done, and the answer is the longest of one stage's own spans, from its first forward to
-    its last backward: then the stages' different starts cost nothing. It matters to the zb- schedules: the others
-    start and end on the first stage.
-
-    A pipeline of one stage takes the plain sum. Raises NotModelled for an unknown schedule.
+    `microbatches` and `virtual` are counts, as floats, (candidates,); only `interleaved` looks at `virtual`. All
+    candidates have pipelines of one length. With `Schedule.post_validation` it is the longest span of one stage.
     """
-    _known(schedule)
     m, p = microbatches, len(times.forward)
     if p == 1:
         alone: FloatArray = m * times.busy[0]
@@ -80,11 +71,9 @@ def makespan(
     if schedule == "interleaved":
         return critical_path.interleaved(times, m, virtual)
     if schedule.startswith("zb-") and schedule != "zb-v":
-        return _zero_bubble(schedule, times, m, barrier=barrier)
+        return _zero_bubble(schedule, times, m)
     one_pass = (times.forward + times.backward_input).sum(axis=0) + times.backward_weight[0]
-    total: FloatArray = np.maximum(
-        _folded(schedule, times, m, barrier=barrier), one_pass + 2.0 * (p - 1.0) * times.send
-    )
+    total: FloatArray = np.maximum(_TWOFOLD[schedule](times, m), one_pass + 2.0 * (p - 1.0) * times.send)
     return total
 
 
@@ -97,9 +86,8 @@ def in_flight(
     shape. 1F1B p - r (arXiv 2104.04473); interleaved 2 (p - r - 1) + (v - 1) p + 1 parts of v (the same paper); ZB-H1
     and ZB-1p p - r, ZB-H2 and ZB-2p 2 (p - r) - 1 (arXiv 2401.10241); ZB-V p, V-Half p / 2 + 1, V-Min (p + 4) / 3,
     rounded down (arXiv 2405.15362); DualPipe p + 1 and DualPipeV (2p + 1) / 2 (its repository). What waits for W alone
-    comes on top: `deferred`. Raises NotModelled.
+    comes on top: `deferred`.
     """
-    _known(schedule)
     behind = pipeline - 1.0 - index
     one: FloatArray = np.ones_like(behind)
     most = behind + 1.0
@@ -135,9 +123,8 @@ def deferred(
     W needs the inputs of the linear layers and the gradients of their outputs, not what attention saved. Later stages
     of ZB-H1 and ZB-1p hold r, of ZB-H2 2r. ZB-2p holds what fits in 2p micro-batches, each W counting
     `weight_share` of one (`StageTimes.weight_share`), so all 2p with a share of 1. The V family and DualPipe hold
-    most while nothing waits: 0. Raises NotModelled.
+    most while nothing waits: 0.
     """
-    _known(schedule)
     held = in_flight(schedule, index, pipeline, np.ones_like(index), microbatches)
     waiting: FloatArray = np.zeros_like(held)
     if schedule in ("zb-h1", "zb-1p"):
@@ -149,19 +136,16 @@ def deferred(
     return np.minimum(np.where(pipeline > 1, waiting, 0.0), microbatches - held)
 
 
-def _folded(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
-    if schedule == "zb-v":
-        return v_formulas.zero_bubble_v(times, m, barrier=barrier)
-    formula = {
-        "v-half": v_formulas.v_half,
-        "v-min": v_formulas.v_min,
-        "dualpipe": v_formulas.dualpipe,
-        "dualpipev": v_formulas.dualpipe_v,
-    }[schedule]
-    return formula(times, m)
+_TWOFOLD = {
+    "zb-v": v_formulas.zero_bubble_v,
+    "v-half": v_formulas.v_half,
+    "v-min": v_formulas.v_min,
+    "dualpipe": v_formulas.dualpipe,
+    "dualpipev": v_formulas.dualpipe_v,
+}
 
 
-def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
+def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of ZB-H1, ZB-H2, ZB-1p or ZB-2p from the forwards before a stage's first backward (`warm`)
     and the W after its last B (`delayed`).
 
@@ -169,7 +153,7 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     forwards until the first backward comes back, W until the other stages are done, both as far as 2p allow; where
     the plan of ZB-1p is better, that one.
     """
-    p = len(times.forward)
+    p, barrier = len(times.forward), not SCHEDULES[schedule].post_validation
     r = np.arange(p, dtype=np.float64)[:, None]
     if schedule == "zb-h2":
         return critical_path.deferred_weights(times, m, 2.0 * (p - r) - 1.0, 2.0 * r + 1.0, barrier=barrier)
@@ -181,8 +165,3 @@ def _zero_bubble(schedule: str, times: StageTimes, m: FloatArray, *, barrier: bo
     warm = np.minimum(2.0 * p - r, 1.0 + (p - 1.0 - r) * turn / np.maximum(f, 1e-30))
     delayed = np.minimum((2.0 * p - 1.0) / times.weight_share + 1.0, r * turn / np.maximum(w, 1e-30) + 1.0)
     return np.minimum(small, critical_path.deferred_weights(times, m, warm, delayed, barrier=barrier))
-
-
-def _known(schedule: str) -> None:
-    if schedule not in SCHEDULES:
-        raise NotModelled(f"schedule {schedule} is not modelled; these are: {', '.join(SCHEDULES)}")

@@ -1,13 +1,9 @@
 """How long a pipeline of uneven stages takes from its first forward to its last backward: longest paths.
 
-Each stage runs its passes in a fixed order, and a pass waits for the one before it on its stage and for its input.
-The time is then the longest path through all passes. A path spends the middle of the step on one stage, r; what
-comes before is how long r waits for its first backward (`front`), what comes after is what is left after its last
-forward (`back`). Both are running maxima over stages, so that a candidate costs some operations a stage and none a
-micro-batch.
-
-Symbols: p stages, m micro-batches, v virtual stages a device; F forward, B the backward that makes the gradient of
-the activations, W the one that makes the gradient of the weights. All arrays of stages are (stages, candidates).
+A path spends the middle of the step on one stage, r; before is how long r waits for its first backward (`front`), after
+is what is left after its last forward (`back`). Both are running maxima over stages: some operations a stage, none a
+micro-batch. Symbols: p stages, m micro-batches, v virtual stages a device; F forward, B and W the backward that makes
+the gradient of activations and of weights. All arrays of stages are (stages, candidates).
 """
 
 from __future__ import annotations
@@ -23,21 +19,14 @@ from flagcore.domain.space import FloatArray
 class StageTimes:
     """Seconds of one micro-batch on each stage of pipelines of one length.
 
-    `forward`, `backward_input` (gradient of the activations, recomputation included) and `backward_weight`
-    (gradient of the weights) have shape (stages, candidates) and are for the whole stage: all its virtual stages
-    together, taken as equal. A schedule that does not defer the gradient of the weights runs both backwards as one.
-    A stage is what lies on one device: in the V family and DualPipeV the first one has embedding and head. For
-    DualPipe it is a stage of the model, which two devices hold.
+    `forward`, `backward_input` (recomputation included), `backward_weight` and `paired` have shape (stages,
+    candidates). A stage is what lies on one device, all its virtual stages together, taken as equal; for DualPipe it is
+    a stage of the model, which two devices hold. `paired` is one forward and one backward (both parts) of two
+    micro-batches that run together, where a schedule overlaps them; None: as long as one after the other.
 
     `send` (candidates,) is one message over one boundary, `blocking` the share of it (0 to 1) during which its
-    sender computes nothing; the rest only makes the receiver wait.
-
-    `weight_share` is how much of a micro-batch's activations stays held between its two backwards, as the
-    scheduler sees it; only `zb-2p` depends on it. The published scheduler takes 32 h / (34 h + 5 a s) with h hidden
-    size, a heads, s tokens: 0.37 to 0.43 in its authors' runs.
-
-    `paired` (stages, candidates) is one forward and one backward (both parts) of two micro-batches that run
-    together, where a schedule overlaps them; None: as long as one after the other.
+    sender computes nothing; the rest only makes the receiver wait. `weight_share` is how much of a micro-batch's
+    activations is held between its two backwards, as the scheduler of `zb-2p` sees it.
     """
 
     forward: FloatArray
@@ -76,18 +65,14 @@ def gpipe(times: StageTimes, m: FloatArray) -> FloatArray:
 def one_forward_one_backward(times: StageTimes, m: FloatArray) -> FloatArray:
     """Return the time of 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
 
-    Exact without latency; with it, exact for even stages, and within 0.5% for an uneven first and last stage and
-    sends of a tenth of a forward.
+    Exact where sends block, as in Megatron.
     """
     forward, backward = _with_sends(times, 1.0)
     warm = np.minimum(_behind(forward), m - 1.0)
     front, first = _edge(forward, backward, times.latency, warm * np.maximum.accumulate(forward))
     back, last = _edge(backward, forward, times.latency, warm * np.maximum.accumulate(backward))
     steps, both = m - 1.0 - warm, forward + backward
-    total = _join(front, first, back, last, steps, steps * both)
-    if np.any(times.latency > 0):
-        total = np.maximum(total, _zigzag(front, back, last, steps, both, times.latency))
-    return total
+    return _join(front, first, back, last, steps, steps * both)
 
 
 def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
@@ -97,9 +82,7 @@ def interleaved(times: StageTimes, m: FloatArray, v: FloatArray) -> FloatArray:
     a multiple of p exact for even stages, within 3.5% for uneven ones; a head that is all in the last virtual stage
     costs 0.5% more. With v = 1 it is 1F1B.
     """
-    plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) or len(times.forward) == 1 else m
-    if len(times.forward) == 1:
-        return plain
+    plain = one_forward_one_backward(times, m) if np.any(v <= 1.0) else m
     forward, backward = (x / v for x in _with_sends(times, v))
     p, latency, passes = len(forward), times.latency, m * v
     warm = np.minimum(2.0 * _behind(forward) + (v - 1.0) * p, passes - 1.0)
@@ -123,14 +106,12 @@ def deferred_weights(
 ) -> FloatArray:
     """Return the time of a schedule that starts with `warm` forwards and ends with `delayed` gradients of weights.
 
-    Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. With
-    `barrier` from the first start to the last end of all stages; without it the longest of one stage's own spans,
-    the time between two steps that no synchronisation parts.
+    Both (stages, candidates): the forwards before a stage's first backward, and the W after its last B. Without
+    `barrier` it is the longest span of one stage.
 
-    From m = 2p on, against simulated orders: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1% for even stages and those of
-    a usual pipeline's ends, 3% where all differ. ZB-2p against a plan by its authors' rules: within 2.5% for even
-    stages, 7.5% (mean 0.3%) for uneven ends, 10.5% (mean 0.6%) where all differ; always below. At m = p ZB-H2 is 10%
-    too fast at worst.
+    From m = 2p on, against simulated orders: ZB-H1 and ZB-H2 within 1%, ZB-1p within 1%, 3% where all stages differ.
+    ZB-2p, always below: within 2.5% for even stages, 7.5% for uneven ends, 10.5% where all differ. At m = p ZB-H2 is
+    10% too fast at worst.
     """
     forward, backward = _with_sends(times, 1.0, fused=False)
     weight, latency, p = times.backward_weight, times.latency, len(forward)
@@ -215,31 +196,3 @@ def _join(
         through = np.where(short, np.maximum(front + last, first + back), through)
     longest: FloatArray = through.max(axis=0)
     return longest
-
-
-def _zigzag(
-    front: FloatArray, back: FloatArray, last: FloatArray, steps: FloatArray, both: FloatArray, latency: FloatArray
-) -> FloatArray:
-    """Return the longest 1F1B path that goes down to one of the last two stages and up again, over and over.
-
-    From stage r down to e and up takes as many micro-batches as stages: their passes and 2 (e - r) messages.
-    """
-    p, longest = len(both), np.zeros_like(latency)
-    for r in range(p - 1):
-        for e in {p - 1, max(p - 2, r)}:
-            mean, n = both[r : e + 1].mean(axis=0), steps[r]
-            inner = (
-                front[r] + _rounds(np.maximum(n - 1.0, 0.0), e - r + 1.0, mean, both[r], latency) + both[r] + back[r]
-            )
-            outer = front[r] + _rounds(np.maximum(n, 0.0), e - r + 1.0, mean, both[r], latency) + last[r]
-            longest = np.where(n >= 1.0, np.maximum(longest, np.maximum(inner, outer)), longest)
-    return longest
-
-
-def _rounds(count: FloatArray, length: float, mean: FloatArray, own: FloatArray, latency: FloatArray) -> FloatArray:
-    """Return the time of `count` micro-batches in rounds over `length` stages, a shorter round for the rest."""
-    rounds = np.floor(count / length)
-    rest = count - rounds * length
-    part = np.maximum(rest * own, rest * mean + 2.0 * np.maximum(rest - 1.0, 0.0) * latency)
-    total: FloatArray = rounds * (length * mean + 2.0 * (length - 1.0) * latency) + part
-    return total

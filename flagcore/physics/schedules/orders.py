@@ -1,7 +1,7 @@
 """Orders of passes on each device, for schedules that do not depend on the times of passes.
 
-Symbols: p devices, m micro-batches, r a device. On r lies part r; with v virtual stages also r + p and so on; in the V
-family also part 2p - 1 - r; in DualPipe the part of a second copy that runs the other way. Orders hold for any m: a
+Symbols: p devices, m micro-batches, r a device. On r lies part r; with v virtual stages also r + p and so on; in
+DualPipeV also part 2p - 1 - r; in DualPipe the part of a second copy that runs the other way. Orders hold for any m: a
 schedule that is defined for more micro-batches is run without the missing ones.
 """
 
@@ -56,18 +56,6 @@ def deferring(p: int, m: int, *, twice: bool) -> Orders:
     return orders
 
 
-def v_shaped(p: int, m: int) -> Orders:
-    """Return ZB-V (arXiv 2401.10241, section 6) without its W: as many forwards as memory for p micro-batches takes,
-    then a backward and a forward in turn."""
-    orders: Orders = []
-    for r in range(p):
-        near, far = r, 2 * p - 1 - r
-        wanted = [("F", near)] * (2 * (p - r) - 1) + [("F", far), ("F", near)] * r + [("F", far), ("B", far)] * (p - r)
-        wanted += [("F", near), ("B", near), ("F", far), ("B", far)] * m + [("B", near), ("B", far)] * m
-        orders.append(_numbered(([one] for one in wanted), {near: m, far: m}))
-    return orders
-
-
 def dualpipe_v(p: int, m: int) -> Orders:
     """Return DualPipeV (repository of DualPipe)."""
     return [_dual(p, m, m, r, r, 2 * p - 1 - r) for r in range(p)]
@@ -106,10 +94,10 @@ def _dual(p: int, m_near: int, m_far: int, r: int, near: int, far: int) -> list[
         steps += [(waiting.pop(0),), (("B", near),)]
         waiting.append(("W", near))
     steps += [(one,) for one in waiting]
-    return _numbered(steps, {near: m_near, far: m_far})
+    return numbered(steps, {near: m_near, far: m_far})
 
 
-def _numbered(steps: Iterable[Iterable[tuple[str, int]]], m: Mapping[int, int]) -> list[tuple[Pass, ...]]:
+def numbered(steps: Iterable[Iterable[tuple[str, int]]], m: Mapping[int, int]) -> list[tuple[Pass, ...]]:
     """Return the passes with their micro-batches; those beyond the last of their part, one of `m`, fall away."""
     count: dict[tuple[str, int], int] = {}
     order = []

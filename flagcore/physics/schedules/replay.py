@@ -9,25 +9,20 @@ import numpy as np
 
 from flagcore.domain.prediction import Passes
 from flagcore.errors import NotModelled
-from flagcore.physics.schedules import orders, v_schedules, zero_bubble
+from flagcore.physics.schedules import orders
 from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes, makespan
 from flagcore.physics.schedules.execution import ExecutedPass, Orders, Pipe, run, seconds_of
-
-FOLDED = ("zb-v", "v-half", "v-min", "dualpipev")
-"""Schedules whose device r holds the parts r and 2p - 1 - r."""
 
 
 def simulate(passes: Passes, microbatches: int) -> list[ExecutedPass]:
     """Return the passes of a step with `microbatches`, device by device in the order of time.
 
-    Schedules that depend on times use those of the median stage. In DualPipe micro-batches are numbered through both
-    copies: the later half enters at the last device. Raises NotModelled for an unknown schedule, for DualPipe on an odd
-    number of devices, and for interleaved if the number of stages does not divide the micro-batches.
+    In DualPipe micro-batches are numbered through both copies: the later half enters at the last device. Raises
+    NotModelled for a schedule whose order its scheduler plans with the times of passes, for DualPipe on an odd number
+    of devices, and for interleaved if the number of stages does not divide the micro-batches.
     """
-    if passes.schedule not in SCHEDULES:
-        raise NotModelled(f"schedule {passes.schedule} is not modelled; these are: {', '.join(SCHEDULES)}")
     pipe = pipe_of(passes)
-    done = run(orders_of(passes, microbatches, pipe), pipe)
+    done = run(orders_of(passes, microbatches), pipe)
     if passes.schedule != "dualpipe":
         return done
     return [_counting_on(each, pipe.length, microbatches) for each in done]
@@ -38,7 +33,7 @@ def pipe_of(passes: Passes) -> Pipe:
     p, schedule = len(passes.forward_s), passes.schedule
     count = SCHEDULES[schedule].parts or passes.virtual
     stages, parts = [*range(p)] * count, float(count)
-    if schedule in FOLDED:
+    if SCHEDULES[schedule].folded:
         stages = [*range(p), *reversed(range(p))]
     if schedule == "dualpipe":
         stages, parts = [*range(p)] * 2, 1.0
@@ -58,7 +53,7 @@ def pipe_of(passes: Passes) -> Pipe:
     )
 
 
-def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
+def orders_of(passes: Passes, m: int) -> Orders:
     """Return the order of passes of each device in a step of m micro-batches."""
     p, schedule = len(passes.forward_s), passes.schedule
     if schedule == "interleaved" and passes.virtual > 1:
@@ -77,7 +72,7 @@ def orders_of(passes: Passes, m: int, pipe: Pipe) -> Orders:
         if p % 2:
             raise NotModelled(f"dualpipe needs an even number of stages, not {p}")
         return orders.dualpipe(p, m)
-    return _planned(schedule, p, m, zero_bubble.median_of(pipe), passes.weight_share)
+    raise NotModelled(f"the scheduler of {schedule} plans the order of passes with their times")
 
 
 def step_seconds(passes: Passes, done: Sequence[ExecutedPass]) -> float:
@@ -102,23 +97,7 @@ def predicted_seconds(passes: Passes) -> float:
         paired=paired if passes.paired_s else None,
     )
     counts = np.array([float(passes.microbatches)]), np.array([float(passes.virtual)])
-    barrier = not SCHEDULES[passes.schedule].post_validation
-    return float(makespan(passes.schedule, times, *counts, barrier=barrier)[0])
-
-
-def _planned(schedule: str, p: int, m: int, pipe: Pipe, share: float) -> Orders:
-    if schedule in ("zb-1p", "zb-2p"):
-        limit = p if schedule == "zb-1p" else 2 * p
-        return zero_bubble.best(zero_bubble.ahead(pipe, m, limit), pipe, limit, 1.0 if schedule == "zb-1p" else share)
-    if schedule == "zb-v":
-        return zero_bubble.best([orders.v_shaped(p, m)], pipe, p, share)
-    if schedule in ("v-half", "v-min"):
-        half, limit = schedule == "v-half", (p + 2) // 2 if schedule == "v-half" else (p + 4) // 3
-        tables = v_schedules.v_tables(p, m, half=half)
-        drawn = [v_schedules.orders_of_tables(each) for each in (tables, v_schedules.compacted(tables, m))]
-        bare = [[[step for step in order if step[0][0] != "W"] for order in each] for each in drawn]
-        return zero_bubble.shortest([*drawn, zero_bubble.best(bare, pipe, limit, share)], pipe)
-    raise NotModelled(f"no order of {schedule} is known")
+    return float(makespan(passes.schedule, times, *counts)[0])
 
 
 def _counting_on(one: ExecutedPass, length: int, microbatches: int) -> ExecutedPass:

@@ -1,10 +1,8 @@
 """How long a step takes of schedules that give each device two parts of the model: the V family and DualPipe.
 
-On device r of p lie the parts r and 2p - 1 - r (V), or r and p - 1 - r of two copies (DualPipe). Steady state is the
-slowest device or, where memory is short, a round through all devices; filling and draining are linear in the times.
-Their coefficients were read off the published orders, built for p of 3 to 12: the orders do not depend on the times,
-except that of ZB-V. Symbols as in `paths`. Deviations are the worst from simulated orders, m from 2p to 4p,
-for even stages / other ends / all different.
+Steady state is the slowest device or, where memory is short, a round through all devices; filling and draining are
+linear in the times, with coefficients read off the published orders for p of 3 to 12. Symbols as in `critical_path`.
+Deviations are the worst from simulated orders, m from 2p to 4p, for even stages / other ends / all different.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ V_MIN = (
 )
 
 
-def zero_bubble_v(times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatArray:
-    """Return the time of ZB-V (arXiv 2401.10241, section 6), memory limited to p micro-batches.
+def zero_bubble_v(times: StageTimes, m: FloatArray) -> FloatArray:
+    """Return the longest span of a device in ZB-V (arXiv 2401.10241, section 6), memory limited to p micro-batches.
 
     A device cannot end before its last B has gone up to the first device; W fills that time as far as 2p parts of
     them may wait. Forward and backward of unequal length leave gaps while filling or draining. Deviation 2.5 / 4 / 5%;
@@ -44,11 +42,7 @@ def zero_bubble_v(times: StageTimes, m: FloatArray, *, barrier: bool) -> FloatAr
     short = np.maximum(0.0, _before(forward[::-1])[::-1] - (m - 1.0) * forward / 2.0)
     busy = m * (forward + backward + weight)
     span: FloatArray = (busy + np.maximum(gaps, short)).max(axis=0)
-    if not barrier:
-        return span
-    ends = (down + busy + np.maximum(up - down, 0.0) + 5.0 * r * latency).max(axis=0)
-    longest: FloatArray = np.maximum(span, ends)
-    return longest
+    return span
 
 
 def v_half(times: StageTimes, m: FloatArray) -> FloatArray:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from flagcore.contracts import Costs
 from flagcore.domain.model import Model
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.memory.training import Memory, memory_in_use
 from flagcore.engines.megatron.parallel.layout import Layout, Training
+from flagcore.physics.collectives.costs import Collectives
+from flagcore.physics.collectives.topology import topology_of
+from flagcore.physics.device_memory import PlainMemory
+from flagcore.physics.kernels.roofline import Roofline
+from tests import small
 
 LLAMA = Model(
     name="llama-7b-like",
@@ -61,6 +70,20 @@ def layout(**values: Any) -> Layout:
 def train(model: Model = LLAMA, **values: Any) -> Training:
     """Return the work of a step."""
     return Training(model=model, **{"sequence": 4096, "global_batch": 64, "precision": "bf16", **values})
+
+
+def training_memory(work: Training, split: Layout, workspace_bytes: float = 0.0) -> Memory:
+    """Return the memory of the worst stage of each candidate."""
+    device = PlainMemory(capacity=None, workspace=workspace_bytes)
+    collectives = Collectives(topology=topology_of(small.task().cluster.groups[0]))
+    costs = Costs(memory=device, kernels=Roofline(chip=small.CHIP), collectives=collectives)
+    return memory_in_use(work, split, costs).memory
+
+
+def state_bytes(component: Mapping[str, FloatArray]) -> FloatArray:
+    """Return what a component of the table takes besides activations."""
+    names = ("weights_bytes", "gradients_bytes", "main_params_bytes", "optimizer_bytes")
+    return sum((component[name] for name in names), np.zeros(()))
 
 
 def random_layouts(model: Model) -> Layout:

@@ -10,17 +10,28 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory import training as memory
+from flagcore.engines.megatron.memory.states import split_parameters
 from flagcore.engines.megatron.memory.stored_activations import Kinds
 from flagcore.engines.megatron.parallel import pipeline
 from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options, StageLayers
+from flagcore.engines.megatron.parallel.parameters import stage_parameters
 from flagcore.physics.device_memory import PlainMemory
-from tests.engines.megatron.candidates import DEEPSEEK_16B, LLAMA, MOE, layout, random_layouts, train
+from tests.engines.megatron.candidates import (
+    DEEPSEEK_16B,
+    LLAMA,
+    MOE,
+    layout,
+    random_layouts,
+    state_bytes,
+    train,
+    training_memory,
+)
 
 
 def parameters(model: Model, split: Layout, stage: int, options: Options = DEFAULTS) -> float:
     where = pipeline.stage(model, split, np.array([float(stage)]), options)
-    parts = memory.stage_parameters(train(model, options=options), split, where)
-    return float(sum(memory.split_parameters(parts), np.zeros(1))[0])
+    parts = stage_parameters(train(model, options=options), split, where)
+    return float(sum(split_parameters(parts), np.zeros(1))[0])
 
 
 def test_parameters_of_a_7b_model_are_exact() -> None:
@@ -53,10 +64,10 @@ def test_stages_hold_every_weight_once() -> None:
 def test_static_bytes_follow_precision_and_sharding() -> None:
     count = parameters(LLAMA, layout(), 0)
     split = layout(data=[8, 8, 8], context=[1, 2, 1], sharded_optimizer=[0, 1, 1])
-    static = memory.training_memory(train(), split).static
+    static = training_memory(train(), split).static
     angles = 4 * 4096 * 128
     np.testing.assert_allclose(static, np.multiply([18, 6 + 12 / 16, 6 + 12 / 8], count) + angles)
-    full = memory.training_memory(train(precision="fp32"), split).static
+    full = training_memory(train(precision="fp32"), split).static
     np.testing.assert_allclose(full, np.multiply([16, 8 + 8 / 16, 8 + 8 / 8], count) + angles)
 
 
@@ -80,20 +91,20 @@ def test_interleaving_holds_more_and_the_last_stage_holds_least() -> None:
 
 def test_uneven_stages_are_followed_to_the_worst_one() -> None:
     split = layout(pipeline=4, first_layers=2, microbatches=32)
-    assert memory.training_memory(train(), split).worst_stage[0] == 1
+    assert training_memory(train(), split).worst_stage[0] == 1
 
 
 def test_measured_peak_of_one_rank_is_met() -> None:
     """One of 16 ranks without any split on an accelerator: 113.0 GiB static, 138.1 GiB at the optimizer step."""
     work = train(sequence=2048, fused_activation=True)
-    found = memory.training_memory(work, layout(data=16, micro_batch=2), workspace_bytes=2**25)
+    found = training_memory(work, layout(data=16, micro_batch=2), workspace_bytes=2**25)
     assert found.static[0] / 2**30 == pytest.approx(113.025, rel=1e-4)
     assert found.peak[0] / 2**30 == pytest.approx(138.127, rel=1e-4)
 
 
 def test_scores_are_kept_only_without_a_fused_attention_core() -> None:
     split = layout(selective=[0, 1])
-    flash, plain = (memory.training_memory(train(flash=flash), split).activation for flash in (True, False))
+    flash, plain = (training_memory(train(flash=flash), split).activation for flash in (True, False))
     scores = 32 * 4096**2
     assert plain[0] - flash[0] == pytest.approx(32 * 2 * scores, rel=0.05)
     assert plain[1] - flash[1] < 10 * scores
@@ -127,19 +138,19 @@ def test_components_add_up(model: Model, fused: bool) -> None:
     split = dataclasses.replace(random_layouts(model), selective=(np.arange(400) % 3 == 0) * 1.0)
     split = dataclasses.replace(split, block=(np.arange(400) % 4 == 0) * 2.0)
     work = train(model, transformer_engine=fused, options=Options(recompute_modules=frozenset({"layernorm", "mlp"})))
-    found = memory.training_memory(work, split, 2.0**25)
+    found = training_memory(work, split, 2.0**25)
     table = memory.component_table(work, split, found.worst_stage.astype(np.float64), 2.0**25)
-    np.testing.assert_allclose(sum(part.static for part in table.values()), found.static)
-    np.testing.assert_allclose(sum(part.activation for part in table.values()), found.activation)
-    params = memory.stage_parameters(work, split, pipeline.stage(model, split, found.worst_stage.astype(np.float64)))
-    np.testing.assert_allclose(sum(part.params for part in table.values()), sum(memory.split_parameters(params)))
+    np.testing.assert_allclose(sum(state_bytes(part) for part in table.values()), found.static)
+    np.testing.assert_allclose(sum(part["activation_bytes"] for part in table.values()), found.activation)
+    params = stage_parameters(work, split, pipeline.stage(model, split, found.worst_stage.astype(np.float64)))
+    np.testing.assert_allclose(sum(part["params"] for part in table.values()), sum(split_parameters(params)))
 
 
 def test_ranks_of_a_stage_are_alike_and_the_worst_stage_is_one_of_them() -> None:
     split = layout(tensor=2, context=2, data=2, pipeline=4, sequence_parallel=1)
     ranks = [memory.rank_memory(train(), split, rank) for rank in range(32)]
     assert [int(rank.worst_stage[0]) for rank in ranks] == [rank // 8 for rank in range(32)]
-    worst = memory.training_memory(train(), split)
+    worst = training_memory(train(), split)
     assert max(rank.peak[0] for rank in ranks) == worst.peak[0]
     assert ranks[8 * int(worst.worst_stage[0])].static[0] == worst.static[0]
 
@@ -157,7 +168,7 @@ def test_a_layout_of_stages_is_followed_and_empty_stages_hold_little() -> None:
     ]
     peaks = [memory.rank_memory(work, split, rank).peak[0] for rank in range(4)]
     assert peaks[2] < 0.01 * peaks[1]
-    assert memory.training_memory(work, split).peak[0] == max(peaks)
+    assert training_memory(work, split).peak[0] == max(peaks)
 
 
 def test_stages_that_recompute_more_hold_less() -> None:
@@ -201,7 +212,7 @@ def test_bytes_a_parameter(precision: str, options: Options, each: float) -> Non
     work = train(precision=precision, options=options)
     table = memory.component_table(work, split, np.zeros(1))
     for name in ("qkv_proj", "ffn", "embedding", "norms"):
-        assert table[name].static[0] / table[name].params[0] == pytest.approx(each), name
+        assert state_bytes(table[name])[0] / table[name]["params"][0] == pytest.approx(each), name
 
 
 @pytest.mark.parametrize(("precision", "copies"), [("fp8", 2), ("mxfp8", 2 * 33 / 32), ("nvfp4", 2 * 9 / 16)])
@@ -209,15 +220,15 @@ def test_narrow_formats_add_copies_of_linear_weights_or_stand_in_for_them(precis
     for gathered, wide in ((False, 2.0), (True, 0.0)):
         work = train(precision=precision, transformer_engine=True, options=Options(fp8_param_gather=gathered))
         table = memory.component_table(work, layout(), np.zeros(1))
-        assert table["ffn"].weights[0] / table["ffn"].params[0] == pytest.approx(wide + copies)
-        assert table["embedding"].weights[0] / table["embedding"].params[0] == 2.0
+        assert table["ffn"]["weights_bytes"][0] / table["ffn"]["params"][0] == pytest.approx(wide + copies)
+        assert table["embedding"]["weights_bytes"][0] / table["embedding"]["params"][0] == 2.0
     narrow, full = (kept_in_a_layer(LLAMA, precision=name, transformer_engine=True) for name in (precision, "bf16"))
     assert narrow < full
 
 
 def test_experts_out_of_balance_need_more() -> None:
     work = [train(MOE, options=Options(expert_imbalance=load)) for load in (1.0, 1.5)]
-    even, uneven = (memory.training_memory(each, layout(data=8, expert=8)) for each in work)
+    even, uneven = (training_memory(each, layout(data=8, expert=8)) for each in work)
     assert uneven.activation[0] > 1.1 * even.activation[0]
     assert uneven.static[0] == even.static[0]
 
@@ -230,7 +241,7 @@ def test_levels_of_recompute_of_experts_save_more_each() -> None:
         {"moe"},
     )
     kept = [
-        memory.training_memory(
+        training_memory(
             train(DEEPSEEK_16B, options=Options(recompute_modules=frozenset(level))),
             layout(data=8, expert=8, selective=1),
         ).activation[0]

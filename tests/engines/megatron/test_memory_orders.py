@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.memory.training import training_memory
 from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
-from tests.engines.megatron.candidates import DEEPSEEK_16B, LLAMA, MOE, NUMBER, random_layouts, train
+from tests.engines.megatron.candidates import DEEPSEEK_16B, LLAMA, MOE, NUMBER, random_layouts, train, training_memory
 
 MODELS = {
     "dense": LLAMA,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.memory.training import component_table, training_memory
+from flagcore.engines.megatron.memory.training import component_table
 from flagcore.engines.megatron.parallel.layout import Options, Training
 from flagcore.physics.device_memory import PlainMemory
-from tests.engines.megatron.candidates import DEEPSEEK_16B, LATENT, layout, train
+from tests.engines.megatron.candidates import DEEPSEEK_16B, LATENT, layout, state_bytes, train, training_memory
 
 MIB, GIB = 2.0**20, 2.0**30
 
@@ -117,7 +117,7 @@ NORMED = dataclasses.replace(DEEPSEEK_16B, qk_layernorm=True, vocab_size=151872)
 def test_printed_parameters_of_a_16b_mixture() -> None:
     one = layout(expert=1)
     table = component_table(engine(DEEPSEEK_16B, 4096), one, np.zeros(1))
-    count = {name: float(part.params[0]) for name, part in table.items()}
+    count = {name: float(part["params"][0]) for name, part in table.items()}
     assert (count["qkv_proj"] + count["out_proj"]) / 27 == 13_762_560
     assert (count["router"] + count["experts"] + count["shared_experts"]) / 26 == 571_080_704
     assert count["ffn"] == 69_206_016
@@ -127,7 +127,7 @@ def test_printed_parameters_of_a_16b_mixture() -> None:
 
 def test_printed_states_of_a_16b_mixture() -> None:
     table = component_table(engine(NORMED, 4096), EIGHT, np.zeros(1))
-    states = sum(float(part.static[0]) for name, part in table.items() if name != "buffers")
+    states = sum(float(state_bytes(part)[0]) for name, part in table.items() if name != "buffers")
     assert states / MIB == pytest.approx(41_733.77, rel=1e-4)
 
 

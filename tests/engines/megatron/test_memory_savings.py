@@ -10,11 +10,20 @@ import pytest
 
 from flagcore.domain.model import Model
 from flagcore.engines.megatron.memory.stored_activations import Kinds
-from flagcore.engines.megatron.memory.training import component_table, rank_memory, training_memory
+from flagcore.engines.megatron.memory.training import component_table, rank_memory
 from flagcore.engines.megatron.parallel import pipeline
 from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
 from flagcore.physics.schedules.catalogue import SCHEDULES
-from tests.engines.megatron.candidates import DEEPSEEK_16B, LATENT, LLAMA, MOE, layout, train
+from tests.engines.megatron.candidates import (
+    DEEPSEEK_16B,
+    LATENT,
+    LLAMA,
+    MOE,
+    layout,
+    state_bytes,
+    train,
+    training_memory,
+)
 
 PAIRS = 20
 SMALL = dataclasses.replace(LLAMA, num_layers=4, hidden_size=256, ffn_hidden_size=768, num_attention_heads=8)
@@ -218,7 +227,7 @@ def test_states_of_a_finer_split_never_need_more(model: Model, knob: str) -> Non
         found = []
         for where in pipeline.stages(model, split, job.options):
             table = component_table(job, split, where.index)
-            found.append(sum(part.static for name, part in table.items() if name not in ("buffers", "padding")))
+            found.append(sum(state_bytes(part) for name, part in table.items() if name not in ("buffers", "padding")))
         return np.max(np.stack(found), axis=0)
 
     for _ in range(PAIRS):

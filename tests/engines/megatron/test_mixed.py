@@ -103,7 +103,6 @@ def test_groups_of_equal_devices_are_one(model: Model, options: Options) -> None
     assert {name for name, part in apart.items() if part.tolist() != together[name].tolist()} <= MESSAGES
     np.testing.assert_allclose(sum(apart.values()), sum(together.values()), rtol=0.02)
     whole, parted = memory_in_use(work, split, one), memory_in_use(work, split, two)
-    assert parted.capacity is not None
     for name in ("reserved", "used", "capacity"):
         np.testing.assert_array_equal(getattr(parted, name), getattr(whole, name))
     np.testing.assert_array_equal(parted.memory.worst_stage, whole.memory.worst_stage)
@@ -189,11 +188,10 @@ def test_each_stage_is_held_against_the_capacity_of_its_own_devices() -> None:
     roomy, tight = costs(capacity=2.0 * max(need)), costs(capacity=0.7 * need[0])
     for made, stage in ((mixed(tight, roomy), 0), (mixed(roomy, tight), 1)):
         found = memory_in_use(train(), split, made)
-        assert found.capacity is not None
         assert found.memory.worst_stage[0] == stage
-        assert found.used[0] > np.atleast_1d(found.capacity)[0] == tight.memory.capacity_bytes()
+        assert found.used[0] > found.capacity[0] == tight.memory.capacity_bytes()
     fewer = memory_in_use(train(), split, mixed(tight, roomy))
-    assert fewer.used[1] <= fewer.capacity[1]  # type: ignore[index]
+    assert fewer.used[1] <= fewer.capacity[1]
 
 
 def test_each_stage_has_the_context_and_workspace_of_its_own_device() -> None:
@@ -212,7 +210,7 @@ def test_a_capacity_that_nobody_knows_hides_no_stage_that_does_not_fit() -> None
         found = memory_in_use(train(), halves(), made)
         assert found.capacity == 1e9
     enough = memory_in_use(train(), halves(), mixed(costs(capacity=1e12), unknown))
-    assert np.isnan(enough.capacity).all()  # type: ignore[arg-type]
+    assert np.isnan(enough.capacity).all()
 
 
 def test_a_rate_that_nobody_knows_of_one_chip_gives_no_time() -> None:

@@ -73,7 +73,7 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"fine_grained_activation_offloading": True, "offload_modules": "core_attn", "offload_stages": "0,2"},
         {"offload_modules": {"core_attn"}, "offload_stages": (0, 2)},
     ),
-    "flex": ({"moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex", "deduplicated_dispatch": True}),
+    "flex": ({"moe_token_dispatcher_type": "flex"}, {"dispatcher": "flex"}),
     "adapters": ({"trainable": "adapters"}, {"adapters": True}),
     "dropout": ({"hidden_dropout": 0.1}, {"dropout": True}),
     "imbalance": ({"moe_expert_imbalance": 2.0}, {"expert_imbalance": 2.0}),

@@ -17,7 +17,13 @@ pytest.importorskip("megatron.core")
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
-SHAPE = {"hidden_size": 512, "ffn_hidden_size": 1408, "num_attention_heads": 8, "num_query_groups": 4}
+SHAPE = {
+    "hidden_size": 512,
+    "ffn_hidden_size": 1408,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 64,
+}
 TRAIN = {"seq_length": 256, "global_batch_size": 8, "train_iters": 3, "balanced_routing": True}
 SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
 WORLDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]] = {

@@ -11,7 +11,6 @@ from flagcore.contracts import Costs
 from flagcore.domain.chip import Chip, Fact, Source
 from flagcore.domain.cluster import Level, Topology
 from flagcore.domain.model import Model
-from flagcore.engines.megatron.memory.training import training_memory
 from flagcore.engines.megatron.parallel.layout import Layout, Options, Training
 from flagcore.engines.megatron.parallel.parameters import model_flops
 from flagcore.engines.megatron.time.step import rank_time, step_time
@@ -19,6 +18,7 @@ from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.device_memory import PlainMemory
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
+from tests.engines.megatron.candidates import training_memory
 
 ASSUMED = Source(kind="estimated", detail="round figures")
 CHIP = Chip(
@@ -111,7 +111,7 @@ def test_a_candidate_takes_the_same_time_alone_and_among_others() -> None:
     many = Layout(**values)
     together = step_time(TRAIN, many, costs())
     for row in rng.integers(0, rows, 20):
-        alone = step_time(TRAIN, many.rows(np.array([row])), costs())
+        alone = step_time(TRAIN, many[np.array([row])], costs())
         for name, seconds in alone.items():
             assert together[name][row] == pytest.approx(seconds[0], rel=1e-12), name
 
@@ -191,7 +191,7 @@ def test_experts_exchange_tokens_unless_they_are_at_home_or_hide_it() -> None:
     assert parts(train)["ep_comm_s"] == 0
     hidden = replace(train, options=Options(overlap_expert_comm=True))
     assert parts(hidden, expert=8.0)["ep_comm_s"] < 0.5 * exposed
-    once = replace(train, options=Options(dispatcher="flex", deduplicated_dispatch=True))
+    once = replace(train, options=Options(dispatcher="flex"))
     assert parts(once, expert=8.0)["ep_comm_s"] < exposed
 
 

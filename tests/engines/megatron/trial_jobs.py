@@ -17,11 +17,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 
 DENSE: dict[str, Any] = {
+    "name": "dense",
     "num_layers": 4,
     "hidden_size": 64,
     "ffn_hidden_size": 96,
     "num_attention_heads": 4,
     "num_query_groups": 2,
+    "kv_channels": 16,
     "vocab_size": 512,
     "gated_linear_unit": True,
     "untie_embeddings_and_output_weights": True,
@@ -36,7 +38,7 @@ EXPERTS: dict[str, Any] = {
 }
 LATENT: dict[str, Any] = {
     **DENSE,
-    "num_query_groups": None,
+    "num_query_groups": 4,
     "multi_latent_attention": True,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,

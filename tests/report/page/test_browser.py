@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.replay import simulate
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.html import as_html
 from tests.report.page.conftest import KINDS, Runs
-from tests.report.page.test_timeline import named, section_of
+from tests.report.page.test_timeline import PLAYED, named, section_of
 
 pytestmark = pytest.mark.long
 
@@ -121,12 +120,12 @@ LABELS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
 
 @pytest.mark.parametrize("width", [360, 1400])
 def test_timelines_of_all_schedules_are_drawn_and_inside_the_page(opened: Open, width: int) -> None:
-    sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in SCHEDULES)
+    sections = tuple(replace(section_of(named(name)), anchor=f"of-{name}") for name in PLAYED)
     found = opened("schedules", width, html=as_html(Page(title="Pipelines", subtitle="", sections=sections)))
     assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert found.page.evaluate(OUTSIDE) == []
     assert found.page.evaluate(LABELS) == []
-    assert found.page.locator(".plot .bars .point").count() == sum(len(simulate(named(name), 8)) for name in SCHEDULES)
+    assert found.page.locator(".plot .bars .point").count() == sum(len(simulate(named(name), 8)) for name in PLAYED)
     assert found.errors == []
 
 

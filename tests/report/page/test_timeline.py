@@ -11,14 +11,16 @@ import pytest
 
 from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.adapter import WORKLOAD
-from flagcore.errors import NotModelled
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.schedules.execution import ExecutedPass
-from flagcore.physics.schedules.replay import pipe_of, predicted_seconds, simulate, step_seconds
+from flagcore.physics.schedules.replay import pipe_of, predicted_seconds, step_seconds
 from flagcore.report.page.blocks import Chart, Section, Table, Text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.timeline import KINDS, MAX_PASSES, fewest, pipeline
 from tests import small
+from tests.physics.planned_orders import PLANNED, simulate
+
+PLAYED = [schedule for schedule in SCHEDULES if schedule not in PLANNED]
 
 PASSES = Passes(
     schedule="interleaved",
@@ -153,7 +155,7 @@ def drawn_of(chart: Chart) -> list[tuple[str, str, float, float, str]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PLAYED)
 def test_each_schedule_is_drawn_pass_by_pass_with_its_figures(schedule: str) -> None:
     passes = named(schedule)
     (chart,) = section_of(passes).blocks
@@ -192,11 +194,11 @@ def test_passes_that_run_together_stand_above_each_other(schedule: str) -> None:
 
 
 def test_a_long_step_says_how_many_micro_batches_are_drawn() -> None:
-    (chart,) = section_of(named("zb-v", microbatches=400)).blocks
+    (chart,) = section_of(named("zb-h1", microbatches=400)).blocks
     assert isinstance(chart, Chart)
     assert ", 400 micro-batches." in chart.summary
     assert "a step of 8 micro-batches" in chart.summary
-    (chart,) = section_of(named("zb-v", microbatches=40_000)).blocks
+    (chart,) = section_of(named("zb-h1", microbatches=40_000)).blocks
     assert isinstance(chart, Chart)
     assert "8 of 40000 micro-batches" in chart.summary
     assert "formula" not in chart.summary
@@ -219,6 +221,15 @@ def test_a_run_of_an_earlier_version_is_told_as_far_as_it_goes(schedule: str) ->
     assert [row[1].value for row in held.rows][1:3] == pytest.approx(middle)
 
 
+@pytest.mark.parametrize("schedule", PLANNED)
+def test_a_schedule_with_an_order_of_its_own_scheduler_has_its_seconds(schedule: str) -> None:
+    reason, seconds = section_of(named(schedule)).blocks
+    assert isinstance(reason, Text)
+    assert schedule in reason.text
+    assert isinstance(seconds, Table)
+    assert [row[1].value for row in seconds.rows] == list(PASSES.forward_s)
+
+
 def test_what_cannot_be_drawn_says_why() -> None:
     three = {name: getattr(PASSES, name)[:3] for name in ("forward_s", "backward_s", "weight_s")}
     odd = replace(named("dualpipe"), paired_s=PAIRED[:3], **three)
@@ -227,11 +238,6 @@ def test_what_cannot_be_drawn_says_why() -> None:
     assert "even number of stages" in said.text
     assert isinstance(held, Table)
     large = dict.fromkeys(("forward_s", "backward_s", "weight_s"), (1.0,) * 64)
-    said, held = section_of(replace(named("zb-v", microbatches=256), **large)).blocks
+    said, held = section_of(replace(named("zb-h1", microbatches=512), **large)).blocks
     assert isinstance(said, Text)
     assert "too many passes" in said.text
-
-
-def test_a_schedule_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(NotModelled, match="zb-9"):
-        simulate(replace(PASSES, schedule="zb-9"), 8)

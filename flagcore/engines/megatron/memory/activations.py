@@ -1,10 +1,8 @@
 """Attention, FFN and experts: what they store of a micro-batch for backward, and what they need at their worst moments.
 
-Counted op by op in megatron-core 0.16's own layers (`attention.py`, `multi_latent_attention.py`, `mlp.py`,
-`tensor_parallel/layers.py`, `moe/moe_layer.py`, `router.py`, `token_dispatcher.py`, `experts.py`), and read from what
-transformer-engine 2.9 saves (`linear.py`, `layernorm_linear.py`, `dot_product_attention`). By hand: Korthikanti et al.
-2022 (arXiv 2205.05198), with dropout and without a gate. Tokens are spread evenly over experts, times
-`Options.expert_imbalance`.
+Counted op by op in megatron-core 0.16's layers, and read from what transformer-engine 2.9 saves (`linear.py`,
+`layernorm_linear.py`, `dot_product_attention`); with dropout and without a gate as in Korthikanti et al. 2022
+(arXiv 2205.05198). Tokens are spread evenly over experts, times `Options.expert_imbalance`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import numpy as np
 from flagcore.domain.space import BoolArray, FloatArray
 from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.parallel.layout import Layout, Training
-from flagcore.physics.transformer import attended, widths
+from flagcore.physics.transformer import attended, latent_widths, widths
 
 DROPPED = 2.5
 """Tensors of the attention scores' size, in units of a 16-bit value, that softmax and dropout store: the probabilities,
@@ -126,7 +124,7 @@ def _latent(train: Training, layout: Layout, sizes: Sizes) -> dict[str, FloatArr
     In megatron-core's own layers the compressed queries stay as they were gathered over tensor-parallel ranks.
     """
     model, unit, rows = train.model, sizes.unit, sizes.rows
-    q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+    q_rank, kv_rank, rope = latent_widths(model)
     normed = sizes.linear * rows * (q_rank + kv_rank) + 4.0 * rows * (1 + (q_rank > 0))
     if train.transformer_engine:
         return {"latent": normed + unit * rows * (q_rank + kv_rank + rope)}
@@ -229,7 +227,7 @@ def _dispatch(layout: Layout, sent: FloatArray, every: FloatArray, several: Bool
     """Return what lies on the way to the experts and back, besides the experts' input, when their output goes back.
 
     The tokens sorted by expert, what came in from other expert ranks, the experts' output, and the same in the
-    order of the tokens or summed over ranks; a step that a layout does not have is no tensor of its own.
+    order of the tokens or summed over ranks; a step that a layout does not have is no tensor.
     """
     away = layout.expert > 1
     permuted = sent * (away | several | apart)

@@ -12,14 +12,27 @@ from flagcore.engines.megatron.parallel.layout import Layout, Training
 
 
 @dataclass(frozen=True, slots=True)
+class Extra:
+    """Bytes that a module needs besides its work, at most those that each other layer in flight does not store."""
+
+    bytes: FloatArray
+    spared: FloatArray
+
+    def beside(self, layers: FloatArray) -> FloatArray:
+        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
+
+
+@dataclass(frozen=True, slots=True)
 class Module:
     """Bytes of one micro-batch. `tensors` wait for the backward pass, by name; `work` is what is allocated above all
-    that a row of modules stores up to and with this one, at the worst moment of this module's forward or backward.
+    that a row of modules stores up to and with this one, at the worst moment of this module's forward or backward;
+    `extras` are what a module that saves memory needs besides.
     """
 
     component: str
     tensors: Mapping[str, FloatArray]
     work: FloatArray
+    extras: tuple[Extra, ...] = ()
 
     @property
     def stored(self) -> FloatArray:
@@ -29,18 +42,6 @@ class Module:
 def stored(modules: Sequence[Module]) -> FloatArray:
     """Return the bytes that a row of modules stores."""
     return sum((module.stored for module in modules), np.zeros(()))
-
-
-def worst(modules: Sequence[Module]) -> FloatArray:
-    """Return how far the worst moment of a row of modules lies above what it stores.
-
-    Backward runs in reverse and frees what is behind it, so this is a maximum over modules, not their sum.
-    """
-    above, behind = np.zeros(()), np.zeros(())
-    for module in reversed(modules):
-        above = np.maximum(above, module.work - behind)
-        behind = behind + module.stored
-    return above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

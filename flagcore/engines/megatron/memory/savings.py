@@ -1,8 +1,7 @@
 """Selective recompute and offload: the tensors that rows of modules omit, what they need instead, and layers of both.
 
-A saving never adds more at a layer's worst moment than the other layers in flight store less because of it, so a set
-of savings never needs more than a subset of it. Megatron may: with one layer in flight, recompute holds a module's
-output beside what it would have stored anyway.
+A set of savings never needs more than a subset of it: a saving adds at most what the other layers in flight store less.
+In Megatron it may: with one layer in flight, recompute holds a module's output beside what it would have stored.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flagcore.domain.space import BoolArray, FloatArray
-from flagcore.engines.megatron.memory.modules import Module, Sizes, stored
+from flagcore.engines.megatron.memory.modules import Extra, Module, Sizes, stored
 from flagcore.engines.megatron.parallel.layout import Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
 from flagcore.physics.transformer import attended
@@ -31,17 +30,6 @@ OFFLOADED = {
     "moe_act": ("moe_first",),
 }
 """What offload of a module sends to the host: its inputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """Bytes that a module needs besides its work, at most those that each other layer in flight does not store."""
-
-    bytes: FloatArray
-    spared: FloatArray
-
-    def beside(self, layers: FloatArray) -> FloatArray:
-        return np.minimum(self.bytes, np.maximum(layers - 1.0, 0.0) * self.spared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +52,6 @@ class Dropped:
     def more(self) -> bool:
         """Whether recompute needs more than what was dropped."""
         return self.copies > 1.0 or self.output is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A module of a row that saves, and what it needs besides its work."""
-
-    module: Module
-    extras: tuple[Extra, ...] = ()
 
 
 def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) -> list[Dropped]:
@@ -109,9 +89,9 @@ def dropped(train: Training, sizes: Sizes, modules: Mapping[str, FloatArray]) ->
 
 
 def saving(
-    row: Sequence[Module], drops: Sequence[Dropped], away: Collection[str], here: FloatArray | float
-) -> list[Place]:
-    """Return a row that stores neither what is dropped nor, where `here` is 1, the tensors `away`, sent to the host.
+    row: Sequence[Module], drops: Sequence[Dropped], offloaded: Collection[str], on_host: FloatArray | float
+) -> list[Module]:
+    """Return a row that stores neither what is dropped nor, where `on_host` is 1, the `offloaded` tensors.
 
     A tensor that several drop belongs to the first; one that is dropped is not sent. Of what is on the host a layer in
     backward has its own, and each tensor that it is done with makes room for that of the layer before, which is fetched
@@ -132,7 +112,7 @@ def saving(
             for name in drop.names:
                 if name in left[place]:
                     gone = drop.on * left[place][name]
-                    own = gone * (1.0 - here) if name in away else gone
+                    own = gone * (1.0 - on_host) if name in offloaded else gone
                     back, more, spared = back + gone, more + (drop.copies - 1.0) * own, spared + own
                     left[place][name] = left[place][name] - gone
             work[place] = work[place] + back
@@ -140,25 +120,25 @@ def saving(
         if drop.more:
             for place, amount in needed:
                 extras[place].append(Extra(amount * (1.0 - drop.within), spared))
-    if away:
-        _send(left, work, extras, away, here)
+    if offloaded:
+        _send(left, work, extras, offloaded, on_host)
     rows = zip(row, left, work, extras, strict=True)
-    return [Place(replace(module, tensors=stored, work=need), tuple(extra)) for module, stored, need, extra in rows]
+    return [replace(module, tensors=tensors, work=need, extras=tuple(extra)) for module, tensors, need, extra in rows]
 
 
 def _send(
     left: list[dict[str, FloatArray]],
     work: list[FloatArray],
     extras: list[list[Extra]],
-    away: Collection[str],
-    here: FloatArray | float,
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
 ) -> None:
     """Take what is on the host out of what modules store, and add it to what they need."""
     sent = []
     for tensors in left:
-        names = [name for name in tensors if name in away]
-        sent.append(sum((here * tensors[name] for name in names), np.zeros(())))
-        tensors.update({name: tensors[name] * (1.0 - here) for name in names})
+        names = [name for name in tensors if name in offloaded]
+        sent.append(sum((on_host * tensors[name] for name in names), np.zeros(())))
+        tensors.update({name: tensors[name] * (1.0 - on_host) for name in names})
     total, done = sum(sent, np.zeros(())), np.zeros(())
     for place, own in enumerate(sent):
         done = done + own
@@ -175,17 +155,16 @@ class Moments:
     saving: tuple[tuple[FloatArray, tuple[Extra, ...]], ...]
 
     @classmethod
-    def of(cls, row: Sequence[Place], beside: FloatArray | float = 0.0, split: int = 0) -> Moments:
+    def of(cls, row: Sequence[Module], beside: FloatArray | float = 0.0, split: int = 0) -> Moments:
         """Return the moments of a row, higher by `beside`. The first `split` modules do not wait for those behind."""
         plain, behind, saving = np.zeros(()), np.zeros(()), []
-        for place in reversed(range(len(row))):
-            module, extras = row[place].module, row[place].extras
+        for place, module in reversed(list(enumerate(row))):
             if place == split - 1:
                 behind = np.zeros(())
             above = module.work - behind + beside
             behind = behind + module.stored
-            if extras:
-                saving.append((above, extras))
+            if module.extras:
+                saving.append((above, module.extras))
             else:
                 plain = np.maximum(plain, above)
         return cls(plain, tuple(saving))
@@ -199,8 +178,8 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of one kind, bytes of one micro-batch: what it stores, and its moments; `crossing`: those while a layer
-    of another micro-batch runs forward beside its backward, None where none does.
+    """A row of modules, such as a layer, bytes of one micro-batch: what it stores, and its moments; `crossing`: those
+    while a layer of another micro-batch runs forward beside its backward, None where none does.
     """
 
     parts: Parts
@@ -209,7 +188,7 @@ class Layer:
     crossing: Moments | None = None
 
     @classmethod
-    def of(cls, row: Sequence[Place], front: int = 0) -> Layer:
+    def of(cls, row: Sequence[Module], front: int = 0) -> Layer:
         """Add up a row of modules. With `front`, its backward may run beside another micro-batch's forward.
 
         Both go module by module (megatron-core 0.16 `model_chunk_schedule_plan.py`): the other layer has run its first
@@ -217,13 +196,10 @@ class Layer:
         this one's backward of attention.
         """
         parts: Parts = {}
-        for place in row:
-            add_parts(parts, {place.module.component: place.module.stored})
-        total = stored([place.module for place in row])
-        crossing = None
-        if front:
-            crossing = Moments.of(row, stored([place.module for place in row[:front]]), front)
-        return cls(parts, total, Moments.of(row), crossing)
+        for module in row:
+            add_parts(parts, {module.component: module.stored})
+        crossing = Moments.of(row, stored(row[:front]), front) if front else None
+        return cls(parts, stored(row), Moments.of(row), crossing)
 
     def above(self, layers: FloatArray, crossed: BoolArray | bool = False) -> FloatArray:
         alone = self.moments.worst(layers)

@@ -17,7 +17,7 @@ from flagcore.engines.megatron.memory.modules import Sizes
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import EXPERT_PARTS, Parts, layer_parameters, padded_vocab
 from flagcore.engines.megatron.parallel.pipeline import Stage, block_layers
-from flagcore.physics.transformer import attended, widths
+from flagcore.physics.transformer import attended, projection_weights
 
 LINEAR_PARTS = ("qkv_proj", "out_proj", "ffn", "experts", "shared_experts", "mtp")
 """Components whose products run in 8 or 4 bits if the precision requires it."""
@@ -128,7 +128,7 @@ def buffers(train: Training, layout: Layout, stage: Stage, sizes: Sizes) -> Floa
     latent = model.multi_latent_attention
     angles = 4.0 * train.sequence * ((model.qk_pos_emb_head_dim or 0) if latent else model.kv_channels)
     own = angles * (stage.layers + stage.mtp if latent else layout.virtual)
-    if train.options.dropout:  # an engine of the time before: positions are learned, without stand-ins
+    if train.options.dropout:  # older engines learn positions, and have no stand-ins
         return sizes.gathered * np.ones(())
     if train.transformer_engine:
         joint = _joint(train, layout, stage, sizes, sizes.gathered * stage.last)
@@ -207,14 +207,8 @@ def _stand_ins(train: Training, layout: Layout, stage: Stage) -> FloatArray:
     """Return one 16-bit tensor for each shape of weight on the stage, which all weights of that shape share."""
     model, tensor, h = train.model, layout.tensor, train.model.hidden_size
     up = 2.0 if model.gated_linear_unit else 1.0
-    query, key, value = widths(model)
-    weights = h * attended(model) / tensor
-    if model.multi_latent_attention:
-        q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
-        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-        weights = weights + h * (q_rank + kv_rank + rope) + ((q_rank or h) * query + kv_rank * heads) / tensor
-    else:
-        weights = weights + h * (query + key + value) / tensor
+    down, wide = projection_weights(model)
+    weights = h * attended(model) / tensor + down + wide / tensor
     weights = weights + (1.0 + up) * h * model.ffn_hidden_size / tensor * (stage.dense > 0)
     if model.num_moe_experts is not None:
         expert = (model.moe_ffn_hidden_size or 0) / layout.expert_tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from flagcore.domain.space import FloatArray
 from flagcore.engines.megatron.memory.activations import attention, ffn, mixture
 from flagcore.engines.megatron.memory.embedding_and_head import depths, embedding, head
-from flagcore.engines.megatron.memory.modules import Module, Sizes, stored, worst
+from flagcore.engines.megatron.memory.modules import Module, Sizes
 from flagcore.engines.megatron.memory.savings import OFFLOADED, Layer, dropped, saving
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.parameters import Parts, add_parts
@@ -41,24 +41,6 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """Multi-token prediction and the head: what they store, by component too, and how far their worst moment lies above
-    that.
-    """
-
-    parts: Parts
-    stored: FloatArray
-    above: FloatArray
-
-    @classmethod
-    def of(cls, row: Sequence[Module]) -> Exit:
-        parts: Parts = {}
-        for module in row:
-            add_parts(parts, {module.component: module.stored})
-        return cls(parts, stored(row), worst(row))
-
-
-@dataclass(frozen=True, slots=True)
 class Kinds:
     """What the stages of each candidate are made of. `recomputed` is 1 where selective recompute drops a module.
     `deferred` is what a layer holds of a micro-batch whose weights' gradients alone are left to compute.
@@ -68,9 +50,9 @@ class Kinds:
     recomputed: Mapping[str, FloatArray]
     dense: Layer
     moe: Layer
-    exit: Exit
+    head: Layer
     deferred: FloatArray
-    away: Collection[str] = field(default_factory=frozenset)
+    offloaded: Collection[str] = field(default_factory=frozenset)
 
     @property
     def sizes(self) -> Sizes:
@@ -81,49 +63,53 @@ class Kinds:
         """Return the kinds of layers; without experts both are the same. `rows` are theirs where they are known."""
         rows, on = rows or Rows.of(train, layout), bool(layout.selective.any())
         recomputed = dict.fromkeys(sorted(train.options.recompute_modules), layout.selective) if on else {}
-        away = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
+        offloaded = {name for module in train.options.offload_modules for name in OFFLOADED.get(module, ())}
         named = 1.0 if not train.options.offload_stages else 0.0
-        layers = _layers(train, rows, recomputed, away if named else (), named)
+        layers = _layers(train, rows, recomputed, offloaded if named else (), named)
         products = [value for module in rows.layers[-1] for name, value in module.tensors.items() if name in PRODUCTS]
         return cls(
             rows=rows,
             recomputed=recomputed,
             dense=layers[0],
             moe=layers[-1],
-            exit=Exit.of(rows.head),
+            head=Layer.of(rows.head),
             deferred=2.0 * sum(products, np.zeros(())),
-            away=away,
+            offloaded=offloaded,
         )
 
     def on(self, train: Training, stage: Stage) -> tuple[Layer, Layer]:
         """Return the layers of a stage without and with experts; without named stages all offload."""
-        if not self.away or not train.options.offload_stages:
+        if not self.offloaded or not train.options.offload_stages:
             return self.dense, self.moe
-        here = np.isin(stage.index, train.options.offload_stages).astype(np.float64)
-        found = _layers(train, self.rows, self.recomputed, self.away, here)
+        on_host = np.isin(stage.index, train.options.offload_stages).astype(np.float64)
+        found = _layers(train, self.rows, self.recomputed, self.offloaded, on_host)
         return found[0], found[-1]
 
-    def ends(self, train: Training, layout: Layout, stage: Stage) -> Exit:
+    def ends(self, train: Training, layout: Layout, stage: Stage) -> Layer:
         """Return what follows the layers of the last stage; multi-token prediction sends nothing to the host."""
         depth = train.model.mtp_num_layers
         if not depth:
-            return self.exit
-        last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.away else self.moe
+            return self.head
+        last = _layers(train, self.rows, self.recomputed, (), 0.0)[-1] if self.offloaded else self.moe
         layers = (stage.moe if train.model.num_moe_experts is not None else stage.dense) * stage.in_flight
-        layers = layers * (not self.away)
+        layers = layers * (not self.offloaded)
         above = last.above(depth + layers, stage.in_flight < layout.microbatches)
-        return Exit.of([*depths(train, layout, self.sizes, last.stored, above, layers), *self.rows.head])
+        return Layer.of([*depths(train, layout, self.sizes, last.stored, above, layers), *self.rows.head])
 
 
 def _layers(
-    train: Training, rows: Rows, recomputed: Mapping[str, FloatArray], away: Collection[str], here: FloatArray | float
+    train: Training,
+    rows: Rows,
+    recomputed: Mapping[str, FloatArray],
+    offloaded: Collection[str],
+    on_host: FloatArray | float,
 ) -> list[Layer]:
     drops = dropped(train, rows.sizes, recomputed)
     found = []
     for row in rows.layers:
         split = len(row) - 1 if row[-1].component == "experts" else len(row) - 2
         front = split if train.options.overlap_expert_comm else 0
-        found.append(Layer.of(saving(row, drops, away, here), front))
+        found.append(Layer.of(saving(row, drops, offloaded, on_host), front))
     return found
 
 
@@ -131,8 +117,8 @@ def offloaded_bytes(train: Training, layout: Layout, stage: Stage) -> FloatArray
     """Return the bytes that a stage sends to the host for each micro-batch, and fetches back."""
     kinds = Kinds.of(train, layout)
     dense, moe = kinds.on(train, stage)
-    here = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
-    return stage.dense * (here[0].stored - dense.stored) + stage.moe * (here[-1].stored - moe.stored)
+    whole = _layers(train, kinds.rows, kinds.recomputed, (), 0.0)
+    return stage.dense * (whole[0].stored - dense.stored) + stage.moe * (whole[-1].stored - moe.stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +158,7 @@ def stage_activations(train: Training, layout: Layout, stage: Stage, kinds: Kind
     loop, loop_at_loss = _schedule_tensors(layout, stage)
     above = above + loop * kinds.sizes.hidden
     ends = kinds.ends(train, layout, stage)
-    at_loss = np.maximum(ends.above + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
+    at_loss = np.maximum(ends.above(np.zeros(())) + loop_at_loss * kinds.sizes.hidden, above - ends.stored)
     above = np.where(stage.last > 0, at_loss, above)
     waiting = _waiting(train, stage, kinds)
     rest = ends.stored * stage.last + kinds.rows.entry.stored * stage.first * stage.in_flight + waiting
@@ -204,7 +190,7 @@ class _Work:
         hidden, chunk = kinds.sizes.hidden, np.maximum(stage.chunk, 1.0)
         block = np.where(layout.uniform > 0, 0.0, block_layers(layout, stage.index, train.options))
         block = np.where(layout.uniform == 1, chunk, np.minimum(block, chunk))
-        least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.away else hidden
+        least = np.minimum(hidden, np.minimum(dense.stored, moe.stored)) if kinds.offloaded else hidden
         return cls(layout, stage, dense, moe, chunk, block, least, hidden, _backward(layout, stage, dense, moe, block))
 
     def split(self, block: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:

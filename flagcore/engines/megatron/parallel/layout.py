@@ -5,12 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray, IntArray
+
+T = TypeVar("T")
+R = TypeVar("R", bound="ArrayRecord")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """A record of arrays, or of other such records: added, scaled and indexed field by field."""
+
+    def __add__(self: R, other: R) -> R:
+        return type(self)(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
+
+    def __mul__(self: R, times: FloatArray | float) -> R:
+        return type(self)(**{each.name: getattr(self, each.name) * times for each in fields(self)})
+
+    def __getitem__(self: R, rows: slice | IntArray) -> R:
+        return type(self)(**{each.name: getattr(self, each.name)[rows] for each in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +43,15 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of Megatron and of schedules beside it. Names are Megatron-core's where it has one.
+    """Settings of Megatron and of schedules beside it, as formulas read them. `flagcore.engines.megatron.settings` says
+    what each setting means.
 
     `schedule` is a name of `flagcore.physics.schedules.catalogue`; None is 1F1B, interleaved with virtual stages.
-    `stage_layout` gives each virtual stage of the pipeline, in order of the model; None splits layers by the rules of
-    `Layout`. `account_for_embedding` and `account_for_loss` count embedding and loss as one layer of an even split.
-    `recompute_modules` is what selective recompute drops. `recompute_stage_layers` is the number of layers that
-    each pipeline stage recomputes, in place of one number for all; empty is off.
-
-    Widths are bytes of one element. `optimizer_offload_fraction` is the share of the optimizer's state and step that
-    lives on the host. `offload_modules` are those whose saved activations go to the host, on the stages
-    `offload_stages` (empty: on all).
-
-    `dropout`: attention's probabilities and the outputs of attention and FFN are dropped at random.
-
-    With `adapters` only low-rank adapters are trained: the model's weights have no gradients and no optimizer.
-
-    `cuda_graph` is which part of a step is launched as one: "", "layer", or "iteration". `dispatcher` is
-    allgather, alltoall or flex; with `deduplicated_dispatch` a token goes to a node once, whatever the number of its
-    experts there. `expert_imbalance` is the load of the busiest expert rank over the mean.
+    `stage_layout` is empty where layers are split by the rules of `Layout`, `recompute_stage_layers` where all stages
+    recompute as many layers, `offload_stages` where all stages offload. Widths are bytes of one element. With
+    `adapters` the model's weights have no gradients and no optimizer. `cuda_graph` is which part of a step is launched
+    as one: "", "layer", or "iteration". The dispatcher flex sends a token to a rank once, whatever the number of its
+    experts there.
     """
 
     schedule: str | None = None
@@ -70,7 +78,6 @@ class Options:
     overlap_p2p_comm: bool = True
     overlap_expert_comm: bool = False
     dispatcher: str = "alltoall"
-    deduplicated_dispatch: bool = False
     grouped_gemm: bool = True
     expert_imbalance: float = 1.0
     cp_comm: str = "p2p"
@@ -80,7 +87,6 @@ class Options:
 
 
 DEFAULTS = Options()
-"""Defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +126,7 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(ArrayRecord):
     """How candidates split the work. Counts, as floats; arrays of one length.
 
     `uniform` is the number of layers in a recomputed chunk, `block` the number of layers recomputed at the
@@ -144,9 +150,6 @@ class Layout:
     block: FloatArray
     first_layers: FloatArray
     last_layers: FloatArray
-
-    def rows(self, part: slice | IntArray) -> Layout:
-        return Layout(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
 
     def distinct(self, names: Sequence[str]) -> tuple[IntArray, IntArray]:
         """Return the first row of each combination of the named counts, and for each candidate which one it has."""
@@ -195,13 +198,22 @@ MOST_CHOICES = 30
 """Arrays among which `numpy.choose` chooses: its limit is 32 or 64, depending on its version."""
 
 
-def pick(which: IntArray, values: Sequence[FloatArray] | Sequence[IntArray]) -> FloatArray:
-    """Return for each candidate the value at its number in `which`. As `numpy.choose`, without its limit."""
-    if len(values) <= MOST_CHOICES:
-        return np.choose(which, values)
-    rows = np.stack([np.broadcast_to(value, which.shape) for value in values])
-    found: FloatArray = np.take_along_axis(rows, which[None], axis=0)[0]
-    return found
+def pick(which: IntArray, values: Sequence[T]) -> T:
+    """Return for each candidate the value at its number in `which`, of arrays or records of arrays.
+
+    As `numpy.choose`, without its limit.
+    """
+    first: Any = values[0]
+    found: Any
+    if isinstance(first, ArrayRecord):
+        names = [each.name for each in fields(first)]
+        found = type(first)(**{name: pick(which, [getattr(value, name) for value in values]) for name in names})
+    elif len(values) <= MOST_CHOICES:
+        found = np.choose(which, cast("Any", values))
+    else:
+        rows = np.stack([np.broadcast_to(cast("Any", value), which.shape) for value in values])
+        found = np.take_along_axis(rows, which[None], axis=0)[0]
+    return cast("T", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +237,8 @@ class Placement:
             number += index >= start
         return number
 
-    def pick(self, index: FloatArray, values: Sequence[FloatArray]) -> FloatArray:
-        """Return of `values`, one a group, those of stage `index` of each candidate."""
+    def pick(self, index: FloatArray, values: Sequence[T]) -> T:
+        """Return of `values`, one a group, arrays or records of arrays, those of stage `index` of each candidate."""
         return values[0] if len(values) == 1 else pick(self.group(index), values)
 
     def stages(self, layout: Layout) -> list[FloatArray]:

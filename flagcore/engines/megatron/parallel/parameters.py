@@ -11,7 +11,7 @@ from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
 from flagcore.engines.megatron.parallel.layout import Layout, Training
 from flagcore.engines.megatron.parallel.pipeline import Stage
-from flagcore.physics.transformer import attended, widths
+from flagcore.physics.transformer import attended, latent_widths, projection_weights, widths
 
 Parts = dict[str, FloatArray]
 """One array a component, one element a candidate."""
@@ -35,17 +35,14 @@ def layer_parameters(train: Training, layout: Layout, *, moe: bool) -> Parts:
     Source: megatron-core 0.16 (`attention.py`, `multi_latent_attention.py`, `mlp.py`, `moe/`).
     """
     model, tensor = train.model, layout.tensor
-    h, (query, key, value) = model.hidden_size, widths(model)
-    matrices = 3 if model.gated_linear_unit else 2
+    h, matrices = model.hidden_size, 3 if model.gated_linear_unit else 2
     norms = 2 * h
+    down, wide = projection_weights(model)
     if model.multi_latent_attention:
-        q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
-        down = h * (q_rank + kv_rank + rope) / (np.ones_like(tensor) if train.transformer_engine else tensor)
-        heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-        qkv = down + ((q_rank or h) * query + kv_rank * heads) / tensor
-        norms += (q_rank + kv_rank) * model.qk_layernorm
+        qkv = down / (np.ones_like(tensor) if train.transformer_engine else tensor) + wide / tensor
+        norms += sum(latent_widths(model)[:2]) * model.qk_layernorm
     else:
-        qkv = (h + model.add_qkv_bias) * (query + key + value) / tensor
+        qkv = (wide + model.add_qkv_bias * sum(widths(model))) / tensor
         norms += 2 * model.kv_channels * model.qk_layernorm
     parts = {"qkv_proj": qkv, "out_proj": h * attended(model) / tensor, "norms": np.full_like(tensor, norms)}
     if not moe:
@@ -107,7 +104,7 @@ def stage_parameters(train: Training, layout: Layout, stage: Stage) -> Parts:
 
 
 def layer_input_bytes(train: Training, layout: Layout) -> FloatArray:
-    """Return the bytes of the tensor between two layers: what recompute keeps, and what pipeline stages send."""
+    """Return the bytes of the tensor between two layers: what recompute stores, and what pipeline stages send."""
     return train.value_bytes * train.model.hidden_size * layout.token_rows(train.sequence)
 
 
@@ -119,16 +116,9 @@ def model_flops(train: Training) -> float:
     adapters themselves are not counted.
     """
     model = train.model
-    h, (query, key, value) = model.hidden_size, widths(model)
-    ratio = 3 if model.gated_linear_unit else 2
-    if model.multi_latent_attention:
-        q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
-        projections = h * (q_rank + kv_rank + rope) + (q_rank or h) * query
-        projections += kv_rank * model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
-    else:
-        projections = h * (query + key + value)
-    scores = (model.num_layers + model.mtp_num_layers) * train.sequence / 2 * (query + attended(model))
-    attention = projections + attended(model) * h
+    h, ratio = model.hidden_size, 3 if model.gated_linear_unit else 2
+    scores = (model.num_layers + model.mtp_num_layers) * train.sequence / 2 * (widths(model)[0] + attended(model))
+    attention = sum(projection_weights(model)) + attended(model) * h
     dense = ratio * h * model.ffn_hidden_size
     active = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + (model.moe_shared_expert_intermediate_size or 0)
     sparse = ratio * h * active

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from flagcore.domain.model import Model
 from flagcore.domain.space import FloatArray
-from flagcore.engines.megatron.parallel.layout import DEFAULTS, Layout, Options
+from flagcore.engines.megatron.parallel.layout import DEFAULTS, ArrayRecord, Layout, Options, pick
 from flagcore.physics.schedules import catalogue
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One stage of each candidate. `first` and `last` are 1.0 where it has the embedding, and the loss with its head,
-    `final_norm` where it has the norm behind all layers; `dense`, `moe` and `mtp` count its layers of each kind,
-    `chunk` those of one virtual stage. `in_flight` is the micro-batches whose activations are stored at the worst
-    moment, `deferred` those of which only the gradients of weights remain to be computed, `copies` how often a device
-    holds the weights of its layers.
-    """
-
-    index: FloatArray
-    first: FloatArray
-    last: FloatArray
-    dense: FloatArray
-    moe: FloatArray
-    chunk: FloatArray
-    in_flight: FloatArray
-    final_norm: FloatArray = field(default_factory=lambda: np.zeros(()))
-    mtp: FloatArray = field(default_factory=lambda: np.zeros(()))
-    deferred: FloatArray = field(default_factory=lambda: np.zeros(()))
-    copies: float = 1.0
-
-    @property
-    def layers(self) -> FloatArray:
-        return self.dense + self.moe
-
-
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """What a stage holds: 1.0 where it has embedding, loss and final norm; layers, those of them without experts, and
-    depths of multi-token prediction.
+class Part(ArrayRecord):
+    """What a stage of each candidate holds. `first` and `last` are 1.0 where it has the embedding, and the loss with
+    its head, `final_norm` where it has the norm behind all layers; `dense` counts those of its `layers` without
+    experts, `mtp` its depths of multi-token prediction.
     """
 
     first: FloatArray
@@ -51,6 +26,24 @@ class _Split:
     layers: FloatArray
     dense: FloatArray
     mtp: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Part):
+    """One stage of each candidate. `chunk` counts the layers of one virtual stage. `in_flight` is the micro-batches
+    whose activations are stored at the worst moment, `deferred` those of which only the gradients of weights remain to
+    be computed, `copies` how often a device holds the weights of its layers.
+    """
+
+    index: FloatArray
+    chunk: FloatArray
+    in_flight: FloatArray
+    deferred: FloatArray
+    copies: float
+
+    @property
+    def moe(self) -> FloatArray:
+        return self.layers - self.dense
 
 
 def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Sequence[FloatArray] = ()) -> list[Stage]:
@@ -76,29 +69,25 @@ def stages(model: Model, layout: Layout, options: Options = DEFAULTS, starts: Se
 def stage(model: Model, layout: Layout, index: FloatArray, options: Options = DEFAULTS) -> Stage:
     """Return stage `index` of each candidate.
 
-    A layout that is given holds for the candidates with as many (virtual) stages. Otherwise layers are split evenly
+    A layout of stages holds for the candidates with as many (virtual) stages. Otherwise layers are split evenly
     beside the numbers given for the first and last stage, embedding and loss counting as a layer each if options
     require it; layers that do not divide are put on all stages but the last, rounded up, as usual layouts do.
     """
-    split = _even(model, layout, index, options)
+    part = _even(model, layout, index, options)
     if options.stage_layout:
-        given = _given(model, layout, index, options)
         fits = layout.pipeline * layout.virtual == len(options.stage_layout)
-        names = _Split.__slots__
-        split = _Split(*(np.where(fits, getattr(given, name), getattr(split, name)) for name in names))
-    known = catalogue.SCHEDULES.get(options.schedule or "")
+        part = pick(fits.astype(np.int64), [part, _placed(model, layout, index, options)])
+    deferred, copies = np.zeros(()), 1
+    if options.schedule:
+        deferred = catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
+        copies = catalogue.SCHEDULES[options.schedule].copies
     return Stage(
+        **{each.name: getattr(part, each.name) for each in fields(part)},
         index=index,
-        first=split.first,
-        last=split.last,
-        final_norm=split.final_norm,
-        dense=split.dense,
-        moe=split.layers - split.dense,
-        mtp=split.mtp,
-        chunk=split.layers / layout.virtual,
+        chunk=part.layers / layout.virtual,
         in_flight=in_flight(layout, index, options),
-        deferred=_deferred(layout, index, options),
-        copies=float(known.copies) if known else 1.0,
+        deferred=deferred,
+        copies=float(copies),
     )
 
 
@@ -118,19 +107,11 @@ def in_flight(layout: Layout, index: FloatArray, options: Options = DEFAULTS) ->
     exchange of experts is overlapped that many forward passes come before the first backward, one more than else; each
     further one runs layer by layer beside a backward, which frees as much.
     """
-    counts = (index, layout.pipeline, layout.virtual, layout.microbatches)
-    if options.schedule:
-        return catalogue.in_flight(options.schedule, *counts)
-    return catalogue.in_flight("interleaved", *counts)
+    schedule = options.schedule or "interleaved"
+    return catalogue.in_flight(schedule, index, layout.pipeline, layout.virtual, layout.microbatches)
 
 
-def _deferred(layout: Layout, index: FloatArray, options: Options) -> FloatArray:
-    if not options.schedule:
-        return np.zeros(())
-    return catalogue.deferred(options.schedule, index, layout.pipeline, layout.microbatches)
-
-
-def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> _Split:
+def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
     end, chunk = layout.pipeline - 1.0, _chunk_layers(model, layout, options)
     first, last = (index == 0).astype(np.float64), (index == end).astype(np.float64)
     middle = chunk * layout.virtual
@@ -142,7 +123,7 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
     dense = layers
     if model.num_moe_experts is not None:
         dense = np.minimum(_leading_dense(model, layout, index, head, chunk), layers)
-    if options.schedule in FOLDED:
+    if options.schedule and catalogue.SCHEDULES[options.schedule].folded:
         last = first
     if options.schedule == "dualpipe":
         first = last = np.maximum(first, last)
@@ -151,14 +132,10 @@ def _even(model: Model, layout: Layout, index: FloatArray, options: Options) -> 
         model.mtp_num_layers and options.account_for_loss
     ):  # it follows the last layer, which need not be where the loss is
         norm = np.where((chunk == 1) & (end > 0), (index == end - 1.0).astype(np.float64), last)
-    return _Split(first, last, norm, layers, dense, last * model.mtp_num_layers)
+    return Part(first, last, norm, layers, dense, last * model.mtp_num_layers)
 
 
-FOLDED = ("zb-v", "v-half", "v-min", "dualpipev")
-"""Schedules in which a device has two stages, one of either half, so that the first has the last one too."""
-
-
-def _given(model: Model, layout: Layout, index: FloatArray, options: Options) -> _Split:
+def _placed(model: Model, layout: Layout, index: FloatArray, options: Options) -> Part:
     """Return what a layout gives to stage `index`: (virtual) stage c p + r for each c."""
     table = np.array([(s.embedding, s.loss, s.layers, s.mtp) for s in options.stage_layout], dtype=np.float64)
     before = np.concatenate(([0.0], np.cumsum(table[:, 2])[:-1]))
@@ -174,7 +151,7 @@ def _given(model: Model, layout: Layout, index: FloatArray, options: Options) ->
         place = (chunk * layout.pipeline + index).astype(np.int64)
         there = (chunk < layout.virtual) & (place < len(columns))
         total += columns[np.minimum(place, len(columns) - 1)] * there[:, None]
-    return _Split(*total.T)
+    return Part(*total.T)
 
 
 def _chunk_layers(model: Model, layout: Layout, options: Options) -> FloatArray:

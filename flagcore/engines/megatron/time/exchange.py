@@ -10,6 +10,7 @@ from flagcore.contracts import CollectiveCosts, Costs
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training
 from flagcore.engines.megatron.parallel.parameters import layer_input_bytes
+from flagcore.engines.megatron.time.passes import Linear
 from flagcore.physics.schedules.catalogue import SCHEDULES
 from flagcore.physics.transformer import widths
 
@@ -23,9 +24,12 @@ def integers(array: FloatArray) -> IntArray:
     return array.astype(np.int64)
 
 
-def ones(array: FloatArray) -> IntArray:
-    """Return a stride of one device for each candidate."""
-    return np.ones(array.shape, dtype=np.int64)
+def collective(
+    costs: Costs, kind: str, payload: FloatArray, ranks: FloatArray, stride: FloatArray | None = None
+) -> FloatArray:
+    """Return the seconds of a collective among `ranks` devices, `stride` (1 by default) apart."""
+    apart = integers(np.ones_like(ranks) if stride is None else stride)
+    return costs.collectives.seconds(kind, payload, integers(ranks), apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +48,25 @@ class TensorExchange:
     @classmethod
     def of(cls, train: Training, layout: Layout, costs: Costs) -> TensorExchange:
         payload = train.value_bytes * train.model.hidden_size * layout.tokens(train.sequence)
-        ranks, stride = integers(layout.tensor), ones(layout.tensor)
-
         exposed = OVERLAPPED_EXPOSED if train.options.tp_comm_overlap else 1.0
-
-        def seconds(kind: str) -> FloatArray:
-            return exposed * costs.collectives.seconds(kind, payload, ranks, stride)
-
-        return cls(seconds("all_gather"), seconds("reduce_scatter"), seconds("all_reduce"), layout.sequence_parallel)
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        gather, scatter, reduce = (exposed * collective(costs, kind, payload, layout.tensor) for kind in kinds)
+        return cls(gather, scatter, reduce, layout.sequence_parallel)
 
     @property
     def forward(self) -> FloatArray:
         return np.where(self.sequence_parallel > 0, self.gather + self.scatter, self.reduce)
 
-    def backward(self, input_gradient: FloatArray, weight_gradient: FloatArray) -> FloatArray:
-        """Return what a block waits for in its backward pass.
+    def backward(self, first: Linear) -> FloatArray:
+        """Return what a block waits for in its backward pass; `first` is its first layer.
 
-        The gradient of its output is gathered first (sequence parallel). Behind the first layer's own products hide
+        The gradient of its output is gathered first (sequence parallel). Behind that layer's own products hide
         the second gather of its input (behind the gradient of the input) and the reduction of the input's gradient
         (behind the gradient of the weight). Source: megatron-core 0.16 `tensor_parallel/layers.py`.
         """
-        hidden = np.maximum(self.gather - input_gradient, 0.0) + np.maximum(self.scatter - weight_gradient, 0.0)
-        return np.where(
-            self.sequence_parallel > 0, self.gather + hidden, np.maximum(self.reduce - weight_gradient, 0.0)
-        )
+        weight = first.weight_gradient
+        hidden = np.maximum(self.gather - first.input_gradient, 0.0) + np.maximum(self.scatter - weight, 0.0)
+        return np.where(self.sequence_parallel > 0, self.gather + hidden, np.maximum(self.reduce - weight, 0.0))
 
 
 def context_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArray:
@@ -77,12 +76,12 @@ def context_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArra
     (DeepSpeed Ulysses, arXiv 2309.14509).
     """
     query, key, value = widths(train.model)
-    ranks, stride = integers(layout.context), integers(layout.tensor)
     rows = layout.micro_batch * train.sequence / layout.tensor
     if train.options.cp_comm == "a2a":
         payload = train.value_bytes * (2.0 * query + key + value) * rows / layout.context
-        return costs.collectives.seconds("all_to_all", payload, ranks, stride)
-    return costs.collectives.seconds("all_gather", train.value_bytes * (key + value) * rows, ranks, stride)
+        return collective(costs, "all_to_all", payload, layout.context, layout.tensor)
+    payload = train.value_bytes * (key + value) * rows
+    return collective(costs, "all_gather", payload, layout.context, layout.tensor)
 
 
 def expert_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArray:
@@ -94,20 +93,16 @@ def expert_exchange(train: Training, layout: Layout, costs: Costs) -> FloatArray
     """
     model, options = train.model, train.options
     topk = float(model.moe_router_topk)
-    if options.deduplicated_dispatch:
+    if options.dispatcher == "flex":
         distinct = layout.expert * (1.0 - (1.0 - 1.0 / layout.expert) ** topk)
         copies = np.minimum(distinct, topk)
     else:
         copies = np.full_like(layout.expert, topk)
     tokens = layer_input_bytes(train, layout)
-    ranks, stride = integers(layout.expert), integers(layout.expert_tensor)
-    if options.dispatcher == "allgather":
-        exchange = costs.collectives.seconds("all_gather", tokens * layout.expert, ranks, stride)
-    else:
-        exchange = costs.collectives.seconds("all_to_all", copies * tokens, ranks, stride)
-    return exchange + costs.collectives.seconds(
-        "all_gather", copies * tokens * layout.expert_tensor, integers(layout.expert_tensor), ones(layout.tensor)
-    )
+    gathers = options.dispatcher == "allgather"
+    kind, payload = ("all_gather", tokens * layout.expert) if gathers else ("all_to_all", copies * tokens)
+    exchange = collective(costs, kind, payload, layout.expert, layout.expert_tensor)
+    return exchange + collective(costs, "all_gather", copies * tokens * layout.expert_tensor, layout.expert_tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ class Messages:
     def mean(self, layout: Layout, place: Placement) -> FloatArray:
         if self.longer is None:
             return self.usual
-        ring = (layout.virtual > 1.0) * 1.0  # the last stage hands on to the first
+        ring = (layout.virtual > 1.0) * 1.0  # the last stage sends to the first
         crossings = len(place.starts) + ring
         return self.usual + self.longer * crossings / np.maximum(layout.pipeline - 1.0 + ring, 1.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flagcore.contracts import AttentionShape, Costs
@@ -16,9 +18,8 @@ from flagcore.engines.megatron.time.passes import (
     activation_seconds,
     linear,
     norm_seconds,
-    quiet,
 )
-from flagcore.physics.transformer import widths
+from flagcore.physics.transformer import latent_widths, widths
 
 LAUNCHES = {True: (50.0, 27.0), False: (103.0, 55.0)}
 """Kernels that the host launches forward for attention, and for an FFN, each with norm and residual sum: with
@@ -42,18 +43,16 @@ def layer_time(train: Training, layout: Layout, costs: Costs, *, moe: bool) -> B
 
 def attention_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
     """Return norm, projections, attention core and residual sum."""
-    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
-    h, tokens, rows = model.hidden_size, layout.tokens(train.sequence), layout.token_rows(train.sequence)
-    query, key, _ = (width * tokens / layout.tensor for width in widths(model))
+    kernels, unit = costs.kernels, float(train.value_bytes)
+    query, key, _ = (width * layout.tokens(train.sequence) / layout.tensor for width in widths(train.model))
     entry, latent, out = _projections(train, layout, costs)
     products = entry + latent + out
-    norm, norm_back = norm_seconds(kernels, unit * h * rows)
+    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     turned = unit * (query + key)
     rotation, rotation_back = (kernels.memory_seconds(times * turned) for times in ROTATION[train.transformer_engine])
-    if model.qk_layernorm:
+    if train.model.qk_layernorm:
         extra, extra_back = norm_seconds(kernels, turned)
         rotation, rotation_back = rotation + extra, rotation_back + extra_back
-    residual = kernels.memory_seconds(unit * 3.0 * h * rows)
     core, core_back = _core(train, layout, costs)
     ring = context_exchange(train, layout, costs)
     hides = train.options.cp_comm == "p2p"
@@ -61,41 +60,40 @@ def attention_block(train: Training, layout: Layout, costs: Costs, exchange: Ten
     ring_back = np.maximum(2.0 * ring - core_back, 0.0) if hides else ring
     element = norm + rotation + residual
     element_back = norm_back + rotation_back + residual
-    launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][0])
-    forward = Seconds(
-        products.forward + core + element, exchange.forward, ring_forward, np.zeros_like(tokens), launches
+    launches = np.full_like(layout.tensor, LAUNCHES[train.transformer_engine][0])
+    forward = Seconds.of(
+        products.forward + core + element, tensor=exchange.forward, context=ring_forward, launches=launches
     )
-    waits = exchange.backward(entry.input_gradient, entry.weight_gradient)
-    backward = Seconds(
-        products.input_gradient + core_back + element_back, waits, ring_back, np.zeros_like(tokens), 2.0 * launches
+    backward = Seconds.of(
+        products.input_gradient + core_back + element_back,
+        tensor=exchange.backward(entry),
+        context=ring_back,
+        launches=2.0 * launches,
     )
     repeats = {"core_attn": core, "layernorm": norm, "mla_up_proj": latent.forward + rotation}
     chosen = [repeats[name] for name in train.options.recompute_modules if name in repeats]
-    repeated = quiet(sum(chosen, np.zeros_like(core)), launches * (REPEATED_LAUNCHES * len(chosen)))
+    again = sum(chosen, np.zeros_like(core))
+    repeated = Seconds.of(again, launches=launches * (REPEATED_LAUNCHES * len(chosen)))
     return Block(forward, backward, products.weight_gradient, repeated)
 
 
 def ffn_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
     """Return norm, both products, activation function and residual sum of a dense layer's FFN."""
-    model, kernels, unit = train.model, costs.kernels, float(train.value_bytes)
-    h, tokens, rows = model.hidden_size, layout.tokens(train.sequence), layout.token_rows(train.sequence)
-    width = model.ffn_hidden_size / layout.tensor
-    up = linear(kernels, tokens, h, (2.0 if model.gated_linear_unit else 1.0) * width, train.precision)
-    down = linear(kernels, tokens, width, h, train.precision)
-    norm, norm_back = norm_seconds(kernels, unit * h * rows)
-    activation, activation_back = activation_seconds(train, kernels, unit * width * tokens)
-    residual = kernels.memory_seconds(unit * 3.0 * h * rows)
-    launches, none = np.full_like(tokens, LAUNCHES[train.transformer_engine][1]), np.zeros_like(tokens)
-    forward = Seconds(up.forward + down.forward + norm + activation + residual, exchange.forward, none, none, launches)
-    gradients = up.input_gradient + down.input_gradient + norm_back + activation_back + residual
-    waits = exchange.backward(up.input_gradient, up.weight_gradient)
-    backward = Seconds(gradients, waits, none, none, 2.0 * launches)
-    modules, repeated = train.options.recompute_modules, quiet(np.zeros_like(tokens))
+    tokens, width = layout.tokens(train.sequence), train.model.ffn_hidden_size / layout.tensor
+    up, down = _ffn_products(train, costs, tokens, width)
+    products = up + down
+    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
+    activation, activation_back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
+    launches = np.full_like(tokens, LAUNCHES[train.transformer_engine][1])
+    forward = Seconds.of(products.forward + norm + activation + residual, tensor=exchange.forward, launches=launches)
+    gradients = products.input_gradient + norm_back + activation_back + residual
+    backward = Seconds.of(gradients, tensor=exchange.backward(up), launches=2.0 * launches)
+    modules, repeated = train.options.recompute_modules, Seconds.of(np.zeros_like(tokens))
     if "layernorm" in modules:
-        repeated = repeated + quiet(norm)
+        repeated = repeated + Seconds.of(norm)
     if "mlp" in modules:
-        repeated = repeated + Seconds(up.forward + down.forward + activation, exchange.forward, none, none, launches)
-    return Block(forward, backward, up.weight_gradient + down.weight_gradient, repeated)
+        repeated = repeated + Seconds.of(products.forward + activation, tensor=exchange.forward, launches=launches)
+    return Block(forward, backward, products.weight_gradient, repeated)
 
 
 def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
@@ -113,11 +111,13 @@ def head_time(train: Training, layout: Layout, costs: Costs) -> Block:
     moved = (8.0 if train.options.cross_entropy_fusion else 16.0) * vocab * tokens
     loss, loss_back = kernels.memory_seconds(moved), kernels.memory_seconds(0.5 * moved)
     exchange = TensorExchange.of(train, layout, costs)
-    none, launches = np.zeros_like(tokens), np.full_like(tokens, 20.0)
-    forward = Seconds(product.forward + norm + loss, exchange.gather * layout.sequence_parallel, none, none, launches)
-    waits = exchange.backward(product.input_gradient, product.weight_gradient)
-    backward = Seconds(product.input_gradient + norm_back + loss_back, waits, none, none, launches)
-    return Block(forward, backward, product.weight_gradient, quiet(none)) * (1.0 + model.mtp_num_layers)
+    launches = np.full_like(tokens, 20.0)
+    enter = exchange.gather * layout.sequence_parallel
+    forward = Seconds.of(product.forward + norm + loss, tensor=enter, launches=launches)
+    gradients = product.input_gradient + norm_back + loss_back
+    backward = Seconds.of(gradients, tensor=exchange.backward(product), launches=launches)
+    once = Block(forward, backward, product.weight_gradient, Seconds.of(np.zeros_like(tokens)))
+    return once * (1.0 + model.mtp_num_layers)
 
 
 def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
@@ -126,10 +126,25 @@ def embedding_time(train: Training, layout: Layout, costs: Costs) -> Block:
     exchange = TensorExchange.of(train, layout, costs)
     none, launches = np.zeros_like(tokens), np.full_like(tokens, 6.0)
     leave = np.where(layout.sequence_parallel > 0, exchange.scatter, exchange.reduce)
-    forward = Seconds(costs.kernels.memory_seconds(2.0 * moved * tokens), leave, none, none, launches)
-    enter = exchange.gather * layout.sequence_parallel
-    backward = Seconds(none, enter, none, none, launches)
-    return Block(forward, backward, costs.kernels.memory_seconds(3.0 * moved * tokens), quiet(none))
+    forward = Seconds.of(costs.kernels.memory_seconds(2.0 * moved * tokens), tensor=leave, launches=launches)
+    backward = Seconds.of(none, tensor=exchange.gather * layout.sequence_parallel, launches=launches)
+    return Block(forward, backward, costs.kernels.memory_seconds(3.0 * moved * tokens), Seconds.of(none))
+
+
+def _norm_and_residual(train: Training, layout: Layout, costs: Costs) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the norm before a block, forward and backward, and the residual sum behind it."""
+    kernels, unit = costs.kernels, float(train.value_bytes)
+    h, rows = train.model.hidden_size, layout.token_rows(train.sequence)
+    return *norm_seconds(kernels, unit * h * rows), kernels.memory_seconds(unit * 3.0 * h * rows)
+
+
+def _ffn_products(train: Training, costs: Costs, tokens: FloatArray, width: FloatArray) -> tuple[Linear, Linear]:
+    """Return both products of an FFN whose ranks have `width` of its inner width."""
+    h, up = train.model.hidden_size, 2.0 if train.model.gated_linear_unit else 1.0
+    return (
+        linear(costs.kernels, tokens, h, up * width, train.precision),
+        linear(costs.kernels, tokens, width, h, train.precision),
+    )
 
 
 def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear, Linear, Linear]:
@@ -138,8 +153,8 @@ def _projections(train: Training, layout: Layout, costs: Costs) -> tuple[Linear,
     h, (query, key, value), split = model.hidden_size, widths(model), layout.tensor
     if not model.multi_latent_attention:
         entry = linear(kernels, tokens, h, (query + key + value) / split, train.precision)
-        return entry, Linear.none(tokens), linear(kernels, tokens, query / split, h, train.precision)
-    q_rank, kv_rank, rope = model.q_lora_rank or 0, model.kv_lora_rank or 0, model.qk_pos_emb_head_dim or 0
+        return entry, entry * 0.0, linear(kernels, tokens, query / split, h, train.precision)
+    q_rank, kv_rank, rope = latent_widths(model)
     heads = model.num_attention_heads * ((model.qk_head_dim or 0) + (model.v_head_dim or 0))
     down = linear(kernels, layout.token_rows(train.sequence), h, float(q_rank + kv_rank + rope), train.precision)
     up = linear(kernels, tokens, float(kv_rank), heads / split, train.precision)
@@ -194,8 +209,8 @@ def _fused_core(
 
 
 def _wide(precision: str) -> str:
-    """Return the format of what is never computed in 8 or 4 bits: attention and head."""
-    return precision if precision in ("fp32", "tf32", "fp16", "bf16") else "bf16"
+    """Return the format of what is never computed in 8 or 4 bits: attention, router and head."""
+    return precision if precision in ("fp32", "fp16", "bf16") else "bf16"
 
 
 MOE_LAUNCHES = {True: (70.0, 25.0, 10.0), False: (150.0, 33.0, 20.0)}
@@ -207,92 +222,63 @@ their products are grouped); and for the shared experts: with transformer-engine
 def moe_block(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
     """Return norm, router, dispatch, experts, combine, shared experts and residual sum.
 
-    The busiest expert rank has `expert_imbalance` times the mean of token copies, and the others wait for it.
-    With `overlap_expert_comm` the exchange of one micro-batch hides behind the layer of another.
+    The busiest expert rank has `expert_imbalance` times the mean of token copies, and the others wait for it. Each
+    local expert has products of its own. With `overlap_expert_comm` the exchange of one micro-batch hides behind the
+    layer of another.
     """
     model, kernels, options, unit = train.model, costs.kernels, train.options, float(train.value_bytes)
-    h, rows = model.hidden_size, layout.token_rows(train.sequence)
+    h, rows, number = model.hidden_size, layout.token_rows(train.sequence), model.num_moe_experts or 1
     copies = layout.expert_tokens(model, train.sequence) * options.expert_imbalance
-    experts, activation, activation_back = _experts(train, layout, costs, copies)
-    router = linear(kernels, rows, h, float(model.num_moe_experts or 1), _router_precision(train))
-    norm, norm_back = norm_seconds(kernels, unit * h * rows)
+    local, width = number / layout.expert, (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
+    up, down = _ffn_products(train, costs, copies / local, width)
+    experts = (up + down) * local
+    activation, activation_back = activation_seconds(train, kernels, train.value_bytes * width * copies)
+    router = linear(kernels, rows, h, float(number), _wide(train.precision))
+    norm, norm_back, residual = _norm_and_residual(train, layout, costs)
     permute = kernels.memory_seconds(unit * 2.0 * h * copies)
-    residual = kernels.memory_seconds(unit * 3.0 * h * rows)
-    local = 1.0 if _grouped(train) else (model.num_moe_experts or 1) / layout.expert
+    grouped = options.grouped_gemm and train.transformer_engine
     router_launches, expert_launches, _ = MOE_LAUNCHES[train.transformer_engine]
-    launches = np.full_like(rows, router_launches) + expert_launches * local
+    launches = np.full_like(rows, router_launches) + expert_launches * (1.0 if grouped else local)
     exchanges = 2.0 * expert_exchange(train, layout, costs) * options.expert_imbalance
-    none = np.zeros_like(rows)
 
     element = norm + 2.0 * permute + residual + activation
-    forward = Seconds(experts.forward + router.forward + element, none, none, exchanges, launches)
+    forward = Seconds.of(experts.forward + router.forward + element, expert=exchanges, launches=launches)
     gradients = experts.input_gradient + router.input_gradient + norm_back + 3.0 * permute + activation_back + residual
-    backward = Seconds(gradients, none, none, exchanges, 2.0 * launches)
-    repeated = _repeated(train, norm, activation, forward)
+    backward = Seconds.of(gradients, expert=exchanges, launches=2.0 * launches)
+    repeated = Seconds.of(np.zeros_like(norm))
+    if "layernorm" in options.recompute_modules:
+        repeated = repeated + Seconds.of(norm)
+    if "moe" in options.recompute_modules:
+        repeated = repeated + forward
+    elif "moe_act" in options.recompute_modules:
+        repeated = repeated + Seconds.of(activation)
     block = Block(forward, backward, experts.weight_gradient + router.weight_gradient, repeated)
     if model.moe_shared_expert_intermediate_size:
         block = block + _shared(train, layout, costs, exchange)
     return _hidden(block) if options.overlap_expert_comm else block
 
 
-def _experts(
-    train: Training, layout: Layout, costs: Costs, copies: FloatArray
-) -> tuple[Linear, FloatArray, FloatArray]:
-    """Return the routed experts' products and activation functions; each local expert has a product of its own."""
-    model, kernels = train.model, costs.kernels
-    local = (model.num_moe_experts or 1) / layout.expert
-    each, width = copies / local, (model.moe_ffn_hidden_size or 0) / layout.expert_tensor
-    up = linear(kernels, each, model.hidden_size, (2.0 if model.gated_linear_unit else 1.0) * width, train.precision)
-    down = linear(kernels, each, width, model.hidden_size, train.precision)
-    activation, back = activation_seconds(train, kernels, train.value_bytes * width * copies)
-    return (up + down) * local, activation, back
-
-
 def _shared(train: Training, layout: Layout, costs: Costs, exchange: TensorExchange) -> Block:
-    model, kernels, tokens = train.model, costs.kernels, layout.tokens(train.sequence)
-    width = (model.moe_shared_expert_intermediate_size or 0) / layout.tensor
-    up = linear(kernels, tokens, model.hidden_size, (2.0 if model.gated_linear_unit else 1.0) * width, train.precision)
-    down = linear(kernels, tokens, width, model.hidden_size, train.precision)
-    activation, back = activation_seconds(train, kernels, train.value_bytes * width * tokens)
-    none, launches = np.zeros_like(tokens), np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
-    forward = Seconds(up.forward + down.forward + activation, exchange.forward, none, none, launches)
-    waits = exchange.backward(up.input_gradient, up.weight_gradient)
-    backward = Seconds(up.input_gradient + down.input_gradient + back, waits, none, none, 2.0 * launches)
-    modules = train.options.recompute_modules
-    repeated = forward if modules & {"shared_experts", "moe"} else quiet(none)
-    return Block(forward, backward, up.weight_gradient + down.weight_gradient, repeated)
-
-
-def _repeated(train: Training, norm: FloatArray, activation: FloatArray, forward: Seconds) -> Seconds:
-    """Return what the named modules of selective recompute run again."""
-    modules = train.options.recompute_modules
-    again = quiet(np.zeros_like(norm))
-    if "layernorm" in modules:
-        again = again + quiet(norm)
-    if "moe" in modules:
-        return again + forward
-    return again + quiet(activation) if "moe_act" in modules else again
+    tokens, width = (
+        layout.tokens(train.sequence),
+        (train.model.moe_shared_expert_intermediate_size or 0) / layout.tensor,
+    )
+    up, down = _ffn_products(train, costs, tokens, width)
+    products = up + down
+    activation, back = activation_seconds(train, costs.kernels, train.value_bytes * width * tokens)
+    launches = np.full_like(tokens, MOE_LAUNCHES[train.transformer_engine][2])
+    forward = Seconds.of(products.forward + activation, tensor=exchange.forward, launches=launches)
+    waits = exchange.backward(up)
+    backward = Seconds.of(products.input_gradient + back, tensor=waits, launches=2.0 * launches)
+    again = train.options.recompute_modules & {"shared_experts", "moe"}
+    return Block(forward, backward, products.weight_gradient, forward if again else Seconds.of(np.zeros_like(tokens)))
 
 
 def _hidden(block: Block) -> Block:
     """Return a block whose exchange hides behind its own amount of kernels, as those of another micro-batch."""
 
     def behind(seconds: Seconds, kernels: FloatArray) -> Seconds:
-        left = np.maximum(seconds.expert - kernels, 0.0)
-        return Seconds(seconds.compute, seconds.tensor, seconds.context, left, seconds.launches)
+        return replace(seconds, expert=np.maximum(seconds.expert - kernels, 0.0))
 
-    return Block(
-        behind(block.forward, block.forward.compute),
-        behind(block.backward, block.backward.compute + block.weight),
-        block.weight,
-        block.repeated,
-    )
-
-
-def _grouped(train: Training) -> bool:
-    """Return whether the products of a rank's experts are one kernel."""
-    return train.options.grouped_gemm and train.transformer_engine
-
-
-def _router_precision(train: Training) -> str:
-    return train.precision if train.precision in ("fp32", "fp16", "bf16") else "bf16"
+    forward = behind(block.forward, block.forward.compute)
+    return replace(block, forward=forward, backward=behind(block.backward, block.backward.compute + block.weight))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.space import FloatArray, IntArray
-from flagcore.engines.megatron.parallel.layout import Training
+from flagcore.domain.space import FloatArray
+from flagcore.engines.megatron.parallel.layout import ArrayRecord, Training
 
 ACTIVATION_PASSES = {
     (True, True): (3.0, 5.0),
@@ -22,7 +22,7 @@ and 32 where nothing is fused at all), the other by proportion."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class Seconds(ArrayRecord):
     """Kernels, and the collectives that kernels wait for, by what they belong to. `launches` counts kernels."""
 
     compute: FloatArray
@@ -31,22 +31,20 @@ class Seconds:
     expert: FloatArray
     launches: FloatArray
 
+    @classmethod
+    def of(cls, compute: FloatArray, **others: FloatArray) -> Seconds:
+        """Return seconds of kernels and of `others`; what is not given is 0."""
+        none = np.zeros_like(compute)
+        parts = {"tensor": none, "context": none, "expert": none, "launches": none, **others}
+        return cls(compute, **parts)
+
     @property
     def total(self) -> FloatArray:
         return self.compute + self.tensor + self.context + self.expert
 
-    def rows(self, part: IntArray) -> Seconds:
-        return Seconds(*(getattr(self, field.name)[part] for field in fields(self)))
-
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
-
-    def __mul__(self, times: FloatArray | float) -> Seconds:
-        return Seconds(*(getattr(self, part.name) * times for part in fields(self)))
-
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Block(ArrayRecord):
     """A part of a model: forward, backward to its input, the gradients of its weights (kernels alone).
 
     `repeated` is what selective recompute adds to the backward pass.
@@ -57,19 +55,9 @@ class Block:
     weight: FloatArray
     repeated: Seconds
 
-    def __add__(self, other: Block) -> Block:
-        return Block(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
-
-    def rows(self, part: IntArray) -> Block:
-        sides = (self.forward.rows(part), self.backward.rows(part), self.weight[part], self.repeated.rows(part))
-        return Block(*sides)
-
-    def __mul__(self, times: FloatArray | float) -> Block:
-        return Block(*(getattr(self, part.name) * times for part in fields(self)))
-
 
 @dataclass(frozen=True, slots=True)
-class StageTime:
+class StageTime(ArrayRecord):
     """Seconds of one micro-batch through one pipeline stage: forward, backward to its input, weights' gradients."""
 
     forward: Seconds
@@ -79,12 +67,6 @@ class StageTime:
     @property
     def busy(self) -> FloatArray:
         return self.forward.total + self.backward.total + self.weight
-
-
-def quiet(compute: FloatArray, launches: FloatArray | None = None) -> Seconds:
-    """Return kernels without collectives."""
-    none = np.zeros_like(compute)
-    return Seconds(compute, none, none, none, none if launches is None else launches)
 
 
 def norm_seconds(kernels: KernelCosts, tensor_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -107,27 +89,12 @@ def activation_seconds(
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Linear(ArrayRecord):
     """Seconds of a linear layer's three products: output, gradient of the input, gradient of the weight."""
 
     forward: FloatArray
     input_gradient: FloatArray
     weight_gradient: FloatArray
-
-    @classmethod
-    def none(cls, like: FloatArray) -> Linear:
-        zero = np.zeros_like(like)
-        return cls(zero, zero, zero)
-
-    def __add__(self, other: Linear) -> Linear:
-        return Linear(
-            self.forward + other.forward,
-            self.input_gradient + other.input_gradient,
-            self.weight_gradient + other.weight_gradient,
-        )
-
-    def __mul__(self, times: FloatArray | float) -> Linear:
-        return Linear(self.forward * times, self.input_gradient * times, self.weight_gradient * times)
 
 
 def linear(

@@ -12,8 +12,7 @@ from flagcore.engines.megatron.parallel.layout import Layout, Placement, Trainin
 from flagcore.engines.megatron.parallel.pipeline import Stage
 from flagcore.engines.megatron.time.exchange import Messages
 from flagcore.engines.megatron.time.passes import StageTime
-from flagcore.physics.schedules import catalogue
-from flagcore.physics.schedules.catalogue import SCHEDULES, StageTimes
+from flagcore.physics.schedules.catalogue import StageTimes, makespan
 
 REFILL_LAUNCHES = 45.0
 """Launches until a device is busy again after a message for which the host waited (megatron-core 0.16
@@ -38,7 +37,7 @@ def pipeline_time(
     paired = together(train, times)
     for length in np.unique(layout.pipeline[layout.pipeline > 1.0]):
         rows = np.flatnonzero(layout.pipeline == length)
-        some = layout.rows(rows)
+        some = layout[rows]
         which = _standing_for(int(length), [stage.index[rows] for stage in found])
 
         def of(values: list[FloatArray], which: list[IntArray] = which, rows: IntArray = rows) -> FloatArray:
@@ -59,8 +58,7 @@ def pipeline_time(
             weight_share=train.weight_share,
             paired=of(paired) if paired else None,
         )
-        barrier = not SCHEDULES[name].post_validation
-        total[rows] = catalogue.makespan(name, stage_times, some.microbatches, some.virtual, barrier=barrier)
+        total[rows] = makespan(name, stage_times, some.microbatches, some.virtual)
     return total, np.where(layout.pipeline > 1.0, mean, 0.0)
 
 

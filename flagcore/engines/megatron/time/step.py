@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flagcore.contracts import Costs
 from flagcore.domain.prediction import Passes
 from flagcore.domain.space import FloatArray, IntArray
+from flagcore.engines.megatron.memory.states import split_parameters
 from flagcore.engines.megatron.memory.stored_activations import offloaded_bytes
-from flagcore.engines.megatron.memory.training import split_parameters, stage_parameters
-from flagcore.engines.megatron.parallel.layout import Layout, Placement, Training, pick
+from flagcore.engines.megatron.parallel.layout import ArrayRecord, Layout, Placement, Training, pick
+from flagcore.engines.megatron.parallel.parameters import stage_parameters
 from flagcore.engines.megatron.parallel.pipeline import Stage, stage, stages
 from flagcore.engines.megatron.time.layer import embedding_time, head_time, layer_time
 from flagcore.engines.megatron.time.optimizer import gradient_time, optimizer_time
-from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime, quiet
+from flagcore.engines.megatron.time.passes import Block, Seconds, StageTime
 from flagcore.engines.megatron.time.pipeline import message_seconds, pipeline_time, sender_waits, together
 from flagcore.physics.cost_stack import slowed
 
@@ -38,7 +39,7 @@ GRAPHED = {"": 1.0, "layer": 0.4, "iteration": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(ArrayRecord):
     """The blocks that stages are made of."""
 
     dense: Block
@@ -69,7 +70,7 @@ def step_time(train: Training, layout: Layout, costs: Costs) -> dict[str, FloatA
     found = stages(train.model, layout, train.options, place.starts)
     params = [split_parameters(stage_parameters(train, layout, stage)) for stage in found]
     times = _stage_times(train, layout, groups, place, found, params)
-    slowest = _chosen(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
+    slowest = pick(np.argmax(np.stack([time.busy for time in times]), axis=0), times)
     forward, backward = slowest.forward, slowest.backward
 
     m = layout.microbatches
@@ -99,7 +100,7 @@ def passes(train: Training, layout: Layout, costs: Costs) -> Passes | None:
 
     None where a cost is not known, or where node groups differ: messages between them take times of their own.
     """
-    layout, costs = layout.rows(slice(0, 1)), _in_a_run(costs)
+    layout, costs = layout[slice(0, 1)], _in_a_run(costs)
     if costs.further:
         return None
     place, count = Placement.of(layout, costs), int(layout.pipeline[0])
@@ -147,11 +148,10 @@ def _in_a_run(costs: Costs) -> Costs:
 def _parts(train: Training, layout: Layout, costs: Costs) -> Parts:
     """Return the blocks, worked out once for each combination of what they depend on."""
     first, which = layout.distinct(LAYER_COUNTS)
-    few = layout.rows(first)
+    few = layout[first]
     dense = layer_time(train, few, costs, moe=False)
     moe = layer_time(train, few, costs, moe=True) if train.model.num_moe_experts is not None else dense
-    made = Parts(dense, moe, embedding_time(train, few, costs), head_time(train, few, costs))
-    return Parts(*(getattr(made, name).rows(which) for name in ("dense", "moe", "embedding", "head")))
+    return Parts(dense, moe, embedding_time(train, few, costs), head_time(train, few, costs))[which]
 
 
 def _stage_times(
@@ -165,7 +165,7 @@ def _stage_times(
     """Return the times of some stages, each with the costs of the node group on which it lies."""
     made = [(each, _parts(train, layout, each)) for each in groups]
     return [
-        _on_groups(place, each, [_stage_time(train, layout, *costs, each, have) for costs in made])
+        place.pick(each.index, [_stage_time(train, layout, *costs, each, have) for costs in made])
         for each, have in zip(found, params, strict=True)
     ]
 
@@ -197,9 +197,9 @@ def _stage_time(
     host = costs.kernels.launch_seconds() * GRAPHED[train.options.cuda_graph]
     lag = 1.0 if costs.synchronous else LAG
     forward = _launched(total.forward, total.forward, host, lag)
-    backward = _launched(total.backward, total.backward + quiet(weight), host, lag)
-    forward = forward + quiet(_offloading(train, layout, costs, found, forward.total))
-    backward = backward + quiet(_offloading(train, layout, costs, found, backward.total + weight))
+    backward = _launched(total.backward, total.backward + Seconds.of(weight), host, lag)
+    forward = forward + Seconds.of(_offloading(train, layout, costs, found, forward.total))
+    backward = backward + Seconds.of(_offloading(train, layout, costs, found, backward.total + weight))
     return StageTime(forward, backward, weight)
 
 
@@ -213,7 +213,7 @@ def _launched(seconds: Seconds, device: Seconds, host: float, lag: float) -> Sec
         return seconds
     busy, launching = np.maximum(device.total, SHORTEST), seconds.launches * host
     ratio = launching / busy
-    return seconds + quiet(busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0))
+    return seconds + Seconds.of(busy * ((1.0 + ratio**lag) ** (1.0 / lag) - 1.0))
 
 
 def _recomputed(train: Training, layout: Layout, found: Stage) -> FloatArray:
@@ -231,21 +231,6 @@ def _offloading(train: Training, layout: Layout, costs: Costs, found: Stage, win
     if not train.options.offload_modules:
         return np.zeros_like(window)
     return np.maximum(costs.kernels.host_copy_seconds(offloaded_bytes(train, layout, found)) - window, 0.0)
-
-
-def _on_groups(place: Placement, found: Stage, times: list[StageTime]) -> StageTime:
-    """Return of a stage's times, one a node group, that of the group on which it lies."""
-    return times[0] if len(times) == 1 else _chosen(place.group(found.index), times)
-
-
-def _chosen(which: IntArray, times: list[StageTime]) -> StageTime:
-    """Return for each candidate the time at its number in `which`."""
-    names = [field.name for field in fields(Seconds)]
-    forward, backward = (
-        Seconds(*(pick(which, [getattr(getattr(time, side), name) for time in times]) for name in names))
-        for side in ("forward", "backward")
-    )
-    return StageTime(forward, backward, pick(which, [time.weight for time in times]))
 
 
 def _most(

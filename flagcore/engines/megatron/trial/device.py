@@ -7,14 +7,13 @@ is no reserved memory. A rank's own time on a CPU is that of its main thread, wi
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,46 +36,12 @@ class Memory:
     device_used_bytes: int
 
 
-class RankDevice(Protocol):
-    """The device as the training loop uses it."""
-
-    device: torch.device
-    needs_memory_step: bool
-    """Whether peaks are measured in an additional step that is not timed (`training.memory_step`)."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished its work."""
-
-    def clock(self) -> float:
-        """Wait for the device, and return the seconds of this rank's own work so far."""
-
-    def set_baseline(self) -> None:
-        """Take what is allocated now, the process groups, for the process's own."""
-
-    def model_built(self) -> None:
-        """Exclude memory that was only needed to build the model."""
-
-    def allocated_bytes(self) -> int:
-        """Return what is allocated now."""
-
-    def start_peak(self) -> None:
-        """Reset the peak."""
-
-    def peak_bytes(self) -> int:
-        """Return the peak of allocated bytes since `start_peak`."""
-
-    def memory_measured(self, peak: int) -> None:
-        """Store `peak` as the peak of the run; memory is not measured after that."""
-
-    def memory(self) -> Memory:
-        """Return the peaks so far."""
-
-
 class Cpu:
     """The host itself."""
 
     device = torch.device("cpu")
     needs_memory_step = True
+    """Whether peaks are measured in an additional step that is not timed (`training.memory_step`)."""
 
     def __init__(self) -> None:
         _set_mmap_threshold(_EXACT)
@@ -84,28 +49,30 @@ class Cpu:
         self.set_baseline()
 
     def synchronize(self) -> None:
-        """Do nothing: nothing runs in the background."""
+        """Wait until the device has finished its work: nothing runs in the background here."""
 
     def clock(self) -> float:
+        """Wait for the device, and return the seconds of this rank's own work so far."""
         return time.thread_time()
 
     def set_baseline(self) -> None:
+        """Count what is allocated now, the process groups, as the process's own."""
         self.start_peak()
         self._at_start = _status_bytes("VmRSS") - _status_bytes("RssFile")
 
     def model_built(self) -> None:
-        """Do nothing: the peak occurs in training."""
+        """Exclude memory that was only needed to build the model; here the peak occurs in training anyway."""
 
     def allocated_bytes(self) -> int:
         """Return the anonymous memory above the start, small blocks that were freed given back to the system."""
-        with contextlib.suppress(AttributeError):
+        with suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         return max(0, _status_bytes("VmRSS") - _status_bytes("RssFile") - self._at_start)
 
     def start_peak(self) -> None:
         """Reset the system's peak; without permission it stays at least the parent's."""
         self._peak = max(self._peak, _status_bytes("VmHWM"))
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
     def peak_bytes(self) -> int:
@@ -113,10 +80,12 @@ class Cpu:
         return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - self._at_start)
 
     def memory_measured(self, peak: int) -> None:
+        """Store `peak` as the peak of the run; memory is not measured after that."""
         self._worst = peak
         _set_mmap_threshold(_FAST)
 
     def memory(self) -> Memory:
+        """Return the peaks so far."""
         return Memory(self._worst, None, max(self._peak, _status_bytes("VmHWM")))
 
 
@@ -167,6 +136,9 @@ class Accelerator:
         return Memory(max(self._worst, self.peak_bytes()), self._module.max_memory_reserved(), total - free)
 
 
+RankDevice: TypeAlias = Cpu | Accelerator
+
+
 def open_device(kind: str, rank: int) -> RankDevice:
     """Take this rank's device: torch's name for the kind, the launcher's LOCAL_RANK for which."""
     return Cpu() if kind == "cpu" else Accelerator(kind, rank)
@@ -174,7 +146,7 @@ def open_device(kind: str, rank: int) -> RankDevice:
 
 def _set_mmap_threshold(size: int) -> None:
     """Set from which size on a block is the system's. C libraries without mallopt stay as they are."""
-    with contextlib.suppress(AttributeError):
+    with suppress(AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, size)
         library.mallopt(_M_TRIM_THRESHOLD, 2 * size)

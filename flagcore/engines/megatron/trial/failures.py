@@ -45,7 +45,7 @@ def classify(error: BaseException) -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    """The error in one line; for an assertion without a message of its own, the assertion."""
+    """The error in one line; for an assertion without a message, the assertion."""
     lines = str(error).strip().splitlines()
     line = lines[0] if lines else type(error).__name__
     if isinstance(error, AssertionError) and (not lines or line.startswith("when instantiating")):

@@ -1,7 +1,6 @@
-"""The job file of a trial: the model, its split and the kind of device.
+"""The job file of a trial: the model, its split and the kind of device. Nothing here imports torch.
 
-Plain frozen data. Nothing here imports torch. Sizes are counts; a null, or a 0 in an optional size, means "off" or
-"the default".
+Sizes are counts; a null, or a 0 in an optional size, means "off" or "the default".
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flagcore.domain.model import Model
+
 T = TypeVar("T")
 
 _MIN_MICROBATCHES = 4
@@ -20,35 +21,6 @@ _MIN_MICROBATCHES = 4
 
 class JobError(ValueError):
     """The job cannot be run; the message is one line."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """A transformer's shape, in Megatron-core's field names."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    vocab_size: int
-    ffn_hidden_size: int | None = None
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    gated_linear_unit: bool = True
-    untie_embeddings_and_output_weights: bool = True
-    qk_layernorm: bool = False
-    add_qkv_bias: bool = False
-    num_moe_experts: int | None = None
-    moe_router_topk: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_first_dense_layers: int | None = None
-    multi_latent_attention: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_head_dim: int | None = None
-    qk_pos_emb_head_dim: int | None = None
-    v_head_dim: int | None = None
-    mtp_num_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,7 +140,7 @@ class Job:
 
 
 def load_job(path: Path) -> Job:
-    """Read a job file. Raises JobError if it is not JSON, or a key is unknown or missing."""
+    """Read a job file. Raises JobError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -177,10 +149,7 @@ def load_job(path: Path) -> Job:
 
 
 def parse_job(data: Any) -> Job:
-    """Turn a job's decoded JSON into a `Job`; raises `JobError` as `load_job` does.
-
-    The rules of the search space and the spec have checked its values; Megatron checks the rest.
-    """
+    """Return the job of decoded JSON. Raises JobError if a key is unknown or missing; Megatron checks the values."""
     try:
         return Job(
             model=_build(Model, data["model"]),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ class StepLog:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "steps.jsonl").open("a", encoding="utf-8")
 
-    def write(self, step: Any) -> None:
-        print(json.dumps(dataclasses.asdict(step)), file=self._file, flush=True)
+    def write(self, step: Mapping[str, object]) -> None:
+        print(json.dumps(step), file=self._file, flush=True)
 
     def close(self) -> None:
         self._file.close()
@@ -68,7 +68,12 @@ def counted_parameters(built: Built) -> int:
 
 def local_layers(built: Built) -> int:
     """Number of transformer layers on this rank's pipeline stage, over all its model chunks."""
-    return sum(len(_gpt(chunk).decoder.layers) for chunk in built.chunks)
+    count = 0
+    for chunk in built.chunks:
+        while not hasattr(chunk, "decoder"):  # inside its wrappers
+            chunk = chunk.module
+        count += len(chunk.decoder.layers)
+    return count
 
 
 def effective(job: Job, built: Built, num_microbatches: int, layers_per_stage: list[int]) -> dict[str, Any]:
@@ -107,10 +112,3 @@ def versions() -> dict[str, str]:
         "megatron-core": str(megatron.core.__version__),
         "python": platform.python_version(),
     }
-
-
-def _gpt(chunk: Any) -> Any:
-    """The model inside its wrappers."""
-    while not hasattr(chunk, "decoder"):
-        chunk = chunk.module
-    return chunk

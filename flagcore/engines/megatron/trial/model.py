@@ -12,6 +12,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state as groups
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -21,20 +22,20 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from flagcore.engines.megatron.trial import layers, stand_ins
+from flagcore.engines.megatron.parallel.parameters import padded_vocab
+from flagcore.engines.megatron.trial import layers
 from flagcore.engines.megatron.trial.job import Job
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OF_MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("qk_layernorm", "add_qkv_bias", "mtp_num_layers", "gated_linear_unit"),
+    *("qk_layernorm", "add_qkv_bias", "gated_linear_unit"),
 )
 _OF_CANDIDATE = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
 )
 _OF_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_VOCAB_MULTIPLE = 128  # Megatron-LM's make_vocab_size_divisible_by
 _FIRST_LOSS_SCALE = 2.0**12  # fp16; the usual 2**32 skips the first steps, which are the ones measured here
 
 
@@ -82,12 +83,6 @@ def build(job: Job, device: torch.device) -> Built:
     return Built(config, wrapped, optimizer)
 
 
-def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
-    """Return the vocabulary as Megatron-LM pads it, so that each tensor-parallel rank holds a round number."""
-    multiple = _VOCAB_MULTIPLE * tensor_model_parallel_size
-    return (vocab_size + multiple - 1) // multiple * multiple
-
-
 def transformer_config(job: Job) -> Any:
     """Translate the job into Megatron's configuration; its checks raise AssertionError or ValueError."""
     model, candidate = job.model, job.candidate
@@ -96,6 +91,7 @@ def transformer_config(job: Job) -> Any:
     values: dict[str, Any] = {
         **{name: getattr(model, name) for name in _OF_MODEL},
         **{name: getattr(candidate, name) for name in _OF_CANDIDATE},
+        "mtp_num_layers": model.mtp_num_layers or None,
         "normalization": "RMSNorm",
         "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
         "add_bias_linear": False,
@@ -135,13 +131,15 @@ def transformer_config(job: Job) -> Any:
         kind = MLATransformerConfig
         values.update(_latent_attention_values(job))
     if job.device.type == "cpu":
-        values.update(stand_ins.config_overrides(interleaved))
+        values["batch_p2p_sync"] = False  # a device synchronisation after each pipeline transfer
+        # Gloo may still be sending outputs under the interleaved schedule: freed, losses go wrong without an error.
+        values["deallocate_pipeline_outputs"] = not interleaved
     return kind(**values)
 
 
 def _expert_values(job: Job) -> dict[str, Any]:
     model = job.model
-    dense = model.moe_first_dense_layers or 0
+    dense = model.moe_first_dense_layers
     return {
         "num_moe_experts": model.num_moe_experts,
         "moe_router_topk": model.moe_router_topk,
@@ -170,7 +168,7 @@ def _chunk(job: Job, config: Any, vp_stage: int | None, device: torch.device) ->
     model = GPTModel(
         config,
         layers.block_spec(config, vp_stage),
-        vocab_size=padded_vocab_size(job.model.vocab_size, job.candidate.tensor_model_parallel_size),
+        vocab_size=int(padded_vocab(job.model, np.array(job.candidate.tensor_model_parallel_size))),
         max_sequence_length=job.train.seq_length,
         pre_process=groups.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=groups.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -29,39 +30,43 @@ def run_rank(job: Job, number: int, listener: socket.socket | None, import_s: fl
     The ranks meet at `listener`, a socket that the parent opened, or at the address in the environment if it is
     None. `import_s` is what importing took, for the record.
     """
-    torch.set_num_threads(job.device.threads_per_rank)
-    rank_device = open_device(job.device.type, number)
-    if job.device.type == "cpu":
-        stand_ins.stand_in_for_cuda()
-
-    start = time.perf_counter()
-    _join(job, number, listener)
-    make_groups(job)
-    rank_device.set_baseline()
-    groups_end = time.perf_counter()
-    built = build(job, rank_device.device)
-    rank_device.model_built()
-    build_end = time.perf_counter()
-
+    rank_device, built, startup = start_rank(job, number, lambda: _join(job, number, listener))
     log = metrics.StepLog(job.output) if number == 0 else None
     cpu_start = time.process_time()
     steps: list[Step] = []
     for step in train(job, built, rank_device):
         steps.append(step)
         if log is not None:
-            log.write(step)
+            log.write(dataclasses.asdict(step))
     cpu_time_s = time.process_time() - cpu_start
     report = _report(job, built, steps, rank_device, cpu_time_s)
-    startup = {"import": import_s, "groups": groups_end - start, "build": build_end - groups_end}
     if log is not None:
         log.close()
-        metrics.write_metrics(job.output, {**report, "startup_s": startup})
+        metrics.write_metrics(job.output, {**report, "startup_s": {"import": import_s, **startup}})
     dist.barrier()  # rank 0 may hold the meeting place: no rank leaves before it has written
     dist.destroy_process_group()
 
 
+def start_rank(job: Job, number: int, join: Callable[[], None]) -> tuple[RankDevice, Built, dict[str, float]]:
+    """Take device `number`, join the other ranks, and build this rank's part.
+
+    Returns the seconds of joining (`groups`) and building (`build`), too.
+    """
+    torch.set_num_threads(job.device.threads_per_rank)
+    rank_device = open_device(job.device.type, number)
+    if job.device.type == "cpu":
+        stand_ins.stand_in_for_cuda()
+    start = time.perf_counter()
+    join()
+    _make_groups(job)
+    rank_device.set_baseline()
+    groups_end = time.perf_counter()
+    built = build(job, rank_device.device)
+    rank_device.model_built()
+    return rank_device, built, {"groups": groups_end - start, "build": time.perf_counter() - groups_end}
+
+
 def _join(job: Job, number: int, listener: socket.socket | None) -> None:
-    """Join the other ranks."""
     if listener is None:
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != job.world_size:
@@ -84,7 +89,7 @@ def _join(job: Job, number: int, listener: socket.socket | None) -> None:
     dist.init_process_group(job.device.backend, store=store, rank=number, world_size=job.world_size, timeout=_TIMEOUT)
 
 
-def make_groups(job: Job) -> None:
+def _make_groups(job: Job) -> None:
     """Create Megatron's process groups, which checks the sizes."""
     candidate = job.candidate
     groups.initialize_model_parallel(

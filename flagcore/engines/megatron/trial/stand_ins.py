@@ -46,18 +46,6 @@ def stand_in_for_cuda() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
 
 
-def config_overrides(interleaved: bool) -> dict[str, Any]:
-    """Values of TransformerConfig that a CPU needs instead of the accelerator's.
-
-    Pipeline outputs must not be freed under the interleaved schedule: gloo may still be sending them, and
-    the losses go wrong without an error.
-    """
-    return {
-        "batch_p2p_sync": False,  # a device synchronisation after each pipeline transfer
-        "deallocate_pipeline_outputs": not interleaved,
-    }
-
-
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +84,7 @@ ACTIVATION, GRADIENT = 1.0, 1e-4
 def init_fake_world(kind: str, rank: int, world_size: int) -> None:
     """Be `rank` of a world of `world_size` on devices that torch calls `kind`."""
     known = dist.Backend.backend_capability.get("fake", [])
-    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # devices that torch learnt of from an import
+    backend = "fake" if kind in known else f"cpu:fake,{kind}:fake"  # devices that an import registers
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
     # What the others would send is not there: each function documents the replacement.
     dist.all_to_all_single = _exchange
@@ -133,7 +121,7 @@ def _exchange(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Receive this rank's own rows, over and over; a rank that sends nothing receives numbers."""
+    """Receive this rank's own rows, repeated; a rank that sends nothing receives random numbers."""
     sent = input.size(0)
     with torch.no_grad():
         if not sent:
@@ -145,7 +133,7 @@ def _exchange(
 
 
 class _Done:
-    """A request that was answered at once."""
+    """A request that is already complete."""
 
     def wait(self, *_: Any) -> bool:
         return True

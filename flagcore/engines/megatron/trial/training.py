@@ -47,7 +47,8 @@ class Step:
 def train(job: Job, built: Built, rank_device: RankDevice) -> Iterator[Step]:
     """Run `train_iters` steps, yielding each as it ends. All ranks must run this together."""
     for number in range(job.train.train_iters):
-        set_learning_rate(built, LEARNING_RATE if number else 0.0)
+        for group in built.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE if number else 0.0
         batches = microbatches(job, number, rank_device.device, job.num_microbatches)
         start = _synchronize(rank_device)
         own_start = rank_device.clock()
@@ -88,12 +89,6 @@ def memory_step(job: Job, built: Built, rank_device: RankDevice, batches: list[B
     return forward_backward_peak, optimizer_peak
 
 
-def set_learning_rate(built: Built, rate: float) -> None:
-    """Set the learning rate of the next steps."""
-    for group in built.optimizer.param_groups:
-        group["lr"] = rate
-
-
 def clear_gradients(built: Built) -> None:
     """Reset gradients before a step."""
     for chunk in built.chunks:
@@ -105,7 +100,7 @@ def forward_backward(job: Job, built: Built, batches: list[Batch]) -> list[dict[
     """Run Megatron's schedule over these micro-batches; returns the losses of the last pipeline stage."""
     losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=_for_schedule(repeat_for_chunks(batches, len(built.chunks))),
+        data_iterator=_for_schedule([iter(batches) for _ in built.chunks]),
         model=_for_schedule(built.chunks),
         num_microbatches=len(batches),
         seq_length=job.train.seq_length,
@@ -176,11 +171,6 @@ def microbatches(job: Job, step: int, device: torch.device, count: int) -> list[
         parts = (_own_chunks(part).to(device) for part in (rows[:, :-1], rows[:, 1:], positions))
         batches.append(Batch(*parts))
     return batches
-
-
-def repeat_for_chunks(batches: list[Batch], chunks: int) -> list[Iterator[Batch]]:
-    """Return one iterator for each model chunk of this rank, as the interleaved schedule wants them."""
-    return [iter(batches) for _ in range(chunks)]
 
 
 def _row(job: Job, step: int, row: int) -> torch.Tensor:
