@@ -24,14 +24,17 @@ from flagcore.plugins import validation
 from flagcore.plugins.entry_points import kind_of
 from flagcore.plugins.installed import (
     BadPlugin,
+    Clash,
     PluginFailure,
     capture_warnings,
     installed,
+    load_only,
     one_line,
     origin,
+    origins,
     stdout_to_stderr,
 )
-from flagcore.plugins.loader import Plugin, load_plugin, make_plugin
+from flagcore.plugins.loader import Plugin, make_plugin
 from flagcore.plugins.plugin_proxy import plugin_name, wrap_objects
 
 GROUP = "flagcore.plugins"
@@ -218,7 +221,7 @@ class LoadedPlugins:
         if self._catalogue is None:
             self._catalogue = {}
             for plugin in self.plugins:
-                for chip in self._ask(plugin, "flagcore_chips", validation.several(Chip)) or ():
+                for chip in self._ask(plugin, "flagcore_chips", validation.chips) or ():
                     self._enter(plugin, chip, self._catalogue)
         return self._catalogue
 
@@ -282,18 +285,18 @@ def load_plugins(disabled: Collection[str] = ()) -> LoadedPlugins:
     plugins = []
     for name in sorted(set(found.points) - off):
         points = found.points[name]
-        origins = ", ".join(sorted(origin(point).metadata["Name"] for point in points))
-        stage = "discover"
+        stage = "load"
         try:
-            if len(points) > 1:
-                raise BadPlugin(f"several distributions have a plugin of this name: {origins}; uninstall all but one")
-            stage = "load"
-            plugins.append(load_plugin(points[0]))
+            hooks = load_only(points)
+            stage = "check"
+            plugins.append(make_plugin(name, hooks, origin(points[0])))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            stage = "check" if isinstance(error, BadPlugin) and stage == "load" else stage
-            failures.append(PluginFailure(name=name, distribution=origins, stage=stage, reason=one_line(error)))
+            if isinstance(error, BadPlugin):
+                stage = "discover" if isinstance(error, Clash) else "check"
+            reason = one_line(error)
+            failures.append(PluginFailure(name=name, distribution=origins(points), stage=stage, reason=reason))
     return LoadedPlugins(plugins, failures)
 
 

@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution
 from types import SimpleNamespace
 
 import pluggy
 from packaging.version import Version
 
 from flagcore import __version__, hooks
-from flagcore.plugins.installed import BadPlugin, incompatible, load, origin
+from flagcore.plugins.installed import BadPlugin
 
 HOOK_GROUPS = (hooks.ChipHooks, hooks.CostHooks, hooks.EngineHooks, hooks.TrialHooks)
 HOOKS = tuple(name for group in HOOK_GROUPS for name in vars(group) if name.startswith("flagcore_"))
@@ -42,15 +42,7 @@ class Plugin:
         return answer[0] if answer else None
 
 
-def load_plugin(point: EntryPoint) -> Plugin:
-    """Import and check the plugin that `point` names. Raises whatever the import raises, or BadPlugin."""
-    distribution = origin(point)
-    if reason := incompatible(distribution):
-        raise BadPlugin(reason)
-    return make_plugin(point.name, load(point), distribution.metadata["Name"], distribution.version)
-
-
-def make_plugin(name: str, module: object, distribution: str = "", version: str = "") -> Plugin:
+def make_plugin(name: str, module: object, distribution: Distribution | None = None) -> Plugin:
     """Check that `module` (or object) implements the hooks. Raises BadPlugin with the reason."""
     if isinstance(module, type):
         raise BadPlugin(f"names the class {module.__name__}; name a module, or an object")
@@ -75,9 +67,13 @@ def make_plugin(name: str, module: object, distribution: str = "", version: str 
             raise BadPlugin(f"{caller.name} is no hook; {hint}")
     if not callers:
         raise BadPlugin("implements no hook; mark its functions with @hookimpl")
-    implemented = tuple(sorted(caller.name for caller in callers))
     return Plugin(
-        name=name, distribution=distribution, version=version, hooks=implemented, manager=manager, warnings=warnings
+        name=name,
+        distribution=distribution.metadata["Name"] if distribution else "",
+        version=distribution.version if distribution else "",
+        hooks=tuple(sorted(caller.name for caller in callers)),
+        manager=manager,
+        warnings=warnings,
     )
 
 

@@ -12,19 +12,21 @@ In the package's folder `costs/<chip>/`, where `<chip>` is the chip's name in sm
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from flagcore.contracts import KernelCosts
-from flagcore.domain.chip import Chip
+from flagcore.domain.chip import Chip, Source
 from flagcore.errors import SpecError
 from flagcore.physics.kernels.curve import Curve
 from flagcore.physics.kernels.roofline import Roofline
 from flagcore.physics.kernels.sheet import SIZES, Kernel, KernelSheet
 from flagcore.physics.kernels.table import IN_RUNS, KernelTable
-from flagcore.vendorkit.fields import Part, read_parts
+from flagcore.vendorkit.fields import build, finish, read_yaml
 
 BUSY_SIDE = 1024.0
 """Shortest side of a matrix product that is all arithmetic; one that moves memory does not gain from a higher clock."""
@@ -34,12 +36,36 @@ OF = {"runs": 1.0, "kernels": IN_RUNS}
 """By how much kernels take longer in a run than a curve of each says."""
 
 DIVISORS = (
-    *("gemm_share", "units", "tile", "memory_share", "elementwise_share"),
+    *("gemm_share", "gemm_shares", "units", "tile", "memory_share", "elementwise_share"),
     *("attention_share", "attention_backward_share", "host_bytes_per_second"),
 )
 """Parameters of a curve that times are divided by."""
 
 NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown")
+
+
+Positive = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slowed:
+    after_us: Positive
+    by: Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Provenance:
+    """The keys of `provenance.yaml`."""
+
+    how: str
+    software: Mapping[str, Any]
+    date: Any
+    schema: int = 1
+    notes: str = ""
+    event_us: Positive = 0.0
+    host_us: Mapping[str, Positive] = field(default_factory=dict)
+    slowed: Mapping[str, _Slowed] = field(default_factory=dict)
+    in_training: Mapping[str, Positive] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,41 +133,31 @@ def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
 
 def read_curve(text: str, file: str) -> Curve:
     """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
-    parts = read_parts(text, file, "a curve file")
-    curve = parts.part("curve")
-    if curve is None:
-        raise parts.wrong("curve", "is missing", "give the parameters of the curve, e.g. curve: {gemm_share: 0.8}")
-    parts.source("source")
-    of = parts.choice("of", tuple(OF)) if "of" in parts.content else "runs"
-    parts.finish()
-    shares = curve.part("gemm_shares")
-    values: dict[str, Any] = {}
-    if shares is not None:
-        values["gemm_shares"] = {str(name): _positive(shares, str(name), zero=False) for name in list(shares.content)}
-    for name in NAMES:
-        if name != "gemm_shares" and name in curve.content:
-            values[name] = _positive(curve, name, zero=name not in DIVISORS)
-    curve.finish(f"the parameters are {', '.join(NAMES)}")
-    return Curve(**values, run_slowdown=OF[of])
+    content = read_yaml(text, file)
+    build(Source, content.pop("source", None), file, "source")
+    fitted_to: str = content.pop("of", "runs")
+    if fitted_to not in OF:
+        fix = f"use one of {', '.join(OF)}"
+        raise SpecError(file=file, key="of", value=fitted_to, problem="invalid value", fix=fix)
+    curve: Curve = build(Curve, content.pop("curve", None), file, "curve.", {name: name for name in NAMES})
+    finish(content, file)
+    figures = {name: getattr(curve, name) for name in NAMES if name != "gemm_shares"}
+    figures |= {f"gemm_shares.{precision}": share for precision, share in curve.gemm_shares.items()}
+    for name, value in figures.items():
+        if value < 0 or (value == 0 and name.partition(".")[0] in DIVISORS):
+            raise SpecError(file=file, key=f"curve.{name}", value=value, problem="must be a number above 0")
+    return replace(curve, run_slowdown=OF[fitted_to])
 
 
 def read_provenance(text: str, file: str) -> Reading:
     """Return how the times beside a `provenance.yaml` are to be read. Raises SpecError."""
-    parts = read_parts(text, file, "a provenance file")
-    for key, kind in (("how", str), ("software", Mapping), ("date", object)):
-        parts.required(key, kind)
-    parts.optional("schema", int, 1)
-    parts.optional("notes", str, "")
-    event = float(parts.optional("event_us", (int, float), 0.0)) * 1e-6
-    host, slowed, training = parts.part("host_us"), parts.part("slowed"), parts.part("in_training")
-    reading = Reading(
-        event=event,
-        host={name: _positive(host, name) * 1e-6 for name in list(host.content)} if host else {},
-        slowed=dict(_slowed(slowed)) if slowed else {},
-        in_training={name: _positive(training, name) for name in list(training.content)} if training else {},
+    found: _Provenance = build(_Provenance, read_yaml(text, file), file)
+    return Reading(
+        event=found.event_us * 1e-6,
+        host={name: us * 1e-6 for name, us in found.host_us.items()},
+        slowed={name: (each.after_us * 1e-6, each.by) for name, each in found.slowed.items()},
+        in_training=found.in_training,
     )
-    parts.finish()
-    return reading
 
 
 def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
@@ -167,18 +183,3 @@ def read_kernel(record: Mapping[str, Any], reading: Reading) -> Kernel:
     if not all(0 < number < float("inf") for number in (seconds, *sizes)):
         raise ValueError("sizes and us must be finite and above 0")
     return reading.kernel(name, str(record.get("precision", "")), sizes, seconds)
-
-
-def _slowed(part: Part) -> Iterator[tuple[str, tuple[float, float]]]:
-    for name in list(part.content):
-        kind = part.part(name)
-        assert kind is not None
-        yield name, (_positive(kind, "after_us") * 1e-6, _positive(kind, "by"))
-        kind.finish()
-
-
-def _positive(part: Part, key: str, *, zero: bool = True) -> float:
-    value = float(part.required(key, (int, float)))
-    if not 0 <= value < float("inf") or (value == 0 and not zero):
-        raise part.wrong(key, f"must be a number, {'0 or above' if zero else 'above 0'}", value=value)
-    return value

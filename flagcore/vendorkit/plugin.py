@@ -26,7 +26,7 @@ from flagcore.vendorkit.engines import SUPPORT, read_engines
 from flagcore.vendorkit.knobs import FILE as KNOBS
 from flagcore.vendorkit.knobs import knobs
 from flagcore.vendorkit.maturity import read_maturity
-from flagcore.vendorkit.quirks import Quirk, applying, read_quirks
+from flagcore.vendorkit.quirks import Note, Quirk, applying, read_quirks
 from flagcore.vendorkit.telemetry import DeviceReading, SharedTable
 from flagcore.vendorkit.variables import environment
 
@@ -134,7 +134,7 @@ class VendorPlugin:
         if not self.owns(chip):
             return None
         failures = applying(read_quirks(self.package).failures, chip, engine, engine_version)
-        return tuple(failure.value.pattern for failure in failures)
+        return tuple(failure.value for failure in failures)
 
     @hookimpl
     def flagcore_telemetry(self, device: Device) -> Telemetry | None:
@@ -143,5 +143,5 @@ class VendorPlugin:
         return DeviceReading(self._table, device.index) if known else None
 
 
-def _with_source(note: Quirk[str]) -> str:
-    return f"{note.value} ({note.source.kind}: {note.source.detail})"
+def _with_source(note: Quirk[Note]) -> str:
+    return f"{note.value.note} ({note.source.kind}: {note.source.detail})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 
 from pydantic import ValidationError
@@ -17,108 +16,79 @@ from flagcore.spec.knobs import settings_of, settings_section
 from flagcore.spec.limits import PRECISIONS
 from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
-from flagcore.testing.problem import Problem, Skip
-from flagcore.testing.subject import Subject
+from flagcore.testing.kit import Problems, check
+from flagcore.testing.subject import Skip, Subject
+
+Supported = tuple[str, Chip, str, EngineSupport]
 
 
-def engine_support_is_valid(plugin: Subject) -> Iterator[Problem]:
+def _supports(plugin: Subject) -> list[Supported]:
+    """Return each answer after the words that begin a message about it, the chip and the engine."""
     plugin.implements("flagcore_engine_support")
-    for chip in plugin.chips:
-        for engine in plugin.engines:
-            plugin.loaded.engine_support(chip, engine)
-    yield from plugin.problems_of("flagcore_engine_support")
-
-
-def supported_engines_have_device_and_backend(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        if answer.support is not Support.IMPOSSIBLE and not (answer.device_type and answer.distributed_backend):
-            yield Problem(
-                f"flagcore_engine_support: {engine} on {chip.name} lacks device_type or distributed_backend",
-                "give torch's names: without both, nothing can run",
-            )
-
-
-def untested_engines_have_a_reason(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        if answer.support is not Support.YES and not answer.reason.strip():
-            yield Problem(
-                f"flagcore_engine_support: {engine} on {chip.name} is {answer.support.value!r} without a reason",
-                "give a reason for `flag doctor` and `flag explain`",
-            )
-
-
-def refused_values_have_reasons(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        for refused in answer.refused:
-            limits = refused.values or refused.above is not None
-            if not (refused.name.isidentifier() and refused.reason.strip() and limits):
-                yield Problem(
-                    f"flagcore_engine_support: {engine} on {chip.name}: {refused.name!r} is incomplete",
-                    "give a name of letters and underscores, the values, and a reason for `flag explain`",
-                )
-
-
-def refused_values_exist(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        for refused in answer.refused:
-            if not _is_known(chip, engine, refused.knob, refused.values):
-                yield Problem(
-                    f"flagcore_engine_support: {engine} has no knob {refused.knob!r} with {refused.values}",
-                    f"name a knob of {engine} and valid values (docs/spec.md, docs/spec-serve.md)",
-                )
-
-
-def refused_values_leave_candidates(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        if engine != "megatron":
-            continue
-        for axis in workload(engine).axes(task_on(chip)):
-            gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
-            if set(axis.values) <= gone:
-                yield Problem(
-                    f"flagcore_engine_support: every value of {axis.knob} is refused on {chip.name}",
-                    "if the engine cannot run at all, return Support.IMPOSSIBLE with a reason",
-                )
-
-
-def forced_settings_have_reasons(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        for forced in answer.forced:
-            if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
-                yield Problem(
-                    f"flagcore_engine_support: {engine}, {chip.name} {forced.name!r} forces {forced.setting!r}",
-                    f"give a name, a reason, and a setting that begins with {' or '.join(SHARED)}",
-                )
-
-
-def forced_settings_are_valid(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        for forced in answer.forced:
-            if forced.setting.startswith(SHARED) and not _is_setting(forced.setting, forced.value):
-                yield Problem(
-                    f"flagcore_engine_support: {engine}, {chip.name}: {forced.name} forces {forced.setting} = "
-                    f"{forced.value!r}, which is not a valid setting",
-                    "name a key of train.settings and a valid value (docs/spec.md)",
-                )
-
-
-def visible_devices_is_a_variable_name(plugin: Subject) -> Iterator[Problem]:
-    for chip, engine, answer in _supports(plugin):
-        if answer.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", answer.visible_devices):
-            yield Problem(
-                f"flagcore_engine_support: {engine} on {chip.name}: visible_devices = {answer.visible_devices!r}",
-                "give the name of the environment variable, such as ACME_VISIBLE_DEVICES",
-            )
-
-
-def _supports(plugin: Subject) -> list[tuple[Chip, str, EngineSupport]]:
-    plugin.implements("flagcore_engine_support")
-    pairs = [(chip, engine) for chip in plugin.own_chips() for engine in plugin.engines]
-    found = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in pairs]
-    known = [each for each in found if not each[2].reason.startswith("no plugin says how")]
-    if not known:
+    found = [(chip, engine, plugin.loaded.engine_support(chip, engine)) for chip, engine in plugin.pairs()]
+    answered = [
+        (f"flagcore_engine_support: {engine} on {chip.name}", chip, engine, answer)
+        for chip, engine, answer in found
+        if not answer.reason.startswith("no plugin supports")
+    ]
+    if not answered:
         raise Skip("the plugin supports no engine")
-    return known
+    return answered
+
+
+@check("give torch's names: without both, nothing can run", each=_supports)
+def supported_engines_have_device_and_backend(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    if answer.support is not Support.IMPOSSIBLE and not (answer.device_type and answer.distributed_backend):
+        yield f"{where} lacks device_type or distributed_backend"
+
+
+@check("give a reason for `flag doctor` and `flag explain`", each=_supports)
+def untested_engines_have_a_reason(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    if answer.support is not Support.YES and not answer.reason.strip():
+        yield f"{where} is {answer.support.value!r} without a reason"
+
+
+@check("give a name of letters and underscores, the values, and a reason for `flag explain`", each=_supports)
+def refused_values_have_reasons(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    for refused in answer.refused:
+        limits = refused.values or refused.above is not None
+        if not (refused.name.isidentifier() and refused.reason.strip() and limits):
+            yield f"{where}: {refused.name!r} is incomplete"
+
+
+@check("name a knob of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
+def refused_values_exist(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    for refused in answer.refused:
+        if not _is_known(chip, engine, refused.knob, refused.values):
+            yield f"{where}: there is no knob {refused.knob!r} with {refused.values}"
+
+
+@check("if the engine cannot run at all, return Support.IMPOSSIBLE with a reason", each=_supports)
+def refused_values_leave_candidates(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    for axis in workload(engine).axes(task_on(chip)) if engine == "megatron" else ():
+        gone = {value for refused in answer.refused if refused.knob == axis.knob for value in refused.values}
+        if set(axis.values) <= gone:
+            yield f"{where}: every value of {axis.knob} is refused"
+
+
+@check(f"give a name, a reason, and a setting that begins with {' or '.join(SHARED)}", each=_supports)
+def forced_settings_have_reasons(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    for forced in answer.forced:
+        if not (forced.name.isidentifier() and forced.reason.strip() and forced.setting.startswith(SHARED)):
+            yield f"{where}: {forced.name!r} forces {forced.setting!r}"
+
+
+@check("name a key of train.settings and a valid value (docs/spec.md)", each=_supports)
+def forced_settings_are_valid(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    for forced in answer.forced:
+        if forced.setting.startswith(SHARED) and not _is_setting(forced.setting, forced.value):
+            yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
+
+
+@check("give the name of the environment variable, such as ACME_VISIBLE_DEVICES", each=_supports)
+def visible_devices_is_a_variable_name(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
+    if answer.visible_devices is not None and not re.fullmatch(r"[A-Za-z_]\w*", answer.visible_devices):
+        yield f"{where}: visible_devices = {answer.visible_devices!r}"
 
 
 def _is_known(chip: Chip, engine: str, knob: str, values: tuple[object, ...]) -> bool:
