@@ -101,12 +101,6 @@ def failure_patterns_ignore_healthy_logs(plugin: Subject) -> Problems:
                 yield f"flagcore_failure_patterns: {pattern.pattern!r} matches {line.strip()!r} of a successful run"
 
 
-@check()
-def failures_name_known_engines(plugin: Subject) -> Problems:
-    for place, each in enumerate(plugin.quirks.failures):
-        yield from plugin.unknown(f"quirks.yaml: failures[{place}]", each.scope)
-
-
 def _patterns(plugin: Subject) -> Sequence[FailurePattern]:
     found = [pattern for pair in plugin.pairs() for pattern in plugin.loaded.failure_patterns(*pair)]
     return tuple(dict.fromkeys(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flagcore.domain.chip import Chip
+from flagcore.errors import SpecError
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import FOREIGN_CHIP, questions
 from flagcore.testing.kit import Problems, check
@@ -14,6 +15,8 @@ def foreign_chips_get_no_answer(plugin: Subject) -> Problems:
     for hook, arguments in questions(FOREIGN_CHIP):
         try:
             answer = plugin.ask(hook, arguments)
+        except SpecError:
+            raise  # of a file, which another check may have reported
         except Exception as error:
             yield f"{hook} raises {one_line(error)} for a chip of another vendor"
             continue
