@@ -119,7 +119,6 @@ class LoadedPlugins:
         return tuple(self._chips)
 
     def maturity(self, plugin: Plugin) -> Maturity | None:
-        """Return what a plugin says about its maturity, if anything."""
         return self._ask(plugin, "flagcore_maturity", validation.one(Maturity))
 
     def topology(self, group: NodeGroup) -> Topology | None:
@@ -129,7 +128,6 @@ class LoadedPlugins:
         )
 
     def memory_model(self, group: NodeGroup, engine: str) -> MemoryModel | None:
-        """Return the first plugin's answer."""
         about = {"group": group, "engine": engine, "kind": kind_of(engine)}
         return self._first([group.chip], "flagcore_memory_model", validation.memory_model, **about)
 
@@ -156,14 +154,8 @@ class LoadedPlugins:
     ) -> Mapping[str, str]:
         """Return all plugins' variables; where several set one, the plugin asked first wins."""
         joined: dict[str, str] = {}
-        about = {
-            "chip": chip,
-            "engine": engine,
-            "engine_version": engine_version,
-            "task": task,
-            "kind": kind_of(engine),
-        }
-        for found in self._all([chip], "flagcore_environment", validation.environment, **about):
+        about = {"chip": chip, "engine": engine, "engine_version": engine_version, "kind": kind_of(engine)}
+        for found in self._all([chip], "flagcore_environment", validation.environment, task=task, **about):
             joined = {**found, **joined}
         return joined
 
@@ -185,7 +177,6 @@ class LoadedPlugins:
         return found or EngineSupport(support=Support.UNKNOWN, reason=f"no plugin supports {engine} on {chip.name}")
 
     def pruning_rules(self, task: Task) -> tuple[PruningRule, ...]:
-        """Return all plugins' rules."""
         chips = [group.chip for group in task.cluster.groups]
         found = self._all(chips, "flagcore_pruning_rules", validation.pruning_rules, task=task)
         return tuple(rule for rules in found for rule in rules)
@@ -212,7 +203,6 @@ class LoadedPlugins:
         return tuple(pattern for patterns in found for pattern in patterns)
 
     def telemetry(self, device: Device) -> Telemetry | None:
-        """Return the first plugin's answer."""
         chip = self.find_chip(device.chip)
         return self._first([chip] if chip else [], "flagcore_telemetry", validation.telemetry, device=device)
 

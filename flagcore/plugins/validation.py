@@ -96,12 +96,20 @@ def topology(answer: object, group: NodeGroup) -> Topology:
     sizes = [level.devices for level in found.levels]
     if not sizes or sizes != sorted(set(sizes)) or sizes[-1] != group.devices:
         raise BadPlugin(f"answered levels of {sizes} devices; they must grow and end at all {group.devices}")
-    if any(not level.bytes_per_second > 0 or level.latency_seconds < 0 for level in found.levels):
-        raise BadPlugin("answered a level without bandwidth or with a negative latency")
-    if any(not (level.efficiency > 0 and 0 < level.pair_share <= 1 and level.hop >= 0) for level in found.levels):
-        raise BadPlugin("answered a level whose efficiency or pair_share is no share above 0, or with a negative hop")
-    if any(not (level.crowding >= 0 and 0 <= level.compute_share <= 1) for level in found.levels):
-        raise BadPlugin("answered a level with a negative crowding, or with a compute_share that is no share")
+    for level in found.levels:
+        for field, valid, rule in (
+            ("bytes_per_second", level.bytes_per_second > 0, "above 0"),
+            ("latency_seconds", level.latency_seconds >= 0, "0 or more"),
+            ("efficiency", level.efficiency > 0, "above 0"),
+            ("pair_share", 0 < level.pair_share <= 1, "above 0, at most 1"),
+            ("hop", level.hop >= 0, "0 or more"),
+            ("crowding", level.crowding >= 0, "0 or more"),
+            ("compute_share", 0 <= level.compute_share <= 1, "0 to 1"),
+        ):
+            if not valid:
+                raise BadPlugin(
+                    f"answered level {level.name} with {field} = {getattr(level, field)}; it must be {rule}"
+                )
     return found
 
 
@@ -128,12 +136,10 @@ def kernel_costs(answer: object) -> KernelCosts:
     _two_numbers(costs.attention_backward_seconds, shape, "bf16")
     _two_numbers(costs.memory_seconds, sizes)
     _two_numbers(costs.host_copy_seconds, sizes)
-    launch = costs.launch_seconds()
-    if isinstance(launch, bool) or not isinstance(launch, (int, float)) or launch < 0:
-        raise BadPlugin(f"answered an object whose launch_seconds() is {_short_repr(launch)}, not seconds")
-    longer = costs.run_slowdown()
-    if isinstance(longer, bool) or not isinstance(longer, (int, float)) or not (math.isnan(longer) or longer >= 1):
-        raise BadPlugin(f"answered an object whose run_slowdown() is {_short_repr(longer)}, not 1 or more")
+    for method, least in (("launch_seconds", 0.0), ("run_slowdown", 1.0)):
+        value = data(float, getattr(costs, method)(), f"{method}()")
+        if value < least:  # false for NaN
+            raise BadPlugin(f"answered an object whose {method}() is {value:g}, not {least:g} or more")
     return costs
 
 

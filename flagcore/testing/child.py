@@ -59,7 +59,7 @@ def _subject(name: str, folder: Path | None) -> Subject:
         points = installed(GROUP).points[name]
         return Subject(name=name, hooks=load_only(points), distribution=points[0].dist)
     package = read_source(folder)
-    sys.path[:0] = [str(path) for path in package.paths if path.is_dir()]
+    sys.path[:0] = [str(folder), str(folder / "src")]
     module, _, attribute = package.points[name].partition(":")
     found = importlib.import_module(module)
     return Subject(name=name, hooks=getattr(found, attribute) if attribute else found)

@@ -68,6 +68,8 @@ class Subject:
     hooks: object
     distribution: Distribution | None = None
     examples: Sequence[tuple[str, TrialState]] = ()
+    engines: tuple[str, ...] = field(default_factory=lambda: names(WORKLOADS))
+    """The engines that are installed."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What checks found out that others use, too."""
 
@@ -88,20 +90,10 @@ class Subject:
         """The plugin as the core would ask it, every answer checked."""
         return LoadedPlugins.of({self.name: self.hooks})
 
-    @property
-    def broken(self) -> bool:
-        """Whether the plugin cannot be asked at all."""
-        return not self.loaded.plugins
-
     @cached_property
     def chips(self) -> tuple[Chip, ...]:
         """The plugin's own chips; an add-on has none."""
         return self.loaded.chips()
-
-    @cached_property
-    def engines(self) -> tuple[str, ...]:
-        """The engines that are installed."""
-        return names(WORKLOADS)
 
     @cached_property
     def others(self) -> LoadedPlugins:
@@ -114,11 +106,11 @@ class Subject:
         if isinstance(self.hooks, ModuleType):
             return self.hooks.__name__
         package = str(getattr(self.hooks, "package", ""))
-        for module in [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]:
-            for name, value in vars(module).items():
-                if value is self.hooks:
-                    return f"{module.__name__}:{name}"
-        return ""
+        modules = [each for name, each in sys.modules.items() if package and name.partition(".")[0] == package]
+        found = (
+            f"{each.__name__}:{name}" for each in modules for name, value in vars(each).items() if value is self.hooks
+        )
+        return next(found, "")
 
     @property
     def hooks_module(self) -> str:
@@ -169,30 +161,26 @@ class Subject:
             raise Skip("no transcript in tests/smi lists devices")
         return found
 
-    def shipped(self, file: str) -> Path:
-        """Return a file of its package. Raises Skip where it ships none of that name."""
-        path = self.package_folder / file
-        if not path.is_file():
+    def shipped(self, file: str, read: Callable[[str], T]) -> T:
+        """Return the content of a file of its package. Raises Skip without the file, SpecError for a bad one."""
+        if not (self.package_folder / file).is_file():
             raise Skip(f"the plugin has no {file}")
-        return path
+        return read(self.package)
 
     @property
     def quirks(self) -> Quirks:
-        """What `quirks.yaml` holds. Raises Skip, and SpecError for a bad file."""
-        self.shipped("quirks.yaml")
-        return read_quirks(self.package)
+        """The content of `quirks.yaml`."""
+        return self.shipped("quirks.yaml", read_quirks)
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """What `environment.yaml` holds. Raises Skip, and SpecError for a bad file."""
-        self.shipped("environment.yaml")
-        return read_variables(self.package)
+        """The content of `environment.yaml`."""
+        return self.shipped("environment.yaml", read_variables)
 
     @property
     def maturity(self) -> Maturity:
-        """What `maturity.yaml` holds. Raises Skip, and SpecError for a bad file."""
-        self.shipped("maturity.yaml")
-        return read_maturity(self.package) or Maturity()
+        """The content of `maturity.yaml`."""
+        return self.shipped("maturity.yaml", read_maturity) or Maturity()
 
     def unknown(self, where: str, scope: Scope) -> Iterator[Problem]:
         """Yield the engines and chips of an entry that do not exist. `where` begins the messages."""

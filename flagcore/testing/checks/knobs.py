@@ -49,6 +49,5 @@ def knob_effects_have_sources(chip: Chip, engine: str, knob: Knob) -> Problems:
 
 @check()
 def knobs_name_known_engines_and_chips(plugin: Subject) -> Problems:
-    plugin.shipped("knobs.yaml")
-    for each in all_knobs(plugin.package):
+    for each in plugin.shipped("knobs.yaml", all_knobs):
         yield from plugin.unknown(f"knobs.yaml: {each.knob.name}", each.scope)
