@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from pydantic import ValidationError
-
 from flagcore.domain.chip import Chip, Support
 from flagcore.domain.engine import EngineSupport
-from flagcore.engines.serving.vllm import knobs
 from flagcore.errors import SpecError
 from flagcore.plugins import workload
-from flagcore.spec.knobs import settings_of, settings_section
 from flagcore.spec.limits import PRECISIONS
 from flagcore.stages.legality import JOB_KEYS, SHARED
 from flagcore.testing.examples import task_on
@@ -59,7 +55,7 @@ def refused_values_have_reasons(where: str, chip: Chip, engine: str, answer: Eng
 @check("name a knob of the engine and valid values (docs/spec.md, docs/spec-serve.md)", each=_supports)
 def refused_values_exist(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for refused in answer.refused:
-        if not _is_known(chip, engine, refused.knob, refused.values):
+        if not _is_known(engine, refused.knob, refused.values):
             yield f"{where}: there is no knob {refused.knob!r} with {refused.values}"
 
 
@@ -81,7 +77,7 @@ def forced_settings_have_reasons(where: str, chip: Chip, engine: str, answer: En
 @check("name a key of train.settings and a valid value (docs/spec.md)", each=_supports)
 def forced_settings_are_valid(where: str, chip: Chip, engine: str, answer: EngineSupport) -> Problems:
     for forced in answer.forced:
-        if forced.setting.startswith(SHARED) and not _is_setting(forced.setting, forced.value):
+        if forced.setting.startswith(SHARED) and not _is_known(engine, forced.setting, (forced.value,)):
             yield f"{where}: {forced.name} forces {forced.setting} = {forced.value!r}, which is not a valid setting"
 
 
@@ -91,28 +87,17 @@ def visible_devices_is_a_variable_name(where: str, chip: Chip, engine: str, answ
         yield f"{where}: visible_devices = {answer.visible_devices!r}"
 
 
-def _is_known(chip: Chip, engine: str, knob: str, values: tuple[object, ...]) -> bool:
-    if knob.startswith(SHARED):
-        return all(_is_setting(knob, value) for value in values)
-    if knob == "precision":
+def _is_known(engine: str, key: str, values: tuple[object, ...]) -> bool:
+    """Return whether a knob, a key of the job or a setting of an engine can have these values."""
+    where, _, name = key.rpartition(".")
+    if key == "precision":
         return set(values) <= set(PRECISIONS)
-    if knob in JOB_KEYS:
+    if key in JOB_KEYS or where == "engine_args":
         return True
-    if engine == "vllm":
-        known = knobs.BY_NAME.get(knob)
-        return known is not None and (not known.words or set(values) <= set(known.words))
-    if engine != "megatron":
-        return True
-    axis = next((axis for axis in workload(engine).axes(task_on(chip)) if axis.knob == knob), None)
-    return axis is not None and {value for value in values if isinstance(value, str)} <= set(axis.words)
-
-
-def _is_setting(key: str, value: object) -> bool:
-    """Return whether a task can have this value of `settings.NAME`; arguments of servers are their engine's."""
-    where, _, name = key.partition(".")
-    if where != "settings":
-        return True
-    with suppress(SpecError, ValidationError):
-        rows = workload("megatron").knobs
-        return name in settings_of(settings_section(rows).model_validate({name: value}), rows)
+    scope = "setting" if where == "settings" else "space"
+    knobs = {name: knob for knob in workload(engine).knobs if scope in knob.scope for name in knob.names}
+    with suppress(SpecError, KeyError):
+        for value in values:
+            knobs[name].parse(value, key)
+        return name in knobs
     return False
