@@ -114,7 +114,7 @@ class LoadedPlugins:
         return found
 
     def chips(self) -> tuple[Chip, ...]:
-        """Return all chips. Asked once. Of two chips with one name or alias the first plugin's is kept."""
+        """Return all chips. Asked once. Of two chips with one name or alias, the first plugin's counts."""
         self._known_chips()
         return tuple(self._chips)
 
@@ -246,7 +246,7 @@ class LoadedPlugins:
             return None
 
     def _try(self, plugin: Plugin, hook: str, check: Callable[[object], T], **arguments: object) -> T | None:
-        """Ask one plugin and check its answer. Raises _Failed, with the failure already kept, and KeyboardInterrupt."""
+        """Ask one plugin and check its answer. Raises _Failed, after recording the failure, and KeyboardInterrupt."""
         stage = "ask"
         try:
             with stdout_to_stderr():
