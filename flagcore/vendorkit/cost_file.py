@@ -47,53 +47,51 @@ NAMES = tuple(each.name for each in fields(Curve) if each.name != "run_slowdown"
 Positive = Annotated[float, Field(ge=0)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Slowed:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowed:
+    """A lower clock in long measurements: times much longer than `after_us` are too long by the share `by`."""
+
     after_us: Positive
     by: Positive
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Provenance:
-    """The keys of `provenance.yaml`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Corrections of measured times by kind of kernel, times in microseconds.
+
+    `event_us` is part of every time. At or below `host_us` the host was slower than the device, and the time is only a
+    bound. `slowed` kernels were measured at a lower clock, because a long run of one alone heats the chip more than
+    training does. `in_training` is the share of its time that a kernel takes within a training step, where its
+    shortest side keeps the chip busy with arithmetic.
+    """
+
+    event_us: Positive = 0.0
+    host_us: Mapping[str, Positive] = field(default_factory=dict)
+    slowed: Mapping[str, Slowed] = field(default_factory=dict)
+    in_training: Mapping[str, Positive] = field(default_factory=dict)
+
+    def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
+        """Return a measured kernel with the device's own time."""
+        bound = seconds <= self.host_us.get(name, 0.0) * 1e-6
+        if name != "launch":
+            seconds = max(seconds - self.event_us * 1e-6, 0.1 * seconds)
+        if name in self.slowed:
+            slowed = self.slowed[name]
+            seconds /= 1.0 + slowed.by / (1.0 + (slowed.after_us * 1e-6 / seconds) ** 4)
+        if name in self.in_training:
+            seconds *= self.in_training[name] ** min(min(sizes) / BUSY_SIDE, 1.0)
+        return Kernel(name=name, precision=precision, sizes=sizes, seconds=seconds, bound=bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance(Reading):
+    """The content of `provenance.yaml`."""
 
     how: str
     software: Mapping[str, Any]
     date: Any
     schema: int = 1
     notes: str = ""
-    event_us: Positive = 0.0
-    host_us: Mapping[str, Positive] = field(default_factory=dict)
-    slowed: Mapping[str, _Slowed] = field(default_factory=dict)
-    in_training: Mapping[str, Positive] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Corrections of measured times, in seconds and by kind of kernel.
-
-    `event` is part of every time. At or below `host` the host was slower than the device, and the time is only a
-    bound. `slowed` gives (after, by): a kernel much longer than `after` was measured at a clock that was lower by
-    `by`, because a long run of it alone heats the chip more than training does. `in_training` is the share of its
-    time that a kernel takes within a training step, where its shortest side keeps the chip busy with arithmetic.
-    """
-
-    event: float = 0.0
-    host: Mapping[str, float] = field(default_factory=dict)
-    slowed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    in_training: Mapping[str, float] = field(default_factory=dict)
-
-    def kernel(self, name: str, precision: str, sizes: tuple[float, ...], seconds: float) -> Kernel:
-        """Return a measured kernel with the device's own time."""
-        bound = seconds <= self.host.get(name, 0.0)
-        if name != "launch":
-            seconds = max(seconds - self.event, 0.1 * seconds)
-        if name in self.slowed:
-            after, by = self.slowed[name]
-            seconds /= 1.0 + by / (1.0 + (after / seconds) ** 4)
-        if name in self.in_training:
-            seconds *= self.in_training[name] ** min(min(sizes) / BUSY_SIDE, 1.0)
-        return Kernel(name=name, precision=precision, sizes=sizes, seconds=seconds, bound=bound)
 
 
 def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
@@ -101,22 +99,17 @@ def kernel_costs(package: str, chip: Chip) -> KernelCosts | None:
 
     Raises SpecError for a bad file.
     """
-    folder = files(package).joinpath("costs").joinpath(chip.name.casefold())
-    texts = {}
-    for name in ("curve.yaml", "kernels.jsonl", "provenance.yaml"):
-        if folder.joinpath(name).is_file():
-            texts[name] = folder.joinpath(name).read_text("utf-8")
-    where = f"{package}/costs/{chip.name.casefold()}"
-    if not texts:
-        return None
-    curve = read_curve(texts["curve.yaml"], f"{where}/curve.yaml") if "curve.yaml" in texts else Curve()
-    roofline = Roofline(chip=chip, curve=curve)
-    if "kernels.jsonl" not in texts:
-        return roofline
-    if "provenance.yaml" not in texts:
+    folder = f"costs/{chip.name.casefold()}"
+    curve = _curve(package, f"{folder}/curve.yaml")
+    kernels, where = files(package).joinpath(f"{folder}/kernels.jsonl"), f"{package}/{folder}"
+    if not kernels.is_file():
+        return Roofline(chip=chip, curve=curve) if curve else None
+    provenance = files(package).joinpath(f"{folder}/provenance.yaml")
+    if not provenance.is_file():
         raise SpecError(file=f"{where}/provenance.yaml", key="the file", problem="is missing beside kernels.jsonl")
-    reading = read_provenance(texts["provenance.yaml"], f"{where}/provenance.yaml")
-    return KernelTable.of(roofline, read_kernels(texts["kernels.jsonl"], f"{where}/kernels.jsonl", reading))
+    reading = read_provenance(provenance.read_text("utf-8"), f"{where}/provenance.yaml")
+    sheet = read_kernels(kernels.read_text("utf-8"), f"{where}/kernels.jsonl", reading)
+    return KernelTable.of(Roofline(chip=chip, curve=curve or Curve()), sheet)
 
 
 def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
@@ -124,11 +117,13 @@ def serving_costs(package: str, chip: Chip) -> KernelCosts | None:
 
     Raises SpecError for a bad file.
     """
-    place = f"costs/{chip.name.casefold()}/serving.yaml"
-    file = files(package).joinpath(place)
-    if not file.is_file():
-        return kernel_costs(package, chip)
-    return Roofline(chip=chip, curve=read_curve(file.read_text("utf-8"), f"{package}/{place}"))
+    curve = _curve(package, f"costs/{chip.name.casefold()}/serving.yaml")
+    return Roofline(chip=chip, curve=curve) if curve else kernel_costs(package, chip)
+
+
+def _curve(package: str, path: str) -> Curve | None:
+    file = files(package).joinpath(path)
+    return read_curve(file.read_text("utf-8"), f"{package}/{path}") if file.is_file() else None
 
 
 def read_curve(text: str, file: str) -> Curve:
@@ -149,15 +144,10 @@ def read_curve(text: str, file: str) -> Curve:
     return replace(curve, run_slowdown=OF[fitted_to])
 
 
-def read_provenance(text: str, file: str) -> Reading:
+def read_provenance(text: str, file: str) -> Provenance:
     """Return how the times beside a `provenance.yaml` are to be read. Raises SpecError."""
-    found: _Provenance = build(_Provenance, read_yaml(text, file), file)
-    return Reading(
-        event=found.event_us * 1e-6,
-        host={name: us * 1e-6 for name, us in found.host_us.items()},
-        slowed={name: (each.after_us * 1e-6, each.by) for name, each in found.slowed.items()},
-        in_training=found.in_training,
-    )
+    found: Provenance = build(Provenance, read_yaml(text, file), file)
+    return found
 
 
 def read_kernels(text: str, file: str, reading: Reading) -> KernelSheet:
