@@ -36,9 +36,10 @@ def read_collectives(text: str, file: str) -> CollectiveTable | str:
     level: str = build(str, content.pop("level", ""), file, "level")
     curves = []
     for path, entry in entries(content, "curves", file):
-        if any(isinstance(each, int) for each in entry.get("seconds") or ()):
+        seconds = entry.get("seconds")
+        if isinstance(seconds, list) and any(isinstance(each, int) for each in seconds):
             fix = "give seconds, e.g. 1.2e-05"
-            raise SpecError(file=file, key=f"{path}seconds", value=entry["seconds"], problem="are whole", fix=fix)
+            raise SpecError(file=file, key=f"{path}seconds", value=seconds, problem="has whole numbers", fix=fix)
         curves.append(build(Curve, entry, file, path))
         if wrong := problem(CollectiveTable(curves=(curves[-1],), source="")):
             raise SpecError(file=file, key=path, problem=wrong)

@@ -130,7 +130,7 @@ def read_curve(text: str, file: str) -> Curve:
     """Return the curve of a `curve.yaml`. Raises SpecError naming `file`, key, value, rule and fix."""
     content = read_yaml(text, file)
     build(Source, content.pop("source", None), file, "source")
-    fitted_to: str = content.pop("of", "runs")
+    fitted_to: str = build(str, content.pop("of", "runs"), file, "of")
     if fitted_to not in OF:
         fix = f"use one of {', '.join(OF)}"
         raise SpecError(file=file, key="of", value=fitted_to, problem="invalid value", fix=fix)

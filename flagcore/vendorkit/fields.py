@@ -18,6 +18,15 @@ SOURCE_KEYS = {"measured": "how", "datasheet": "document", "published": "where",
 """The key that each kind of source must have."""
 OPTIONAL_SOURCE_KEYS = ("confidence", "date", "note", "page", "repeats", "software")
 """Keys that any source may have; others are allowed, too."""
+WORDS = {
+    **dict.fromkeys(("dataclass_type", "dict_type"), "keys with values"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+"""The words for the types of YAML by pydantic's types of errors."""
 FIX = "see docs/write-a-plugin.md for the keys"
 
 Content = dict[str, Any]
@@ -44,14 +53,13 @@ def read_yaml(text: str, file: str) -> Content:
     Raises SpecError naming `file` if it is not YAML, not a mapping, or has a bad source.
     """
     try:
-        content = yaml.load(text, _UniqueKeys)
+        content = _plain(yaml.load(text, _UniqueKeys), file, "")
     except (yaml.YAMLError, RecursionError) as error:
         problem = f"is not YAML: {' '.join(str(error).split())}"
         raise SpecError(file=file, key="the file", problem=problem) from error
-    if not isinstance(content, Mapping):
+    if not isinstance(content, dict):
         raise SpecError(file=file, key="the file", value=content, problem="must be keys with values")
-    found: Content = _plain(content, file, "")
-    return found
+    return content
 
 
 def read_file(package: str, name: str) -> Content | None:
@@ -107,7 +115,8 @@ def _problem(error: Any, file: str, path: str, keys: Mapping[str, str]) -> SpecE
         return SpecError(file=file, key=key, problem="is missing", fix=FIX)
     if error["type"] == "unexpected_keyword_argument":
         return SpecError(file=file, key=key, problem="unknown key", fix=FIX)
-    problem = error["msg"].replace("Input should be", "must be").replace("a valid array", "a list")
+    words = WORDS.get(error["type"])
+    problem = f"must be {words}" if words else error["msg"].replace("Input should", "must")
     return SpecError(file=file, key=key, value=value, problem=problem, fix=_number_hint(error["type"], value))
 
 
@@ -123,7 +132,7 @@ def _plain(content: Any, file: str, path: str) -> Any:
     made = {}
     for key, value in content.items():
         is_source = key in ("source", "effect") and isinstance(value, Mapping)
-        made[key] = (_source if is_source else _plain)(value, file, f"{path}{key}.")
+        made[str(key)] = (_source if is_source else _plain)(value, file, f"{path}{key}.")
     return made
 
 

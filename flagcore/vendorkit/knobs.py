@@ -22,8 +22,6 @@ from flagcore.vendorkit.fields import Content, build, entries, finish, read_file
 from flagcore.vendorkit.scope import Scope, scoped
 
 FILE = "knobs.yaml"
-
-
 KEYS = {
     "name": "name",
     "label": "label",
@@ -61,7 +59,7 @@ def all_knobs(package: str) -> tuple[Listed, ...]:
         if not scope.engines:
             raise SpecError(file=file, key=f"{path}engine", problem="is missing")
         effects = dict(_effect(choice, file, path + at) for at, choice in entries(entry, "choices", file))
-        knob: Knob = build(Knob, {"source": None, **entry}, file, path, KEYS)
+        knob: Knob = build(Knob, entry, file, path, KEYS)
         found.append(Listed(scope=scope, knob=replace(knob, effects=effects)))
     finish(content, file)
     return tuple(found)
@@ -69,9 +67,9 @@ def all_knobs(package: str) -> tuple[Listed, ...]:
 
 def _effect(choice: Content, file: str, path: str) -> tuple[KnobValue, Effect]:
     value: KnobValue = build(bool | int | str, choice.pop("value", None), file, f"{path}value")
-    time = dict(choice.get("time") or {})
-    if "part" in time:
-        choice = {**choice, "part": time.pop("part"), "time": time}
+    time = choice.get("time")
+    if isinstance(time, dict) and "part" in time:
+        choice["part"] = time.pop("part")
     effect: Effect = build(Effect, choice, file, path)
     for name, factor in (("time", effect.time), ("memory", effect.memory)):
         if not 0 < factor.low <= factor.value <= factor.high:

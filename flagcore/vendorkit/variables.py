@@ -52,7 +52,7 @@ def read_variables(package: str) -> tuple[Variable, ...]:
     for path, entry, scope in scoped(content, "variables", file):
         variable: Variable = replace(build(Variable, entry, file, path), scope=scope)
         if (variable.value is None) == (variable.used == ""):
-            problem = "excludes `used`; exactly one of the two is needed"
+            problem = "or `used` is needed, and not both"
             raise SpecError(file=file, key=f"{path}value", value=variable.value, problem=problem)
         found.append(variable)
     finish(content, file)
