@@ -23,7 +23,7 @@ from functools import partial
 from typing import IO
 
 from flagcore.physics import device_memory  # noqa: F401 (what plugins usually import is not their own time)
-from flagcore.plugins import LoadedPlugins
+from flagcore.plugins import LoadedPlugins, Plugin
 from flagcore.plugins.installed import one_line
 from flagcore.testing.examples import questions
 from flagcore.testing.state import changed, process_state
@@ -39,31 +39,37 @@ IMPORT = "its import"
 def main(entry: str) -> int:
     """Import and ask, and return 0."""
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-
-    def write(**record: object) -> None:
-        ours.write(json.dumps(record) + "\n")
-
     logging.lastResort, logging.root.manager.emittedNoHandlerWarning = None, True
+    for record in _records(entry):
+        ours.write(json.dumps(record) + "\n")
+    return 0
+
+
+def _records(entry: str) -> Iterator[dict[str, object]]:
     module, _, attribute = entry.partition(":")
-    write(begins=IMPORT)
-    record = _observe(partial(importlib.import_module, module))
+    yield {"begins": IMPORT}
+    imported = _observe(partial(importlib.import_module, module))
     package = module.partition(".")[0]
     own = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] == package]
     files = sorted(file for each in own if (file := getattr(each, "__file__", None)))
-    write(hook=IMPORT, arguments=[], drivers=[each for each in DRIVERS if each in sys.modules], files=files, **record)
-    if not record["raised"]:
+    drivers = [each for each in DRIVERS if each in sys.modules]
+    yield {"hook": IMPORT, "arguments": [], "drivers": drivers, "files": files, **imported}
+    if not imported["raised"]:
         hooks: object = sys.modules[module]
         loaded = LoadedPlugins.of({"plugin_under_test": getattr(hooks, attribute) if attribute else hooks})
         for plugin in loaded.plugins:
-            for hook, arguments in _questions(loaded):
-                if hook in plugin.hooks:
-                    write(begins=hook)
-                    before = _frozen(arguments)
-                    record = _observe(partial(plugin.ask, hook, arguments))
-                    modified = [name for name, value in _frozen(arguments).items() if value != before[name]]
-                    write(hook=hook, arguments=modified, **record)
-    write(ends=entry)
-    return 0
+            yield from _asked(plugin, loaded)
+    yield {"ends": entry}
+
+
+def _asked(plugin: Plugin, loaded: LoadedPlugins) -> Iterator[dict[str, object]]:
+    for hook, arguments in _questions(loaded):
+        if hook in plugin.hooks:
+            yield {"begins": hook}
+            before = _frozen(arguments)
+            record = _observe(partial(plugin.ask, hook, arguments))
+            modified = [name for name, value in _frozen(arguments).items() if value != before[name]]
+            yield {"hook": hook, "arguments": modified, **record}
 
 
 def _observe(call: Callable[[], object]) -> dict[str, object]:
