@@ -111,7 +111,7 @@ MODULE = (
     module("import_loads_no_framework", "try:\n    import pynvml\nexcept ImportError:\n    pass", "pynvml"),
     module("import_has_no_side_effects", "print('hello')", "hello"),
     module("import_has_no_side_effects", "import os\nos.environ['ACME_Z'] = '1'", "ACME_Z"),
-    module("import_has_no_side_effects", "import time\ntime.sleep(2.2)", "takes"),
+    module("import_has_no_side_effects", "import time\ntime.sleep(3.2)", "takes"),
     module("import_has_no_side_effects", "import logging\nlogging.basicConfig(level=40)", "logging"),
     module("import_has_no_side_effects", "import numpy\nnumpy.seterr(all='ignore')", "numpy"),
     module("imports_only_public_modules", "import flagcore.loop", "flagcore.loop", also=("import_has_no_side_effects",)),
@@ -124,7 +124,7 @@ MODULE = (
     hook("hooks_do_not_modify_arguments", "prepare_launch", "launch.environment['ACME'] = '1'\n        return own", "flagcore_prepare_launch"),
     hook("hooks_write_no_files", "maturity", "open('acme.log', 'w').close()\n        return own", "acme.log"),
     module("hooks_return_quickly", "import os\nimport sys\nif sys.argv[0].endswith('asking.py'):\n    os._exit(3)", "import"),
-    hook("hooks_return_quickly", "maturity", "__import__('time').sleep(1.2)\n        return own", "flagcore_maturity"),
+    hook("hooks_return_quickly", "maturity", "__import__('time').sleep(3.5)\n        return own", "flagcore_maturity"),
 )
 CHIPS = (
     hook("chips_and_devices_are_valid", "chips", "return [*own, 'A2']", "flagcore_chips", also=("foreign_chips_get_no_answer",)),

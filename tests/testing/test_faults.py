@@ -22,9 +22,9 @@ WITHOUT_FAULT = {
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_effects, "SECONDS", 1.0)
-    monkeypatch.setattr(side_effects, "IMPORT_SECONDS", 2.0)
-    monkeypatch.setattr(failures, "SECONDS", 1.0)
+    monkeypatch.setattr(side_effects, "SECONDS", 3.0)
+    monkeypatch.setattr(side_effects, "IMPORT_SECONDS", 3.0)
+    monkeypatch.setattr(failures, "SECONDS", 3.0)
 
 
 @pytest.fixture(scope="module")
