@@ -9,7 +9,7 @@ names, the one that has the chip last, so that an add-on can override it. Each p
 pluggy's wrappers, tryfirst and trylast have no effect.
 
 `engine` is the name of an installed engine, `kind` what that engine does: "train" or "serve". A plugin that answers by
-`kind` needs no change for an engine that it has never heard of. An implementation may leave out any argument.
+`kind` needs no change for an engine that it does not know. An implementation may leave out any argument.
 """
 
 from __future__ import annotations

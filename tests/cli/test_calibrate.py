@@ -93,7 +93,7 @@ def test_a_calibration_that_cannot_be_read_is_told_by_who_wants_it(flag: Flag, h
     (home / "cpu.json").write_text("{")
     ran = flag("estimate", project.spec(train={"command": None}))
     assert ran.code == 2
-    assert "cpu.json is no calibration that can be read" in ran.err
+    assert "cpu.json is not a calibration" in ran.err
 
 
 def test_listing_and_forgetting_do_not_go_together(flag: Flag, home: Path) -> None:
