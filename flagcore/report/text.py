@@ -4,35 +4,62 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knob, Knobs
 from flagcore.domain.plan import Counts
+from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.trial import PROBE, RUN, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
 from flagcore.report.formats import WIDTH, fits, lookup, render
 
+Removed: TypeAlias = "tuple[str, str, int]"
+"""A stage of the funnel: its rule or nothing, its text, and how many it removed."""
+
+
+def funnel_stages(counts: Counts, fidelity: str = RUN) -> tuple[list[Removed], list[Removed]]:
+    """Return what was removed of the combinations and then of the candidates; trials only once any ran."""
+    illegal = [(rule, _("illegal: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.illegal)]
+    pruned = [(rule, _("pruned: {rule}", rule=_(rule)), number) for rule, number in _largest_first(counts.pruned)]
+    ran = [
+        ("", _("probed") if fidelity == PROBE else _("measured"), counts.measured),
+        ("", _("stopped early"), counts.stopped),
+        ("", _("failed"), counts.failed),
+    ]
+    states = [(DOES_NOT_FIT, _("predicted not to fit"), counts.does_not_fit), *pruned]
+    return [*illegal, ("", _("duplicates"), counts.merged)], states + (ran if any(each[2] for each in ran) else [])
+
 
 def funnel(counts: Counts, fidelity: str = RUN) -> str:
     """Return how many combinations each rule eliminated, a line per rule; states of trials once any ran."""
-    rows = [(_("combinations"), counts.combinations)]
-    rows += [("  " + _("illegal: {rule}", rule=_(name)), -number) for name, number in _largest_first(counts.illegal)]
-    rows += [("  " + _("duplicates"), -counts.merged), (_("candidates"), counts.candidates)]
-    rows += [("  " + _("predicted not to fit"), -counts.does_not_fit)]
-    rows += [("  " + _("pruned: {rule}", rule=_(name)), -number) for name, number in _largest_first(counts.pruned)]
-    measured = _("probed") if fidelity == PROBE else _("measured")
-    ran = [(measured, counts.measured), (_("stopped early"), counts.stopped), (_("failed"), counts.failed)]
-    if any(number for name, number in ran):
-        rows += [(f"  {name}", -number) for name, number in ran]
-    rows += [(_("untried"), counts.untried)]
+    illegal, states = ([(f"  {name}", -number) for _, name, number in some] for some in funnel_stages(counts, fidelity))
+    rows = [(_("combinations"), counts.combinations), *illegal, (_("candidates"), counts.candidates), *states]
+    rows.append((_("untried"), counts.untried))
     width, longest = max(columns(name) for name, number in rows), max(len(f"{number:,}") for name, number in rows)
     return "\n".join(f"{left(name, width)}  {number:>{longest},}" for name, number in rows)
 
 
 def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda pair: -pair[1])
+
+
+def lost_repeats(result: Mapping[str, Any]) -> dict[int, str]:
+    """Return the states of the repeats of a result that gave no measurement, by number."""
+    repeats = result.get("repeats") or ()
+    return {each["number"]: each["state"] for each in repeats if each["state"] != TrialState.MEASURED.value}
+
+
+def drift_text(noise: Mapping[str, Any]) -> str:
+    """Return a warning that the machine got faster or slower during the run (`noise` of a result), or nothing."""
+    if not noise.get("drifted") or noise.get("drift") is None:
+        return ""
+    return _(
+        "machine drift: the speed of the baseline changed by {drift:+.1%} between its first and last run; results of "
+        "trials that are far apart in time may differ by as much",
+        drift=noise["drift"],
+    )
 
 
 def repeats_text(lost: Mapping[int, str]) -> list[str]:

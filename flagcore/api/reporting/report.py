@@ -59,7 +59,7 @@ def save_report(run_dir: Path, ending: TuneResult, workload: Workload, data: Map
         best = ending.plan.best.candidate if ending.plan.best else None
         found = insight(ending.problem, workload, best)
         write(run_dir / INSIGHT, json.dumps(found, ensure_ascii=False) + "\n")
-        shown = RunData.to_hand_on(
+        shown = RunData.redacted(
             data, found, _secrets(run_dir), folder=run_dir, called=str(run_dir), knobs=ending.plan.knobs
         )
         write(run_dir / REPORT, as_html(page(shown)))
@@ -111,7 +111,7 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     names = found["baseline"]["candidate"] if found.get("baseline") else ()
     knobs = knobs_of_spec(run.spec, names, without)
     secrets = _secrets(home)
-    return RunData.to_hand_on(found, usable, secrets, folder=home, called=str(folder), notes=shown_notes, knobs=knobs)
+    return RunData.redacted(found, usable, secrets, folder=home, called=str(folder), notes=shown_notes, knobs=knobs)
 
 
 def _secrets(folder: Path) -> tuple[str, ...]:

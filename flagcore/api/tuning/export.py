@@ -17,13 +17,13 @@ from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data, secrets_in_environment
+from flagcore.domain.secrets import redact_data, secrets_in_data, secrets_in_environment
 from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import as_html, as_yaml
-from flagcore.report.plan_text import plan_text
+from flagcore.report.page.text import result_text
 from flagcore.report.result import result
 from flagcore.report.text import candidate_text
 from flagcore.stages.launch import planned_launch
@@ -43,11 +43,10 @@ class Outcome:
     data: Mapping[str, Any]
     run_best: bool
     can_start: bool = True
-    heading: str = ""
     reported: bool = False
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, [self.heading, plan_text(self.plan)]))
+        return result_text(self.data, self.plan.knobs)
 
     def __repr__(self) -> str:
         best = self.plan.best
@@ -67,11 +66,12 @@ def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[st
     private = bool(secrets_in_data(spec))
     with writable(run_dir):
         write(run_dir / "result.json", json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "report.txt", redact_text(plan_text(plan), secrets_in_environment(os.environ)) + "\n")
+        write(run_dir / "report.txt", result_text(data, plan.knobs) + "\n")
         if plan.best:
             folder = run_dir.resolve() / "best"
             folder.mkdir(exist_ok=True)
             if cannot:
+                (folder / "launch.json").unlink(missing_ok=True)
                 write(run_dir / "best.sh", excuse(plan, cannot))
             else:
                 best = plan.best.candidate

@@ -62,7 +62,7 @@ def each_engine(
                 shutil.copy2(source, target)
         write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         write(run_dir / "spec.yaml", as_yaml(dict(data)) + "\n", private=bool(secrets_in_data(data)))
-    return replace(winner, run_dir=run_dir, data=result, heading=_heading(order, done, failed))
+    return replace(winner, run_dir=run_dir, data=result)
 
 
 def _share(data: dict[str, Any], parts: int) -> dict[str, Any]:
@@ -85,9 +85,3 @@ def _figure(data: Mapping[str, Any]) -> float:
     measured = best["measured"]
     figure = measured["step_time_s"]["median"] if measured else best["predicted"]["step_time_s"]["value"]
     return 1.0 / figure if is_rate(name) else float(figure)
-
-
-def _heading(order: list[str], done: Mapping[str, Any], failed: Mapping[str, FlagError]) -> str:
-    lines = [f"Best engine: {order[0]}"]
-    lines += [f"  {engine}: {_figure(done[engine].data):,.4g} {done[engine].plan.objective}" for engine in order]
-    return "\n".join([*lines, *(f"  {engine}: {error}" for engine, error in failed.items())])

@@ -26,8 +26,9 @@ from flagcore.loop import tune as run_loop
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem
 from flagcore.report.formats import as_yaml
-from flagcore.report.plan_text import drift_text
-from flagcore.report.serving_text import impossible
+from flagcore.report.page.run import RunData
+from flagcore.report.page.summary import no_best
+from flagcore.report.text import drift_text
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
 from flagcore.store.directory import write
@@ -103,7 +104,7 @@ class _EngineRun:
                 outcome = self._save(result)
             finally:
                 self.directory.close()
-        _raise_failure(result, self.directory.path)
+        _raise_failure(result, outcome)
         return outcome
 
     def _baseline(self) -> Mapping[str, KnobValue] | None:
@@ -147,9 +148,9 @@ class _EngineRun:
         return store
 
     def _save(self, result: TuneResult) -> Outcome:
-        warn(filter(None, [drift_text(result.plan)]))
         folder = self.directory.path
         outcome = save(result, self.workload, folder, with_fidelity(with_absolute_paths(self.data, self.base)))
+        warn(filter(None, [drift_text(outcome.data["noise"])]))
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
@@ -173,14 +174,14 @@ def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Pa
         raise RunError(f"{run_dir} {problem}: use another --run-dir, or --new")
 
 
-def _raise_failure(result: TuneResult, run_dir: Path) -> None:
-    plan = result.plan
+def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
+    plan, run_dir = outcome.plan, outcome.run_dir
     if isinstance(result.error, Interrupted):
         raise Interrupted(f"interrupted; finished trials are in {run_dir}")
     if result.error:
         raise result.error
     if plan.best is None and plan.fastest is not None:
-        raise NothingFits(impossible(plan))
+        raise NothingFits(no_best(RunData(result=outcome.data, folder=run_dir, knobs=plan.knobs)))
     if plan.best is None:
         last = plan.trials[-1] if plan.trials else None
         logs = f" (logs in {(run_dir / last.log).parent})" if last else ""

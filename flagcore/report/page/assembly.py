@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flagcore.i18n import _, ngettext
+from flagcore.i18n import N_, _, ngettext
 from flagcore.report.page.accuracy import accuracy
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.environment import chips, environment
@@ -34,10 +34,9 @@ def page(run: RunData) -> Page:
         environment(run),
         chips(run),
     )
-    hardware, name = f"{run.result['devices']} x {run.result['chip']}", run.folder.resolve().name
-    title = _("Serving on {hardware}: {run}") if run.serves else _("Training on {hardware}: {run}")
+    title = N_("Serving on {hardware}: {run}") if run.serves else N_("Training on {hardware}: {run}")
     return Page(
-        title=title.format(hardware=hardware, run=name),
+        title=_(title, hardware=run.hardware, run=run.folder.resolve().name),
         subtitle=ngettext(
             "{count} candidate, {how}; objective: {objective}",
             "{count} candidates, {how}; objective: {objective}",

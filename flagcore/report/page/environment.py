@@ -18,8 +18,7 @@ def environment(run: RunData) -> Section:
     """Return versions, environment variables and the spec."""
     trial = next((each for each in [run.best or {}, *run.all_trials] if each.get("measured")), None)
     measured: Mapping[str, Any] = (trial or {}).get("measured") or {}
-    hardware = f"{run.result['devices']} x {run.result['chip']}"
-    facts = [(_("Hardware"), Cell(hardware)), (_("flagcore of this page"), Cell(__version__))]
+    facts = [(_("Hardware"), Cell(run.hardware)), (_("flagcore of this page"), Cell(__version__))]
     facts += [(str(name), Cell(str(version))) for name, version in (measured.get("versions") or {}).items() if version]
     blocks: list[Block] = [Facts(tuple(facts))]
     number = (trial or {}).get("number")

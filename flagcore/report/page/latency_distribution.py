@@ -14,9 +14,9 @@ from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import _
 from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.blocks import Block, Cell, Chart, Table, Text, cell, table
+from flagcore.report.page.blocks import Block, Chart, Table, Text, cell, table
 from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
-from flagcore.report.page.run import RunData, name_of, number
+from flagcore.report.page.run import Record, RunData, number, points_of, trial_cell
 
 LATENCIES = ("ttft_s", "tpot_s")
 
@@ -30,12 +30,12 @@ class _Run:
 
     who: str
     again: bool
-    trial: Mapping[str, Any]
-    point: Mapping[str, Any]
+    trial: Record
+    point: Record
     values: tuple[tuple[float, ...], ...]
 
 
-def distributions(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
+def distributions(run: RunData) -> Iterator[Block]:
     """Yield the distribution of each latency, or its statistics if quantiles are missing."""
     explained = False
     for latency in LATENCIES:
@@ -44,7 +44,7 @@ def distributions(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
             continue
         runs = [each for each in _runs(run, latency) if each.values]
         if runs:
-            yield _distribution(latency, runs, limits, statistics)
+            yield _distribution(latency, runs, run.limits, statistics)
             continue
         if not explained:
             yield Text(_("No distributions: the latencies of single requests of this run are not saved."))
@@ -52,44 +52,33 @@ def distributions(run: RunData, limits: Mapping[str, float]) -> Iterator[Block]:
         yield statistics
 
 
-def _trials(run: RunData) -> Iterator[tuple[str, bool, Mapping[str, Any]]]:
+def _trials(run: RunData) -> Iterator[tuple[str, bool, Record]]:
     """Yield the best, or else the trial nearest to the limits, and the baseline, each followed by its repeats."""
-    seen: list[Any] = []
     first = (_("best"), run.best) if run.best else (_("nearest"), run.nearest)
     for who, trial in (first, (_("baseline"), run.baseline)):
-        if not trial or not trial["measured"] or trial["candidate"] in seen:
-            continue
-        seen.append(trial["candidate"])
-        for each in run.runs(trial):
-            if each["measured"]:
-                yield who, each is not trial, each
-
-
-def _points(trial: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [point for point in (trial["measured"] or {}).get("points") or [] if isinstance(point, Mapping)]
+        again = trial is not first[1] and first[1] is not None and trial and trial["candidate"] == first[1]["candidate"]
+        if trial and trial["measured"] and not again:
+            yield from ((who, each is not trial, each) for each in run.runs(trial) if each["measured"])
 
 
 def _runs(run: RunData, latency: str) -> Iterator[_Run]:
     """Yield the saved quantiles of the load point that decided for the best."""
     place = _deciding_point(run.best or run.nearest)
     for who, again, trial in _trials(run):
-        points_of = _points(trial)
-        if place < len(points_of):
+        if place < len(points_of(trial)):
             values = tuple(_quantiles(run, trial, place, latency))
-            yield _Run(who=who, again=again, trial=trial, point=points_of[place], values=values)
+            yield _Run(who=who, again=again, trial=trial, point=points_of(trial)[place], values=values)
 
 
-def _deciding_point(best: Mapping[str, Any] | None) -> int:
+def _deciding_point(best: Record | None) -> int:
     """Return the index of the load point whose figures are those of the measurement."""
     figures = lookup(best or {}, "measured.figures") or {}
     keys = ("output_tokens_per_s", "e2e_s", "ttft_s")
-    for place, point in enumerate(_points(best) if best else ()):
-        if all(point.get(key) == figures.get(key) for key in keys):
-            return place
-    return 0
+    same = (all(point.get(key) == figures.get(key) for key in keys) for point in (points_of(best) if best else ()))
+    return next((place for place, is_same in enumerate(same) if is_same), 0)
 
 
-def _quantiles(run: RunData, trial: Mapping[str, Any], place: int, latency: str) -> Iterator[tuple[float, ...]]:
+def _quantiles(run: RunData, trial: Record, place: int, latency: str) -> Iterator[tuple[float, ...]]:
     """Yield the valid quantiles in the metrics.json of a trial."""
     try:
         repeats = run.metrics(trial)["points"][place]["repeats"]
@@ -110,28 +99,27 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
         same = [each for each in runs if (each.who == _("baseline"), each.again) == (series % 2 == 1, again)]
         if same:
-            width = 1.5 if again else 3
             trace = line(_legend(same), series, *_curves([values for each in same for values in each.values]))
-            trace["line"] = {**trace["line"], "width": width}
+            trace["line"] |= {"width": 1.5 if again else 3}
             traces.append(trace)
     for series, each in enumerate(one for one in runs if not one.again):
         marks = [(number(lookup(each.point, f"{latency}.{name}")), float(name[1:]) / 100.0) for name in STATISTICS[1:]]
         there = [(x, y) for x, y in marks if x is not None]
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
+    shapes = [
+        limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit)
+        for name, limit in own_limits.items()
+    ]
     values = [float(x) for trace in traces for x in trace["x"] if x is not None]
-    shapes = []
-    for name, limit in own_limits.items():
-        values.append(limit)
-        shapes.append(limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit))
     load = serving_text.load_text(runs[0].point)
     return Chart(
         title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
-        summary=" ".join(_summary(latency, runs, own_limits)),
+        summary=" ".join(_summary(latency, each, own_limits) for each in runs if not each.again),
         traces=tuple(traces),
         layout=layout(
             f"{short}, s",
             _("share of requests"),
-            xaxis=clear_axis(values),
+            xaxis=clear_axis([*values, *own_limits.values()]),
             yaxis={"tickformat": ".0%", "range": [0, 1.02]},
             shapes=shapes,
             height=420,
@@ -156,46 +144,37 @@ def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], lis
     return x[:-1], y[:-1]
 
 
-def _summary(latency: str, runs: Sequence[_Run], limits: Mapping[str, float]) -> Iterator[str]:
-    short = serving_text.SHORT_LATENCIES[latency]
-    for each in runs:
-        if each.again:
-            continue
-        half, most = (number(lookup(each.point, f"{latency}.{name}")) for name in ("p50", "p99"))
-        within = "".join(_within(each, limit) for limit in sorted(set(limits.values())))
-        yield f"{each.who.capitalize()}: {short} p50 {shown(half)} s, p99 {shown(most)} s{within}."
-
-
-def _within(ran: _Run, limit: float) -> str:
-    shares = [_share_within(values, limit) for values in ran.values]
-    return "; " + _("{share:.1%} of requests within {limit:g} s", share=min(shares), limit=limit)
+def _summary(latency: str, ran: _Run, limits: Mapping[str, float]) -> str:
+    half, most = (number(lookup(ran.point, f"{latency}.{name}")) for name in ("p50", "p99"))
+    text = f"{ran.who.capitalize()}: {serving_text.SHORT_LATENCIES[latency]} p50 {shown(half)} s, p99 {shown(most)} s"
+    for limit in sorted(set(limits.values())):
+        share = min(_share_within(values, limit) for values in ran.values)
+        text += "; " + _("{share:.1%} of requests within {limit:g} s", share=share, limit=limit)
+    return f"{text}."
 
 
 def _share_within(values: Sequence[float], limit: float) -> float:
     """Return the share of requests within `limit`, interpolated between quantiles."""
     if limit >= values[-1]:
         return 1.0
-    if limit < values[0]:
-        return 0.0
-    return float(np.interp(limit, values, np.linspace(0.0, 1.0, len(values))))
+    return float(np.interp(limit, values, np.linspace(0.0, 1.0, len(values)), left=0.0))
 
 
 def _statistics(run: RunData, latency: str) -> Table:
     rows = []
     for who, again, trial in _trials(run):
-        for point in _points(trial):
+        for point in points_of(trial):
             figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
             if figures[1] is not None:
-                load = serving_text.load_text(point)
-                name = f"{who}, {_('repeat')}" if again else who
-                link = Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}")
+                parts = [who, _("repeat") if again else "", serving_text.load_text(point)]
                 answered = number(point.get("answered"))
-                rows.append(
-                    [f"{name}, {load}" if load else name, link, cell(answered and int(answered)), *map(cell, figures)]
-                )
-    short = serving_text.SHORT_LATENCIES[latency]
+                name = ", ".join(filter(None, parts))
+                rows.append([name, trial_cell(run, trial), cell(answered and int(answered)), *map(cell, figures)])
     return table(
-        _("{latency} of requests, s; median over repeats of a load point", latency=short),
+        _(
+            "{latency} of requests, s; median over repeats of a load point",
+            latency=serving_text.SHORT_LATENCIES[latency],
+        ),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],
         rows,
     )

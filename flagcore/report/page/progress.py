@@ -5,9 +5,9 @@ from __future__ import annotations
 from flagcore.domain.objective import is_rate
 from flagcore.domain.trial import ESTIMATE
 from flagcore.i18n import _
-from flagcore.report.page.blocks import Cell, Chart, Section, Text, cell, table
+from flagcore.report.page.blocks import Chart, Section, Text, cell, table
 from flagcore.report.page.charts import layout, line, points
-from flagcore.report.page.run import RunData, configuration, name_of
+from flagcore.report.page.run import RunData, configuration, name_of, trial_cell
 from flagcore.report.text import state_name
 
 
@@ -35,7 +35,7 @@ def progress(run: RunData) -> Section | None:
             failed.append((spent, name_of(run, trial)))
         rows.append(
             [
-                Cell(name_of(run, trial), float(trial["number"]), f"#trial-{trial['number']}"),
+                trial_cell(run, trial),
                 configuration(run, trial),
                 state_name(trial["state"]),
                 cell(float(spent)),
