@@ -6,7 +6,6 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from flagcore.cli import options
-from flagcore.i18n import _, ngettext
+from flagcore.i18n import _, did_you_mean, ngettext
 
 if TYPE_CHECKING:
     from flagcore.domain.knob import Knobs
@@ -79,9 +78,8 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         matching = list(_of_id(records, explain, ids))
         found = next(api.estimate_jobs(matching, without=without, at_once=1, with_model=True), None)
         if found is None:
-            close = get_close_matches(explain, dict.fromkeys(ids), n=1)
-            hint = " " + _("Did you mean {name!r}?", name=close[0]) if close else ""
-            raise click.UsageError(_("--explain: no job record in {file} has id {id!r}.", file=jobs, id=explain) + hint)
+            problem = _("--explain: no job record in {file} has id {id!r}", file=jobs, id=explain)
+            raise click.UsageError("; ".join(filter(None, [problem, did_you_mean(explain, ids)])))
         _show(found, _("Job {id}", id=explain), form, knobs_of_spec(matching[0]))
         return
     at_once = 1 if _is_pipe(jobs) else api.AT_ONCE

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from flagcore import __version__
 from flagcore.cli.options import say
 from flagcore.cli.translated import translated
 from flagcore.errors import FlagError
-from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, language
+from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, did_you_mean, language
 
 COMMANDS = {
     "calibrate": "flagcore.cli.calibrate",
@@ -57,9 +56,9 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command of the arguments. Raises UsageError with a close match for an unknown name."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            hint = " " + _("Did you mean {name!r}?", name=near[0]) if near else ""
-            ctx.fail(_("No such command {name!r}.", name=args[0]) + hint)
+            ctx.fail(
+                "; ".join(filter(None, [_("no such command {name!r}", name=args[0]), did_you_mean(args[0], COMMANDS)]))
+            )
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.explaining.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.explaining.elimination import OPEN, OUTSIDE, RAN, all_trials, broken_rules_of, state_of
 from flagcore.api.explaining.neighbors import (
     changes,

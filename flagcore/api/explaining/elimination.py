@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from flagcore.api.common.candidate_parser import as_candidate
 from flagcore.api.common.context import Snapshot
-from flagcore.api.explaining.candidate_parser import as_candidate
 from flagcore.api.explaining.neighbors import differing
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.noise import rivals

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from flagcore.domain.chip import Chip, Device
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, Launch
 from flagcore.errors import Interrupted, NoDevice, RunError, UsageError
+from flagcore.i18n import _, did_you_mean
 from flagcore.plugins import LoadedPlugins
 from flagcore.stages.discover import best_chip
 
@@ -151,10 +151,9 @@ def forget(chip: str) -> list[str]:
     if gone:
         return [str(path) for path in gone]
     names = sorted({each.chip for _, each in kept.all()})
-    near = get_close_matches(chip.casefold(), [name.casefold() for name in names], n=1)
-    there = f"kept are those of {', '.join(names)}" if names else "none is kept of any chip"
-    hint = f"did you mean {next(name for name in names if name.casefold() == near[0])}?" if near else there
-    raise UsageError(f"no calibration of {chip!r} is kept in {kept.folder}; {hint}")
+    there = _("saved calibrations: {chips}", chips=", ".join(names) or _("none"))
+    hint = did_you_mean(chip, names) or there
+    raise UsageError(_("no calibration of {chip!r} in {folder}; {hint}", chip=chip, folder=kept.folder, hint=hint))
 
 
 def _target(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Device, ...], str]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from flagcore import plugins
+from flagcore.api.common.candidate_parser import as_candidate
 from flagcore.api.common.context import build_problem_of_spec
 from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths
-from flagcore.api.explaining.candidate_parser import as_candidate
 from flagcore.api.explaining.elimination import broken_rules_of
 from flagcore.calibration import Experience
 from flagcore.contracts import HistoryReader, HistoryRow, ImportedSpec, Workload

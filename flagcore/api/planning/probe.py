@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,12 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from flagcore import plugins
+from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
-from flagcore.contracts import require_prober
-from flagcore.domain.candidate import Candidate, KnobValue
+from flagcore.contracts import Workload, require_prober
+from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
@@ -65,7 +63,8 @@ def probe(
     candidate's probes get `seconds` in all (default: `control.max_time_per_task`), and leave their jobs and logs in
     `folder`, by default nowhere. Raises the errors of `flagcore.errors`; EveryTrialFailed if no rank gave a result.
     """
-    spec, given = _spec(Path(spec_file), candidate, without)
+    file = Path(spec_file)
+    spec = parsed(spec_as_data(file), file=str(file), base=file.parent, without=without)
     if spec.cluster.groups:
         raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
     if chip is not None:
@@ -75,6 +74,9 @@ def probe(
     limit = seconds or spec.control.max_time_per_task
     with loaded_plugins(without) as loaded, ExitStack() as stack:
         problem = build_problem(spec, loaded, workload)
+        if candidate is not None and candidate != "baseline" and not candidate.isdecimal():
+            problem = build_problem(_with_baseline(spec, candidate, problem, workload), loaded, workload)
+            candidate = "baseline"
         require_launchable(problem)
         warn_about_problem(problem, workload)
         here = loaded.devices()
@@ -86,7 +88,7 @@ def probe(
             raise UsageError(f"--rank {wrong[0]}: the ranks of {world} devices are 0 to {world - 1}")
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         found = []
-        for number, each in enumerate(_chosen(problem, "baseline" if given else candidate, top)):
+        for number, each in enumerate(_chosen(problem, candidate, top)):
             where = str((place / f"candidate-{number}").resolve())
             on_start = _reporter(on_rank, candidate_text(each, problem.knobs), world)
             try:
@@ -101,25 +103,10 @@ def probe(
         return [_probed_record(problem, *pair) for pair in found]
 
 
-def _spec(file: Path, candidate: str | None, without: Collection[str]) -> tuple[Spec, bool]:
-    """Return the spec, and whether its baseline is a candidate that was given by its knobs."""
-    data, given = spec_as_data(file), _knobs(candidate)
-    if given is not None:
-        data = {**data, "auto_tuner": {**(data.get("auto_tuner") or {}), "baseline": given}}
-    return parsed(data, file=str(file), base=file.parent, without=without), given is not None
-
-
-def _knobs(candidate: str | None) -> dict[str, KnobValue] | None:
-    """Return the knobs that a text names, None for a place in the list. Raises UsageError."""
-    if candidate is None or candidate == "baseline" or candidate.isdecimal():
-        return None
-    try:
-        if candidate.lstrip().startswith("{"):
-            return dict(json.loads(candidate))
-        pairs = (pair.partition("=") for pair in candidate.split(","))
-        return {name.strip(): yaml.safe_load(value) if equals else None for name, equals, value in pairs}
-    except (ValueError, yaml.YAMLError):
-        raise UsageError(f"--candidate {candidate}: give a number, baseline, or knobs as name=value,...") from None
+def _with_baseline(spec: Spec, candidate: str, problem: Problem, workload: Workload) -> Spec:
+    """Return a spec with a candidate that was typed by its knobs as the baseline, which is in every space."""
+    columns, _ = parse_candidate(candidate, problem, workload)
+    return replace(spec, baseline=as_candidate(problem.space.axes, columns).as_dict())
 
 
 def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate]:
