@@ -36,7 +36,6 @@ def explain_command(
     from flagcore.errors import NothingFits
     from flagcore.report.explanation import knobs_text, notes_text
     from flagcore.report.formats import render
-    from flagcore.report.text import funnel, repeats_text
 
     if candidate:
         _print(api.explain_candidate(spec, " ".join(candidate), chip=chip, without=without), form)
@@ -45,7 +44,7 @@ def explain_command(
     eliminated = {**found.counts.illegal, **found.counts.pruned}
     if form == "table":
         rules = [{"rule": name, "says": found.says.get(name, "")} for name in eliminated]
-        options.show("\n".join([funnel(found.counts, found.fidelity), *repeats_text(found.lost_repeats)]))
+        options.show(str(found))
         options.show("\n" + render(rules, "table", RULE_COLUMNS))
         for text in (knobs_text(found.knobs), notes_text(found.notes)):
             if text:

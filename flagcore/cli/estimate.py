@@ -69,7 +69,7 @@ def _is_set(option: str) -> bool:
 
 def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
-    from flagcore.api.common.knobs import knobs_of_spec
+    from flagcore.api.common.inputs import knobs_of_spec
     from flagcore.report.formats import render
 
     records = _records(jobs)

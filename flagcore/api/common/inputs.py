@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from flagcore.domain.knob import Knobs
+from flagcore.domain.secrets import secrets_in_data
+from flagcore.errors import FlagError
+from flagcore.plugins import engines, load_plugins
 from flagcore.problem import Problem
+from flagcore.report.formats import as_yaml
 from flagcore.spec import spec_as_data
 from flagcore.spec.plain_data import plain
+from flagcore.store.directory import write
 
 SpecLike: TypeAlias = "Path | str | Mapping[str, Any]"
 """A spec: a file, or its content. Relative paths in data start at the working directory."""
@@ -63,6 +70,12 @@ def with_absolute_paths(data: Mapping[str, Any], base: Path) -> dict[str, Any]:
     return moved
 
 
+def write_spec(folder: Path, data: Mapping[str, Any], base: Path) -> None:
+    """Write a spec's data, with absolute paths, to the folder of a run. Raises RunError."""
+    text = as_yaml(with_absolute_paths(data, base)) + "\n"
+    write(folder / "spec.yaml", text, private=bool(secrets_in_data(data)))
+
+
 def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
     """Return what must not change when a run is resumed: spec, model, hardware, and how trials are started."""
     cluster = problem.platform.task.cluster
@@ -77,3 +90,20 @@ def fixed_task(data: Mapping[str, Any], problem: Problem) -> dict[str, object]:
         "hardware": hardware,
         "plugins say": given,
     }
+
+
+def knobs_of_spec(data: Mapping[str, Any], used: Iterable[str] = (), without: Collection[str] | None = None) -> Knobs:
+    """Return the knobs of a spec's engine by name; none for an engine that is not installed here.
+
+    Plugins are asked for `used` knobs that the engine lacks, those `without` some, or none of them for None.
+    """
+    sections = (data.get(kind) for kind in ("train", "serve"))
+    engine = next((each["engine"] for each in sections if isinstance(each, Mapping) and "engine" in each), None)
+    engine = engine[0] if isinstance(engine, list) and engine else engine
+    knobs = {}
+    if isinstance(engine, str):
+        with suppress(FlagError, KeyError):
+            knobs = {knob.name: knob for knob in engines()[engine].knobs}
+        if without is not None and set(used) - knobs.keys():
+            knobs |= {knob.name: knob for knob in load_plugins(without).knobs_on_any_chip(engine)}
+    return knobs

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagcore.api.common.knobs import knobs_of_spec
+from flagcore.api.common.inputs import knobs_of_spec
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs
 from flagcore.domain.plan import gains
@@ -16,7 +16,7 @@ from flagcore.domain.search_state import SearchState
 from flagcore.domain.trial import ESTIMATE, FIDELITIES, RUN, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import read_regular
-from flagcore.report.formats import as_html
+from flagcore.report.formats import Notebook, render
 from flagcore.report.result import SCHEMA_VERSION
 from flagcore.report.text import candidate_columns, candidate_text
 from flagcore.spec import spec_as_data
@@ -27,7 +27,7 @@ RESULT, SPEC = "result.json", "spec.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Run:
+class Run(Notebook):
     """What a run's folder holds: finished, interrupted, or still going on.
 
     `spec` is the spec's data with absolute paths, `data` what `result.json` says, empty where a kill came before it was
@@ -89,9 +89,9 @@ class Run:
         gain = "" if self.gain is None else f", gain {self.gain:+.1%}"
         return f"<Run {self.folder}: {len(self.trials)} trials, {best}{gain}>"
 
-    def _repr_html_(self) -> str:
+    def __str__(self) -> str:
         columns = {"trial": "number", **candidate_columns(self.predictions, self.knobs), **STEPS}
-        return as_html(repr(self).strip("<>"), self.predictions, columns)
+        return render(self.predictions, "table", columns)
 
 
 STEPS = {"state": "state", "step s": "measured", "~step s": "predicted", "~believed s": "believed"}

@@ -27,7 +27,7 @@ from flagcore.domain.space import Columns
 from flagcore.errors import UsageError
 from flagcore.problem import fastest
 from flagcore.report.candidate_report import candidate_report_text
-from flagcore.report.formats import as_html
+from flagcore.report.formats import Notebook
 from flagcore.report.result import trial as trial_record
 from flagcore.report.serving_text import limits_text
 from flagcore.stages.build import canonical
@@ -36,7 +36,7 @@ from flagcore.strategies.learned import believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class CandidateReport:
+class CandidateReport(Notebook):
     """Report on one candidate, as plain data: GiB and seconds, knobs by name.
 
     `name` is how it was asked for, `typed` what was typed where the engine takes that for another `candidate`. `state`
@@ -76,9 +76,6 @@ class CandidateReport:
 
     def __repr__(self) -> str:
         return f"<CandidateReport of {self.name}: {self.state}; {self.because[0]}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(f"{self.name}: {self.state}", [], {}, below=str(self))
 
 
 def explain_candidate(

@@ -14,12 +14,13 @@ from flagcore.domain.plan import Counts, count, failed_repeats
 from flagcore.domain.trial import RUN
 from flagcore.errors import NothingFits, RunError
 from flagcore.problem import require_candidate
-from flagcore.report.formats import as_html
+from flagcore.report.formats import Notebook
+from flagcore.report.text import funnel, repeats_text
 from flagcore.stages.prune import LEARNED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Explanation:
+class Explanation(Notebook):
     """Where all combinations went, the message of each rule by name, and why the run stopped.
 
     `nothing_fits` says, if no candidate is left before any trial, how close the closest came. `knobs` are those that
@@ -40,10 +41,8 @@ class Explanation:
     def __repr__(self) -> str:
         return f"<Explanation of {self.counts.combinations:,} combinations, {self.counts.candidates:,} candidates>"
 
-    def _repr_html_(self) -> str:
-        took = {**self.counts.illegal, "does_not_fit": self.counts.does_not_fit, **self.counts.pruned}
-        rows = [{"rule": name, "took": number, "says": self.says.get(name, "")} for name, number in took.items()]
-        return as_html(repr(self).strip("<>"), rows, {"rule": "rule", "took": "took", "says": "says"})
+    def __str__(self) -> str:
+        return "\n".join([funnel(self.counts, self.fidelity), *repeats_text(self.lost_repeats)])
 
 
 def explain(where: SpecLike, *, chip: str | None = None, without: Collection[str] = ()) -> Explanation:

@@ -20,14 +20,14 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
-from flagcore.report.formats import as_html, lookup
-from flagcore.report.text import candidate_columns, candidate_line
+from flagcore.report.formats import Notebook, lookup
+from flagcore.report.text import candidate_line, candidates_table
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table, predict_components, record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Estimate:
+class Estimate(Notebook):
     """The best predicted candidates of a spec, and where all others went.
 
     A candidate's `number` is its place, from 1. `model` are the weights of the model by its parts. `untimed` counts
@@ -51,10 +51,9 @@ class Estimate:
         best = candidate_line("best", self.candidates[0], self.knobs) if self.candidates else "nothing fits"
         return f"<Estimate on {self.devices} x {self.chip}, {self.counts.candidates:,} candidates; {best}>"
 
-    def _repr_html_(self) -> str:
-        columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **FIGURES}
-        shown = {name: key for name, key in columns.items() if any(lookup(each, key) for each in self.candidates)}
-        return as_html(repr(self).strip("<>"), self.candidates, shown)
+    def __str__(self) -> str:
+        shown = {name: key for name, key in FIGURES.items() if any(lookup(each, key) for each in self.candidates)}
+        return candidates_table(self.candidates, shown, self.knobs)
 
 
 FIGURES = {

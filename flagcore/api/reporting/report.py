@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from flagcore.api.common.context import Snapshot, load_snapshot, run_home
-from flagcore.api.common.knobs import knobs_of_spec
+from flagcore.api.common.inputs import knobs_of_spec
 from flagcore.api.common.runs import SPEC, count_trials, read_run
 from flagcore.api.common.warnings import warn
 from flagcore.contracts import Workload

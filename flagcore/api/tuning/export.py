@@ -22,7 +22,7 @@ from flagcore.domain.trial import RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
-from flagcore.report.formats import as_html, as_yaml
+from flagcore.report.formats import Notebook, as_yaml
 from flagcore.report.page.text import result_text
 from flagcore.report.result import result
 from flagcore.report.text import candidate_text
@@ -31,7 +31,7 @@ from flagcore.store.directory import writable, write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Outcome:
+class Outcome(Notebook):
     """What a tune found: the plan, the folder that holds it, and the same as plain data (`result.json`) and as text.
 
     `run_best` says that the spec asks to start the winner at the end, `can_start` that the winner can be started as it
@@ -53,9 +53,6 @@ class Outcome:
         message = f"best trial {best.number}: {candidate_text(best.candidate, self.plan.knobs)}" if best else "no best"
         gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
         return f"<Outcome in {self.run_dir}: {message}{gain}>"
-
-    def _repr_html_(self) -> str:
-        return as_html(repr(self).strip("<>"), [], {}, below=str(self))
 
 
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:

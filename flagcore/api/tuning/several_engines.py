@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flagcore.api.common.inputs import write_spec
 from flagcore.api.common.warnings import warn
 from flagcore.domain.objective import is_rate
-from flagcore.domain.secrets import secrets_in_data
 from flagcore.errors import FlagError, Interrupted
-from flagcore.report.formats import as_yaml
 from flagcore.spec.serving import only
 from flagcore.store.directory import writable, write
 
@@ -61,7 +60,7 @@ def each_engine(
             elif source.exists():
                 shutil.copy2(source, target)
         write(run_dir / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        write(run_dir / "spec.yaml", as_yaml(dict(data)) + "\n", private=bool(secrets_in_data(data)))
+        write_spec(run_dir, data, run_dir)
     return replace(winner, run_dir=run_dir, data=result)
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import RUNS, SpecLike, fixed_task, spec_data, with_absolute_paths, with_fidelity
+from flagcore.api.common.inputs import (
+    RUNS,
+    SpecLike,
+    fixed_task,
+    spec_data,
+    with_absolute_paths,
+    with_fidelity,
+    write_spec,
+)
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn, warn_about_problem
 from flagcore.api.reporting.report import save_report, save_report_of_engines
@@ -17,7 +25,7 @@ from flagcore.api.tuning.several_engines import each_engine
 from flagcore.calibration import Experience
 from flagcore.contracts import OnEvent, TrialStore, Workload, require_prober
 from flagcore.domain.candidate import KnobValue
-from flagcore.domain.secrets import redact_data, redact_text, secrets_in_data
+from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, Interrupted, NothingFits, RunError
@@ -25,13 +33,11 @@ from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
 from flagcore.plugins import LoadedPlugins
 from flagcore.problem import Problem
-from flagcore.report.formats import as_yaml
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
 from flagcore.report.text import drift_text
 from flagcore.spec.serving import engines_of, only
 from flagcore.store import OptunaStore, RunDirectory
-from flagcore.store.directory import write
 
 PROBE_STRATEGY = "learned"
 """The strategy that chooses what is probed before the first run."""
@@ -143,8 +149,7 @@ class _EngineRun:
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if done := len(store.trials()):
             warn([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
-        text = as_yaml(with_absolute_paths(self.data, self.base)) + "\n"
-        write(directory.path / "spec.yaml", text, private=bool(secrets_in_data(self.data)))
+        write_spec(directory.path, self.data, self.base)
         return store
 
     def _save(self, result: TuneResult) -> Outcome:

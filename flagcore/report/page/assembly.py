@@ -6,13 +6,11 @@ from flagcore.i18n import N_, _, ngettext
 from flagcore.report.page.accuracy import accuracy
 from flagcore.report.page.blocks import Page
 from flagcore.report.page.environment import chips, environment
-from flagcore.report.page.funnel import funnel
 from flagcore.report.page.improvements import improvements
-from flagcore.report.page.memory import memory
-from flagcore.report.page.progress import progress
+from flagcore.report.page.resources import memory, step_time
 from flagcore.report.page.run import HOW, RunData
+from flagcore.report.page.search import funnel, progress
 from flagcore.report.page.serving import serving
-from flagcore.report.page.step_time import step_time
 from flagcore.report.page.summary import summary
 from flagcore.report.page.timeline import pipeline
 from flagcore.report.page.trials import trials

@@ -19,12 +19,9 @@ CHUNK = 1 << 16
 class _Value:
     """The fastest row with a value of a knob, and the fastest of those that differ least from the best."""
 
-    fastest: int = -1
-    seconds: float = np.inf
-    nearest: int = -1
-    distance: int = 1 << 30
-    near_seconds: float = np.inf
     count: int = 0
+    fastest: tuple[float, int] = (np.inf, -1)
+    nearest: tuple[int, float, int] = (1 << 30, np.inf, -1)
 
 
 def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
@@ -58,25 +55,17 @@ def what_if(problem: Problem, best: int) -> list[dict[str, Any]]:
 def _update(values: dict[int, _Value], codes: IntArray, seconds: Any, distance: IntArray, rows: IntArray) -> None:
     for code in np.unique(codes).tolist():
         places = np.flatnonzero(codes == code)
+        fastest = places[np.argmin(seconds[places])]
+        near = places[np.lexsort((seconds[places], distance[places]))[0]]
         found = values.setdefault(code, _Value())
         found.count += int(places.size)
-        first = places[np.argmin(seconds[places])]
-        if seconds[first] < found.seconds:
-            found.fastest, found.seconds = int(rows[first]), float(seconds[first])
-        least = int(distance[places].min())
-        near = places[distance[places] == least]
-        first = near[np.argmin(seconds[near])]
-        if (least, seconds[first]) < (found.distance, found.near_seconds):
-            found.nearest, found.distance, found.near_seconds = int(rows[first]), least, float(seconds[first])
+        found.fastest = min(found.fastest, (float(seconds[fastest]), int(rows[fastest])))
+        found.nearest = min(found.nearest, (int(distance[near]), float(seconds[near]), int(rows[near])))
 
 
 def _value_record(problem: Problem, value: Any, found: _Value, best: int) -> dict[str, Any]:
-    return {
-        "value": value,
-        "candidates": found.count,
-        "fastest": _candidate(problem, found.fastest, best),
-        "nearest": _candidate(problem, found.nearest, best),
-    }
+    fastest, nearest = (_candidate(problem, each[-1], best) for each in (found.fastest, found.nearest))
+    return {"value": value, "candidates": found.count, "fastest": fastest, "nearest": nearest}
 
 
 def _candidate(problem: Problem, row: int, best: int) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import pytest
 from flagcore import api
 from flagcore.domain.plan import Counts
 from flagcore.report.formats import lookup, shown
-from flagcore.report.page.progress import _improvement
 from flagcore.report.page.run import RunData
+from flagcore.report.page.search import _improvement
 from tests.report.page.conftest import FINISHED, KINDS, SERVED, Runs
 from tests.report.page.reading import read
 
