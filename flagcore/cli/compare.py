@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,11 +50,11 @@ def explain_command(
                 options.show(f"\n{text}")
         if found.ended_because:
             options.show("\n" + _("Stopped: {reason}.", reason=found.ended_because))
-    elif form == "json":
-        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
-    else:
+    elif form == "csv":
         rows = [{"rule": rule, "took": eliminated.get(rule, 0), "says": says} for rule, says in found.says.items()]
-        options.show(render(rows if form == "csv" else [asdict(found)], form, EXPLAIN_COLUMNS), form)
+        options.show_records(rows, form, EXPLAIN_COLUMNS)
+    else:
+        options.show_record(asdict(found), form)
     if found.nothing_fits:
         raise NothingFits(found.nothing_fits)
 
@@ -96,15 +95,12 @@ def _of_spec(spec: str, a: str, b: str) -> str:
 
 
 def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:
-    from flagcore.report.formats import render
-
     if form == "csv":
         raise click.UsageError(_("--format csv is not available for a report of candidates"))
-    data = found.as_data()
     if form == "table":
         options.show(str(found))
     else:
-        click.echo(json.dumps(data, indent=2, ensure_ascii=False) if form == "json" else render([data], form, {}))
+        options.show_record(found.as_data(), form)
 
 
 RULE_COLUMNS = {"rule": "rule", "description": "says"}

@@ -70,7 +70,6 @@ def _is_set(option: str) -> bool:
 def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str, ...]) -> None:
     from flagcore import api
     from flagcore.api.common.inputs import knobs_of_spec
-    from flagcore.report.formats import render
 
     records = _records(jobs)
     if explain is not None:
@@ -91,15 +90,10 @@ def _estimate_jobs(jobs: str, explain: str | None, form: str, without: tuple[str
         answers = list(predictions)
         if form in ("table", "csv"):
             answers = [{**each, "reason": _remark(each)} for each in answers]
-        serve = any("objective" in each for each in answers)
-        columns = (
-            JOB_COLUMNS if not serve else {**JOB_COLUMNS, **SERVED_COLUMNS} if _trains(answers) else SERVED_JOB_COLUMNS
-        )
-        options.show(render(answers, form, columns), form)
-
-
-def _trains(answers: list[dict[str, Any]]) -> bool:
-    return any("mfu" in each or "limit" in each for each in answers)
+        serves = any("objective" in each for each in answers)
+        trains = not serves or any("mfu" in each or "limit" in each for each in answers)
+        figures = (PREDICTED_COLUMNS if trains else {}) | (SERVED_COLUMNS if serves else {})
+        options.show_records(answers, form, {**JOB_COLUMNS, **figures, **FITS_COLUMNS})
 
 
 def _remark(answer: dict[str, Any]) -> str | None:
@@ -117,7 +111,6 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.formats import render
     from flagcore.report.text import candidate_columns, candidate_line, candidates_table, funnel
 
     number = _number(explain)
@@ -138,15 +131,11 @@ def _estimate_spec(
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
     figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
-    options.show(
-        candidates_table(found.candidates, figures, found.knobs)
-        if form == "table"
-        else render(
-            found.candidates, form, {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
-        ),
-        form,
-    )
-    if form == "table":
+    if form != "table":
+        columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
+        options.show_records(found.candidates, form, columns)
+    else:
+        options.show(candidates_table(found.candidates, figures, found.knobs))
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
         if found.untimed:
@@ -173,11 +162,10 @@ def _number(explain: str | None) -> int:
 def _show(record: dict[str, Any], title: str, form: str, knobs: Knobs) -> None:
     """Print one prediction in detail, as text or as a record."""
     from flagcore.report.explanation import notes_text, prediction_text
-    from flagcore.report.formats import render
     from flagcore.report.text import values_text
 
     if form != "table":
-        click.echo(json.dumps(record, indent=2, ensure_ascii=False) if form == "json" else render([record], form, {}))
+        options.show_record(record, form)
         return
     if "candidate" in record:
         values = filter(None, [values_text(record["candidate"], knobs), _settings_text(record.get("settings", {}))])
@@ -220,9 +208,8 @@ SERVED_COLUMNS = {
     "of GiB": "memory.capacity_gib",
 }
 MAX_EXPLAINED = 100_000
+JOB_COLUMNS = {"id": "id", "status": "status"}
 FITS_COLUMNS = {"fits": "memory.fits", "reason": "reason"}
-JOB_COLUMNS = {"id": "id", "status": "status", **PREDICTED_COLUMNS, **FITS_COLUMNS}
-SERVED_JOB_COLUMNS = {"id": "id", "status": "status", **SERVED_COLUMNS, **FITS_COLUMNS}
 
 
 def _records(file: str) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from flagcore.errors import FlagError
 from flagcore.i18n import LANGUAGES, VARIABLE, _, choose, did_you_mean, language
 
 COMMANDS = {
-    "calibrate": "flagcore.cli.calibrate",
+    "calibrate": "flagcore.cli.inspect",
     "compare": "flagcore.cli.compare",
     "completion": "flagcore.cli.inspect",
     "devices": "flagcore.cli.inspect",
@@ -31,7 +31,7 @@ COMMANDS = {
     "import": "flagcore.cli.import_",
     "plugins": "flagcore.cli.plugins",
     "probe": "flagcore.cli.probe",
-    "report": "flagcore.cli.report",
+    "report": "flagcore.cli.tune",
     "run": "flagcore.cli.tune",
     "schema": "flagcore.cli.inspect",
     "tune": "flagcore.cli.tune",

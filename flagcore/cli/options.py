@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -146,6 +147,21 @@ def say(text: str) -> None:
     """Print a message to stderr; a closed stderr is ignored."""
     with suppress(OSError, ValueError):
         click.echo(text, err=True)
+
+
+def show_records(records: Sequence[Mapping[str, Any]], form: str, columns: Mapping[str, str]) -> None:
+    """Print records in a format; `columns` maps the headings of tables to dotted keys."""
+    from flagcore.report.formats import render
+
+    show(render(records, form, columns), form)
+
+
+def show_record(record: Mapping[str, Any], form: str) -> None:
+    """Print one record with all its fields, as JSON an object and not a list."""
+    if form == "json":
+        click.echo(json.dumps(record, indent=2, ensure_ascii=False))
+    else:
+        show_records([record], form, {})
 
 
 def show(text: str, form: str = "table") -> None:

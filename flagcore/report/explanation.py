@@ -208,12 +208,12 @@ def memory_parts(memory: Mapping[str, Any]) -> dict[str, float]:
 
 
 def needs_text(memory: Mapping[str, Any]) -> str:
-    """Return the memory in use of a device, its capacity and its parts in one line of English."""
+    """Return the memory in use of a device, its capacity and its parts in one line."""
     used, parts = memory["device_used_gib"], memory_parts(memory)
-    sizes = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
-    capacity = f" of {memory['capacity_gib']:.2f} GiB" if "capacity_gib" in memory else ""
-    stage = "" if "kv_cache_gib" in memory else f" of stage {memory['worst_stage']}"
-    return f"it needs {used:.2f} GiB{capacity} on a device{stage}: {sizes}"
+    sizes = ", ".join(f"{_(name)} {gib:.2f}" for name, gib in parts.items())
+    capacity = f" / {memory['capacity_gib']:.2f}" if "capacity_gib" in memory else ""
+    stage = "" if "kv_cache_gib" in memory else ", " + _("stage {number}", number=memory["worst_stage"])
+    return _("needs {used}{capacity} GiB per device", used=f"{used:.2f}", capacity=capacity) + f"{stage}: {sizes}"
 
 
 def time_text(record: Mapping[str, Any]) -> str:

@@ -38,14 +38,14 @@ def parse_candidate(text: str, problem: Problem, workload: Workload) -> tuple[di
         value, listed = given.get(axis.knob), (*axis.values, axis.neutral, *axis.also)
         if isinstance(value, int) and not axis.is_flag and value < 1 and value not in listed:
             raise UsageError(
-                _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=_values(axis))
+                _("{knob} = {value} is not a size; {values}", knob=axis.knob, value=value, values=values_of(axis))
             )
     fixed = {axis.knob: axis.values[0] for axis in axes if len(axis.values) == 1}
     try:
         whole, plain = (candidate_columns(task, workload, values) for values in ({**fixed, **given}, given))
     except SpecError as error:
         wrong = [axis for axis in axes if axis.knob == error.key.rpartition(".")[2] and not error.fix]
-        raise UsageError("; ".join([str(error), *map(_values, wrong)])) from None
+        raise UsageError("; ".join([str(error), *map(values_of, wrong)])) from None
     implied = [
         axis.knob
         for axis in axes
@@ -68,7 +68,7 @@ def _knob_values(text: str, axes: Sequence[Axis], knobs: Knobs) -> dict[str, Kno
     for part, off, axis, value in _named(text, by_name, _knobs(axes, knobs)):
         if value is None and not off and not axis.is_flag:
             raise UsageError(
-                _("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=_values(axis))
+                _("{part}: {knob} needs a value; {values}", part=part, knob=axis.knob, values=values_of(axis))
             )
         if off or value is None:
             values: dict[str, KnobValue] = {axis.knob: not off if axis.is_flag else axis.neutral}
@@ -137,7 +137,7 @@ def _knobs(axes: Sequence[Axis], knobs: Knobs) -> str:
     return _("knobs: {names}", names=", ".join(names))
 
 
-def _values(axis: Axis) -> str:
+def values_of(axis: Axis) -> str:
     """Return what the space has of a knob, the first of many."""
     few = ", ".join("none" if value is None else str(value) for value in axis.values[:12])
     return _("the space has {values}", values=few + (", ..." if len(axis.values) > 12 else ""))

@@ -12,7 +12,7 @@ from flagcore.api.common.inputs import UNNAMED, SpecLike, spec_data
 from flagcore.api.common.runs import SPEC, Run, load_run
 from flagcore.api.common.transfer import past_of_problem
 from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
-from flagcore.contracts import SearchContext, Workload
+from flagcore.contracts import Costs, SearchContext, Workload
 from flagcore.domain.experience import Past
 from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import Pruned, SearchState
@@ -55,12 +55,19 @@ class Snapshot:
 
     def record(self, columns: Columns) -> dict[str, Any]:
         """Return what is predicted of one candidate, in the space or not, by component of its worst stage, too."""
-        task, costs = self.task, self.problem.platform.costs
-        predicted = predict_columns(task, self.workload, columns, costs)
-        components = predict_components(task, self.workload, columns, predicted.worst_stage, costs)
-        figures = replace(predicted.row(0), components=of_row(components, 0))
+        return prediction_records(self.task, self.workload, columns, self.problem.platform.costs)[0]
+
+
+def prediction_records(task: Task, workload: Workload, columns: Columns, costs: Costs) -> list[dict[str, Any]]:
+    """Return what is predicted of each row, by component of its worst stage, too; with a reason where no time is."""
+    predicted = predict_columns(task, workload, columns, costs)
+    components = predict_components(task, workload, columns, predicted.worst_stage, costs)
+    records = []
+    for row in range(len(predicted.step_time_s)):
+        figures = replace(predicted.row(row), components=of_row(components, row))
         why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, costs)}"}
-        return why | record(task, figures)
+        records.append(why | record(task, figures))
+    return records
 
 
 def build_problem_of_spec(

@@ -65,7 +65,6 @@ def calibrate(
     kept.check_writable()
     if on_start is not None:
         on_start(f"measuring {count} x {chip.name} for about {seconds:.0f} s")
-    warn(_too_few(chip, support, len(here), count))
     with tempfile.TemporaryDirectory(prefix="flagcore-") as folder:
         job = Path(folder, "job.json")
         output = Path(folder, "found.json")
@@ -216,17 +215,6 @@ def _run(launch: Launch) -> None:
         words = f": {lines[-1][:300]}" if lines else ""
     why = "took too long" if ended.ended_by == "timeout" else f"ended with status {ended.code}"
     raise RunError(f"the measurement {why}{words}")
-
-
-def _too_few(chip: Chip, support: EngineSupport, here: int, count: int) -> list[str]:
-    usual = chip.devices_per_node
-    if support.shared_devices or min(here, count) >= usual:
-        return []
-    whose = f"{here} x {chip.name} found" if count == here else f"{count} of {here} x {chip.name} measured"
-    return [
-        f"{whose}, where a node has {usual}: collectives among more than {count} are not measured; "
-        "run it on a whole node"
-    ]
 
 
 def _calibration(chip: Chip, device: Device, count: int, found: dict[str, Any], others: float) -> Calibration:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flagcore.api.common.context import build_problem_of_spec
+from flagcore.api.common.context import build_problem_of_spec, prediction_records
 from flagcore.api.common.inputs import SpecLike
 from flagcore.contracts import Platform, Workload, model_parts
 from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Effect, Knob, Knobs
 from flagcore.domain.plan import Counts, count
-from flagcore.domain.prediction import of_row
 from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
@@ -23,7 +22,7 @@ from flagcore.problem import Problem, fastest, no_launch_reason, require_candida
 from flagcore.report.formats import Notebook, lookup
 from flagcore.report.text import candidate_line, candidates_table
 from flagcore.stages.missing_costs import no_time
-from flagcore.stages.predict import model_table, predict_components, record
+from flagcore.stages.predict import model_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -129,15 +128,10 @@ def before_trials(problem: Problem) -> Counts:
 
 def _records(problem: Problem, workload: Workload, rows: IntArray) -> list[dict[str, Any]]:
     """Return candidates with their predictions and, by component, what their worst stages hold."""
-    task, space, columns = problem.platform.task, problem.space, problem.space.columns(rows)
-    stages = problem.predictions.worst_stage[rows]
-    components = predict_components(task, workload, columns, stages, problem.platform.costs)
-    records = []
-    for place, row in enumerate(rows):
-        figures = replace(problem.predictions.row(int(row)), components=of_row(components, place))
-        why = {} if figures.step_time_s is not None else {"reason": f"no time: {no_time(task, problem.platform.costs)}"}
-        records.append({"candidate": space.candidate(int(row)).as_dict(), **why, **record(task, figures)})
-    return records
+    space, platform = problem.space, problem.platform
+    records = prediction_records(platform.task, workload, space.columns(rows), platform.costs)
+    candidates = [space.candidate(int(row)).as_dict() for row in rows]
+    return [{"candidate": each, **known} for each, known in zip(candidates, records, strict=True)]
 
 
 def plugin_notes(platform: Platform) -> tuple[str, ...]:
