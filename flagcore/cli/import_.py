@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from flagcore.cli import options
-from flagcore.cli.translated import translated
+from flagcore.cli.main import translated
 from flagcore.i18n import _
 
 HISTORY = "-history"

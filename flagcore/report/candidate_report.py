@@ -11,8 +11,7 @@ from flagcore.domain.serving import LATENCIES
 from flagcore.i18n import N_, _
 from flagcore.report.explanation import memory_parts, part_name
 from flagcore.report.formats import lookup, shown, table
-from flagcore.report.serving_text import heading, name_of, objective_text
-from flagcore.report.text import details, knob_of, state_name, values_text
+from flagcore.report.text import details, heading, knob_of, latency_name, objective_text, state_name, values_text
 
 CHANGES = {
     "allowed": N_("smallest allowed change"),
@@ -85,7 +84,7 @@ def _predicted(account: Mapping[str, Any]) -> Iterator[str]:
         within = _("(80%: {low} to {high})", low=shown(bounds["low"]), high=shown(bounds["high"]))
         yield _("Predicted: {value}", value=f"~{seconds_text(objective, step['value'])} {within}, {used}")
     latencies = {name: lookup(predicted, f"{name}.p50") for name in LATENCIES}
-    if medians := [f"{name_of(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
+    if medians := [f"{latency_name(name)} {value:.3g} s" for name, value in latencies.items() if value is not None]:
         yield "  p50: " + ", ".join(medians)
     parts = {_(part_name(name)): seconds for name, seconds in predicted.get("time", {}).items() if seconds}
     if parts:
@@ -188,7 +187,7 @@ def _rows(both: Mapping[str, Any]) -> Iterator[list[str]]:
     for part, pair in both["time"].items():
         yield _row(f"~  {_(part_name(part))} s", pair)
     for figure, pair in both["figures"].items():
-        yield _row(f"~{name_of(figure)} s", pair)
+        yield _row(f"~{latency_name(figure)} s", pair)
     yield from row(_("~in use GiB"), "predicted.memory.device_used_gib")
     for part, pair in both["memory"].items():
         yield _row(f"~  {_(part)} GiB", pair)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flagcore.api.tuning.several_engines import each_engine
+from flagcore.api.tuning.tune import each_engine
 from flagcore.errors import Interrupted, NoDevice
 
 DATA = {

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from flagcore import api
-from flagcore.api.common import unlisted_chips
-from flagcore.api.common.unlisted_chips import Torch, ask_torch, chip_of
+from flagcore.api.common import calibrated_plugins as unlisted_chips
+from flagcore.api.common.calibrated_plugins import Torch, ask_torch, chip_of
 from flagcore.calibration import Calibration
 from flagcore.domain.chip import Device
 from flagcore.errors import NoDevice

@@ -10,8 +10,8 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.plan import Counts, Plan, failed_repeats
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.knobs import BY_NAME
+from flagcore.report.page.markdown import result_text
 from flagcore.report.page.summary import MAX_RIVALS
-from flagcore.report.page.text import result_text
 from flagcore.report.result import result
 from flagcore.stages.learn import learn
 

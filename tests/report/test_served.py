@@ -7,11 +7,11 @@ from pathlib import Path
 
 from flagcore.domain.plan import Counts, Plan, gains
 from flagcore.domain.trial import Role, Trial
+from flagcore.report.page.markdown import result_text
 from flagcore.report.page.run import RunData
 from flagcore.report.page.summary import no_best
-from flagcore.report.page.text import result_text
 from flagcore.report.result import result
-from flagcore.report.serving_text import front
+from flagcore.report.text import front
 from flagcore.stages.learn import learn
 from tests.serving import LIMITS, OBJECTIVE, trial
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from flagcore import plugins
-from flagcore.api.common.inputs import UNNAMED, SpecLike, spec_data
+from flagcore.api.common.inputs import UNNAMED, SpecLike, loaded_plugins, parsed, spec_data, warn_about_problem
 from flagcore.api.common.runs import SPEC, Run, load_run
 from flagcore.api.common.transfer import past_of_problem
-from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
 from flagcore.contracts import Costs, SearchContext, Workload
 from flagcore.domain.experience import Past
 from flagcore.domain.prediction import of_row

@@ -30,7 +30,7 @@ from flagcore.problem import fastest
 from flagcore.report.candidate_report import candidate_report_text
 from flagcore.report.formats import Notebook
 from flagcore.report.result import trial as trial_record
-from flagcore.report.serving_text import limits_text
+from flagcore.report.text import limits_text
 from flagcore.stages.build import canonical
 from flagcore.stages.predict import record
 from flagcore.strategies.learned import believed

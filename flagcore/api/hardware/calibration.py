@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 from flagcore import __version__, plugins
+from flagcore.api.common.calibrated_plugins import VENDOR, facts_of, uncatalogued
+from flagcore.api.common.inputs import loaded_plugins, warn
 from flagcore.api.common.machine_load import Load, busy
-from flagcore.api.common.unlisted_chips import VENDOR, facts_of, uncatalogued
-from flagcore.api.common.warnings import loaded_plugins, warn
 from flagcore.calibration import Calibration, Calibrations, Experience
 from flagcore.contracts import Running
 from flagcore.domain.chip import Chip, Device

@@ -11,7 +11,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from flagcore import __version__, plugins
-from flagcore.api.common.warnings import loaded_plugins
+from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import untested_reason
 from flagcore.domain.chip import Chip, Fact, Support
 from flagcore.errors import FlagError, NoDevice

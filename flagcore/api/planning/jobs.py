@@ -12,7 +12,7 @@ import numpy as np
 
 from flagcore import plugins
 from flagcore.api.common.context import prediction_records
-from flagcore.api.common.warnings import loaded_plugins
+from flagcore.api.common.inputs import loaded_plugins
 from flagcore.contracts import (
     Costs,
     KeyWarnings,

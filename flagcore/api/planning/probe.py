@@ -11,7 +11,7 @@ from typing import Any
 
 from flagcore import plugins
 from flagcore.api.common.candidate_parser import as_candidate, parse_candidate
-from flagcore.api.common.warnings import loaded_plugins, parsed, warn_about_problem
+from flagcore.api.common.inputs import loaded_plugins, parsed, warn_about_problem
 from flagcore.contracts import Workload, require_prober
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.knob import Knobs

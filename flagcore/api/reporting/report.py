@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from flagcore.api.common.context import Snapshot, load_snapshot, run_home
-from flagcore.api.common.inputs import knobs_of_spec
+from flagcore.api.common.inputs import knobs_of_spec, warn
 from flagcore.api.common.runs import SPEC, count_trials, read_run
-from flagcore.api.common.warnings import warn
 from flagcore.contracts import Workload
 from flagcore.domain.plan import summarize
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment

@@ -1,29 +1,35 @@
-"""What a tune leaves behind: the result, and the best configuration in every form in which it can be used."""
+"""What a tune leaves behind: the result, and the best configuration as a spec, a launch and a script."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flagcore.api.common.warnings import warn
-from flagcore.api.tuning.script import MEETING_PLACE, SECRETS, Hidden, directory, excuse, script, secrets_script
+from flagcore.api.common.inputs import warn
 from flagcore.api.tuning.serve_best import serve
 from flagcore.contracts import Workload
 from flagcore.domain.candidate import Candidate
 from flagcore.domain.launch import Launch
 from flagcore.domain.plan import Plan
-from flagcore.domain.secrets import redact_data, secrets_in_data, secrets_in_environment
-from flagcore.domain.trial import RUN
+from flagcore.domain.secrets import (
+    is_secret,
+    redact_data,
+    secrets_in_arguments,
+    secrets_in_data,
+    secrets_in_environment,
+)
+from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml
-from flagcore.report.page.text import result_text
+from flagcore.report.page.markdown import result_text
 from flagcore.report.result import result
 from flagcore.report.text import candidate_text
 from flagcore.stages.launch import planned_launch
@@ -151,3 +157,102 @@ def _best_spec(candidate: Candidate, spec: Mapping[str, Any]) -> str:
     """Return the user's spec with every knob fixed to the best value."""
     tuner = {key: value for key, value in (spec.get("auto_tuner") or {}).items() if key != "baseline"}
     return as_yaml({**spec, "auto_tuner": {**tuner, "space": candidate.as_dict()}}) + "\n"
+
+
+MEETING_PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Where the ranks of a best configuration meet by default; each trial gets a free port from its launcher."""
+SECRETS = "secrets.sh"
+"""Beside `launch.json`, for its owner alone: the secrets that best.sh needs and that this shell does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hidden:
+    """The secrets of a launch. `inherited` are variables that have the same value in this shell.
+
+    `kept` are the others by name; a secret in the command line that no variable has gets a name of its own.
+    """
+
+    inherited: tuple[str, ...]
+    kept: Mapping[str, str]
+    variables: Mapping[str, str]
+    """The variable that has a secret of the command line, by the secret."""
+
+    @classmethod
+    def of(cls, launch: Launch) -> Hidden:
+        """Return the secrets of `launch`, as this shell has them or not."""
+        named = {name: value for name, value in launch.environment.items() if is_secret(name) and value}
+        inherited = [name for name, value in named.items() if os.environ.get(name) == value]
+        kept = {name: value for name, value in named.items() if name not in inherited}
+        mine = {value: name for name, value in os.environ.items() if is_secret(name) and value}
+        variables = {value: name for name, value in named.items()}
+        for number, value in enumerate(secrets_in_arguments(launch.argv), start=1):
+            if value in mine and mine[value] not in kept:
+                variables[value] = mine[value]
+                inherited.append(mine[value])
+            elif value not in variables:
+                variables[value] = f"FLAGCORE_SECRET_{number}"
+                kept[variables[value]] = value
+        found = {value: variables[value] for value in secrets_in_arguments(launch.argv)}
+        return cls(inherited=tuple(dict.fromkeys(inherited)), kept=kept, variables=found)
+
+    def __bool__(self) -> bool:
+        return bool(self.inherited or self.kept)
+
+
+def script(plan: Plan, launch: Launch, hidden: Hidden, folder: Path) -> str:
+    """Return a shell script that starts `launch` as it stands. Its secrets are in this shell, or in `folder`."""
+    exports = [f'export {name}="${{{name}:-{value}}}"' for name, value in MEETING_PLACE.items()]
+    exports += [
+        f"export {name}={shlex.quote(value)}"
+        for name, value in launch.environment.items()
+        if name not in hidden.inherited and name not in hidden.kept
+    ]
+    needs = [f': "${{{name}:?set it first: its value is not kept}}"' for name in hidden.inherited]
+    needs += [f". {shlex.quote(str(folder / SECRETS))} || exit 1"] if hidden.kept else []
+    lines = [
+        "#!/bin/sh",
+        heading(plan),
+        f"cd {shlex.quote(directory(launch))} || exit 1",
+        *exports,
+        *needs,
+        f"exec {' '.join(quoted(word, hidden.variables) for word in launch.argv)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def secrets_script(hidden: Hidden) -> str:
+    """Return a shell script that sets the secrets which this shell does not have."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in hidden.kept.items()]
+    return "\n".join(["# Secrets of the best configuration: not to be handed on.", *lines]) + "\n"
+
+
+def quoted(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word for a shell, with `variables` (by their value) for the secrets in it."""
+    for value, name in variables.items():
+        before, found, after = word.partition(value)
+        if found:
+            ends: Sequence[str] = [quoted(each, variables) if each else "" for each in (before, after)]
+            return f'{ends[0]}"${name}"{ends[1]}'
+    return shlex.quote(word)
+
+
+def excuse(plan: Plan, why: str) -> str:
+    """Return a shell script that prints why the best cannot be started."""
+    message = f"echo {shlex.quote(f'this cannot be started: {why}')} >&2"
+    return "\n".join(["#!/bin/sh", heading(plan), message, "exit 2"]) + "\n"
+
+
+def heading(plan: Plan) -> str:
+    """Return a comment that describes the best."""
+    assert plan.best is not None
+    of = {
+        RUN: f"{len(plan.trials)} trials",
+        PROBE: f"{len(plan.trials)} candidates probed on one device, none of which ran,",
+        ESTIMATE: f"{plan.counts.candidates} candidates as predicted, none of which ran,",
+    }[plan.fidelity]
+    return f"# Best of {of} on {plan.devices} x {plan.chip}: {candidate_text(plan.best.candidate, plan.knobs)}"
+
+
+def directory(launch: Launch) -> str:
+    """Return where a launch starts."""
+    return launch.directory or launch.folder

@@ -18,10 +18,9 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.files import open_regular, read_regular
 from flagcore.i18n import N_, _
-from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Cell
-from flagcore.report.text import values_text
+from flagcore.report.text import heading, values_text
 
 INSIGHT = "insight.json"
 HOW = {RUN: N_("measured"), PROBE: N_("probed on one device"), ESTIMATE: N_("predicted only")}
@@ -70,7 +69,7 @@ class RunData:
     @property
     def unit(self) -> str:
         """The objective with its unit."""
-        return serving_text.heading(self.objective) if self.serves else "tokens/s/device"
+        return heading(self.objective) if self.serves else "tokens/s/device"
 
     @property
     def hardware(self) -> str:

@@ -12,11 +12,11 @@ import numpy as np
 
 from flagcore.domain.serving import STATISTICS
 from flagcore.i18n import _
-from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Chart, Section, Table, Text, cell, table
 from flagcore.report.page.charts import clear_axis, layout, limit_line, line, points
 from flagcore.report.page.run import Record, RunData, configuration, number, points_of, trial_cell
+from flagcore.report.text import SHORT_LATENCIES, SHORT_RATES, latency_name, limits_text, load_text
 
 LATENCIES = ("ttft_s", "tpot_s")
 RATE = "output_tokens_per_s"
@@ -27,7 +27,7 @@ def serving(run: RunData) -> Section | None:
     """Return load points and latencies; None for training."""
     if not run.serves or not any(points_of(trial) for trial in run.trials):
         return None
-    limits = serving_text.limits_text(run.limits)
+    limits = limits_text(run.limits)
     blocks: list[Block] = [Text(_("Latency limits: {limits}.", limits=limits) if limits else _("No latency limits."))]
     unlimited = [f"{name}.p50" for name in LATENCIES if not any(each.startswith(name) for each in run.limits)]
     for latency in (*run.limits, *unlimited):
@@ -40,7 +40,7 @@ def front_table(run: RunData) -> Table | None:
     if not any(len(points_of(trial)) > 1 for trial in run.trials):
         return None
     rows = [
-        [str(point["trial"]), serving_text.load_text(point), *(cell(lookup(point, key)) for key in FRONT.values())]
+        [str(point["trial"]), load_text(point), *(cell(lookup(point, key)) for key in FRONT.values())]
         for point in run.result.get("front") or ()
     ]
     return table(_("Pareto front of throughput and latency"), [_("trial"), _("load"), *FRONT], rows)
@@ -56,12 +56,12 @@ def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]
     ]
     if not measured:
         return
-    name, short = serving_text.name_of(latency), serving_text.SHORT_RATES[RATE]
+    name, short = latency_name(latency), SHORT_RATES[RATE]
     front = _front([(x, y) for _, _, x, y in measured])
     rows = []
     for trial, point, x, y in measured:
         within = [] if limit is None else [cell(x <= limit)]
-        first = [trial_cell(run, trial), configuration(run, trial), serving_text.load_text(point)]
+        first = [trial_cell(run, trial), configuration(run, trial), load_text(point)]
         rows.append([*first, cell(y), cell(x), cell((x, y) in front), *within])
     headings = [_("trial"), _("configuration"), _("load"), short, f"{name}, s", _("Pareto-optimal")]
     data = table(
@@ -78,9 +78,7 @@ def _against(run: RunData, latency: str, limit: float | None) -> Iterator[Block]
     for series, group, size in ((0, _("others"), 9), (1, _("best"), 14)):
         members = [each for each in measured if (each[0]["number"] == best) == (series == 1)]
         if members:
-            text = [
-                f"{_('trial')} {trial['number']}: {serving_text.load_text(point)}" for trial, point, _x, _y in members
-            ]
+            text = [f"{_('trial')} {trial['number']}: {load_text(point)}" for trial, point, _x, _y in members]
             trace = points(group, series, [x for *_, x, _ in members], [y for *_, y in members], text=text)
             traces.append(trace | {"marker": {**trace["marker"], "size": size}})
     top = max(measured, key=lambda each: each[3])
@@ -188,7 +186,7 @@ def _quantiles(run: RunData, trial: Record, place: int, latency: str) -> Iterato
 
 
 def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float], statistics: Table) -> Chart:
-    short = serving_text.SHORT_LATENCIES[latency]
+    short = SHORT_LATENCIES[latency]
     own_limits = {name: limit for name, limit in limits.items() if name.partition(".")[0] == latency}
     traces: list[dict[str, Any]] = []
     for series, again in ((0, False), (2, True), (1, False), (3, True)):
@@ -202,11 +200,11 @@ def _distribution(latency: str, runs: Sequence[_Run], limits: Mapping[str, float
         there = [(x, y) for x, y in marks if x is not None]
         traces.append(points(f"p50, p90, p99 ({each.who})", series, [x for x, _ in there], [y for _, y in there]))
     shapes = [
-        limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({serving_text.name_of(name)})", limit)
+        limit_line(_("limit {seconds:g} s", seconds=limit) + f" ({latency_name(name)})", limit)
         for name, limit in own_limits.items()
     ]
     values = [float(x) for trace in traces for x in trace["x"] if x is not None]
-    load = serving_text.load_text(runs[0].point)
+    load = load_text(runs[0].point)
     return Chart(
         title=_("Distribution of {latency} over requests", latency=short) + (f", {load}" if load else ""),
         summary=" ".join(_summary(latency, each, own_limits) for each in runs if not each.again),
@@ -241,7 +239,7 @@ def _curves(several: Sequence[Sequence[float]]) -> tuple[list[float | None], lis
 
 def _summary(latency: str, ran: _Run, limits: Mapping[str, float]) -> str:
     half, most = (number(lookup(ran.point, f"{latency}.{name}")) for name in ("p50", "p99"))
-    text = f"{ran.who.capitalize()}: {serving_text.SHORT_LATENCIES[latency]} p50 {shown(half)} s, p99 {shown(most)} s"
+    text = f"{ran.who.capitalize()}: {SHORT_LATENCIES[latency]} p50 {shown(half)} s, p99 {shown(most)} s"
     for limit in sorted(set(limits.values())):
         share = min(_share_within(values, limit) for values in ran.values)
         text += "; " + _("{share:.1%} of requests within {limit:g} s", share=share, limit=limit)
@@ -261,14 +259,14 @@ def _statistics(run: RunData, latency: str) -> Table:
         for point in points_of(trial):
             figures = [number(lookup(point, f"{latency}.{each}")) for each in STATISTICS]
             if figures[1] is not None:
-                parts = [who, _("repeat") if again else "", serving_text.load_text(point)]
+                parts = [who, _("repeat") if again else "", load_text(point)]
                 answered = number(point.get("answered"))
                 name = ", ".join(filter(None, parts))
                 rows.append([name, trial_cell(run, trial), cell(answered and int(answered)), *map(cell, figures)])
     return table(
         _(
             "{latency} of requests, s; median over repeats of a load point",
-            latency=serving_text.SHORT_LATENCIES[latency],
+            latency=SHORT_LATENCIES[latency],
         ),
         [_("load point"), _("trial"), _("requests"), *STATISTICS],
         rows,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from flagcore.domain.objective import figure_name, is_rate, objective_value, seconds
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.i18n import N_, _, ngettext
-from flagcore.report import serving_text
 from flagcore.report.formats import lookup, shown
 from flagcore.report.page.blocks import Block, Cell, Code, Facts, Section, Text, cell, table
 from flagcore.report.page.run import (
@@ -22,7 +21,7 @@ from flagcore.report.page.run import (
     text_file,
     trial_cell,
 )
-from flagcore.report.text import drift_text, state_name
+from flagcore.report.text import at_load, drift_text, figures_text, gain_text, limits_text, load_text, state_name
 
 BEST = {
     RUN: N_("Best on {hardware}"),
@@ -69,7 +68,7 @@ def no_best(run: RunData) -> str:
         "{count} trial, not within the limits {limits}",
         "{count} trials, none within the limits {limits}",
         len(trials),
-        limits=serving_text.limits_text(run.limits),
+        limits=limits_text(run.limits),
     )
     if near is None:
         return text
@@ -83,21 +82,21 @@ def gain_cell(run: RunData, gain: float | None) -> Cell:
     if gain is None:
         return Cell("-")
     mark = "" if run.fidelity == RUN else "~"
-    return Cell(mark + serving_text.gain_text(run.objective, gain), gain)
+    return Cell(mark + gain_text(run.objective, gain), gain)
 
 
 def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
     yield _(BEST[run.fidelity], hardware=run.hardware), Cell(configuration(run, best))
     measured, mark = best["measured"] or {}, "" if run.fidelity == RUN else "~"
     figure = run.figure(best) if measured else run.predicted(best)
-    speed = serving_text.at_load(objective_text(run, figure), _load_of(run, best))
+    speed = at_load(objective_text(run, figure), _load_of(run, best))
     yield _("Speed"), Cell(f"{mark}{speed}", figure)
     if run.serves and measured:
-        yield _("Also measured"), Cell(serving_text.figures_text(measured["figures"], run.objective))
+        yield _("Also measured"), Cell(figures_text(measured["figures"], run.objective))
     yield _("Speedup over the baseline"), _gain(run, best)
     gains = run.result.get("gains") or []
     if len(gains) > 1:
-        rounds = ", ".join(serving_text.gain_text(run.objective, each).split()[0] for each in gains)
+        rounds = ", ".join(gain_text(run.objective, each).split()[0] for each in gains)
         yield (
             _("Uncertainty of the speedup"),
             Cell(_("lowest of {count} rounds: {rounds}", count=len(gains), rounds=rounds)),
@@ -120,7 +119,7 @@ def _facts(run: RunData, best: Record) -> Iterator[tuple[str, Cell]]:
         limit = "" if capacity is None else f" / {shown(capacity)} GiB"
         yield _("Device memory in use"), Cell(f"{approximate}{shown(used)} GiB{limit}", used)
     if run.limits:
-        yield _("Within latency limits"), Cell(serving_text.limits_text(run.limits))
+        yield _("Within latency limits"), Cell(limits_text(run.limits))
         if measured:
             yield _("Without the limits"), Cell(_without_limits(run, best))
     source = f"{_(HOW[run.fidelity])}, {_('trial')} {best['number']}"
@@ -161,7 +160,7 @@ def _load_of(run: RunData, best: Record) -> str:
     """Return the load of the figures of the best; empty for training, and if it has one load point."""
     name, points = figure_name(run.objective), points_of(best)
     own = lookup(best, f"measured.figures.{name}")
-    loads = [serving_text.load_text(point) for point in points if lookup(point, name) == own]
+    loads = [load_text(point) for point in points if lookup(point, name) == own]
     return loads[0] if len(points) > 1 and loads else ""
 
 
@@ -181,11 +180,11 @@ def _without_limits(run: RunData, best: Record) -> str:
     over = [
         f"{key} = {shown(lookup(point, key))} s" for key, most in run.limits.items() if (lookup(point, key) or 0) > most
     ]
-    load = serving_text.load_text(point) if len(points_of(best)) > 1 else ""
+    load = load_text(point) if len(points_of(best)) > 1 else ""
     return _(
         "trial {number} reached {value} ({reason})",
         number=trial["number"],
-        value=serving_text.at_load(objective_text(run, objective_value(run.objective, step)), load),
+        value=at_load(objective_text(run, objective_value(run.objective, step)), load),
         reason=", ".join(over) or _("exceeded the limits when repeated"),
     )
 

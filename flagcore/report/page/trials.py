@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from flagcore.i18n import _
-from flagcore.report import serving_text
 from flagcore.report.formats import lookup
 from flagcore.report.page.blocks import (
     Block,
@@ -23,7 +22,7 @@ from flagcore.report.page.blocks import (
     table,
 )
 from flagcore.report.page.run import RunData, configuration, name_of, number, seconds_of, trial_cell
-from flagcore.report.text import state_name
+from flagcore.report.text import gain_text, state_name
 
 LATENCIES = {"TTFT p50 s": "ttft_s.p50", "TTFT p99 s": "ttft_s.p99", "TPOT p50 s": "tpot_s.p50"}
 
@@ -86,7 +85,7 @@ def _served(run: RunData, trial: Mapping[str, Any]) -> list[Cell]:
         Cell(value.text + broken, value.value),
         percent(spread),
         marked(run.predicted(trial)),
-        Cell("-") if gain is None else Cell(serving_text.gain_text(run.objective, gain).split()[0], gain),
+        Cell("-") if gain is None else Cell(gain_text(run.objective, gain).split()[0], gain),
         *(cell(number(lookup(trial, f"measured.figures.{name}"))) for name in LATENCIES.values()),
     ]
 
