@@ -109,7 +109,7 @@ def test_devices_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch)
     loaded = LoadedPlugins.of({})
     monkeypatch.setattr(loaded, "devices", Lists.devices)
     monkeypatch.setattr(unlisted_chips, "ask_torch", lambda: None)
-    with pytest.raises(NoDevice, match=r"Weird 9000 .*install the vendor"):
+    with pytest.raises(NoDevice, match="Weird 9000"):
         unlisted_chips.uncatalogued(loaded)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +19,7 @@ from flagcore.domain.chip import Chip, Device, Fact, Source, Support, bare
 from flagcore.domain.cluster import NodeGroup
 from flagcore.domain.engine import EngineSupport
 from flagcore.errors import NoDevice, RunError
+from flagcore.i18n import _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, CollectiveCostStack, KernelCostStack
@@ -60,13 +61,16 @@ class CalibratedPlugins(LoadedPlugins):
             saved: tuple[tuple[Path, Calibration], ...] = ()
             with suppress(RunError):  # reported when its times are read
                 saved = self._calibrations.all()
-            for _, calibration in reversed(saved):
+            for _file, calibration in reversed(saved):
                 if calibration.facts is not None and bare(calibration.chip) not in catalogue:
                     with suppress(KeyError, TypeError, ValueError, ZeroDivisionError):
                         chip = chip_of(calibration)
                         catalogue[bare(calibration.chip)] = (chip, CALIBRATED)
                         self._chips.append(chip)
-                        self._support[chip.name] = support_from(calibration.facts, chip.name)
+                        kind, backend = (
+                            str(calibration.facts.get(key)) for key in ("device_type", "distributed_backend")
+                        )
+                        self._support[chip.name] = support_of(kind, backend, chip.name)
         return super()._known_chips()
 
     def engine_support(self, chip: Chip, engine: str, engine_version: str | None = None) -> EngineSupport:
@@ -98,37 +102,37 @@ class CalibratedPlugins(LoadedPlugins):
         if chip.name not in self._found:
             found = self._calibrations.find(chip, _installed_torch())
             if not self._found:
-                for _, error in self._calibrations.unreadable():
+                for _file, error in self._calibrations.unreadable():
                     self._warn(str(error))
             self._found[chip.name] = found[1] if found else None
             if found:
-                message = f"{chip.name} is predicted from its calibration of {found[1].date[:10]} ({found[0]})"
-                self._warn("; ".join([message, *busy(found[1].others or 0.0)]))
+                date, others = found[1].date[:10], busy(found[1].others or 0.0)
+                message = _("{chip} is predicted from its calibration of {date}", chip=chip.name, date=date)
+                self._warn("; ".join([f"{message} ({found[0]})", *others]))
         return self._found[chip.name]
 
     def _warn_about_few(self, group: NodeGroup, calibration: Calibration) -> None:
-        """Tell, once a chip, that a node has more devices than were measured."""
         name, most = group.chip.name, calibration.devices
         if most < group.devices_per_node and name not in self._few:
             self._few.add(name)
-            self._warn(
-                f"{name} was calibrated on {most} of the {group.devices_per_node} devices of a node: collectives "
-                "among more were not measured; run `flag calibrate` where all of them are"
+            text = _(
+                "{chip} was calibrated on {count} of the {total} devices of a node; calibrate a whole node",
+                chip=name,
+                count=most,
+                total=group.devices_per_node,
             )
+            self._warn(text)
 
 
 def _curve(costs: KernelCostStack | None) -> Curve:
-    """Return the curve that a plugin gives for its chip, or the core's."""
     curve = getattr(costs.sources[0][1], "curve", None) if costs else None
     return curve if isinstance(curve, Curve) else Curve()
 
 
 def _installed_torch() -> str | None:
-    """Return the version of torch that is installed, without importing it."""
-    try:
+    with suppress(PackageNotFoundError):
         return version("torch")
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 SECONDS = 60.0
@@ -162,9 +166,8 @@ class Torch:
 
 def ask_torch() -> Torch | None:
     """Return what torch reports, in a separate process; None without torch or without an accelerator."""
-    with suppress(PackageNotFoundError):
-        if version("torch").endswith("+cpu"):
-            return None
+    if (_installed_torch() or "").endswith("+cpu"):
+        return None
     for line in reversed((tool_output(sys.executable, "-c", _ASK, timeout_seconds=SECONDS) or "").splitlines()):
         with suppress(ValueError, KeyError, TypeError):
             reported = json.loads(line[line.index("{") :])
@@ -172,11 +175,8 @@ def ask_torch() -> Torch | None:
                 Device(index=place, chip=str(name), memory_bytes=int(total))
                 for place, (name, total) in enumerate(reported["devices"])
             )
-            return (
-                Torch(kind=str(reported["kind"]), backend=str(reported["backend"]), devices=devices)
-                if devices
-                else None
-            )
+            found = Torch(kind=str(reported["kind"]), backend=str(reported["backend"]), devices=devices)
+            return found if devices else None
     return None
 
 
@@ -194,8 +194,8 @@ def uncatalogued(loaded: LoadedPlugins) -> tuple[Chip, EngineSupport, tuple[Devi
         return None
     name = Counter(device.chip for device in unlisted).most_common(1)[0][0]
     if reported is None:
-        message = f"{name} is not listed by any installed plugin, and torch finds no accelerator here"
-        raise NoDevice(f"{message}; install the vendor's torch, or its plugin")
+        problem = _("no installed plugin lists {chip}, and torch finds no accelerator here", chip=name)
+        raise NoDevice(problem + "; " + _("install the vendor's torch, or its plugin"))
     here = tuple(device for device in unlisted if device.chip == name)
     memory = min((device.memory_bytes for device in here if device.memory_bytes), default=None)
     source = Source(kind="measured", detail="what torch says of the device")
@@ -242,13 +242,8 @@ def chip_of(calibration: Calibration) -> Chip:
 
 def support_of(kind: str, backend: str, name: str) -> EngineSupport:
     """Return how engines run on an uncatalogued chip: as torch reports, untested."""
-    reason = f"no installed plugin catalogues {name}; torch calls it {kind}"
+    reason = f"no installed plugin lists {name}; torch calls it {kind}"
     return EngineSupport(support=Support.UNKNOWN, reason=reason, device_type=kind, distributed_backend=backend)
-
-
-def support_from(facts: Mapping[str, Any], name: str) -> EngineSupport:
-    """Return how engines run on a chip, from its calibration."""
-    return support_of(str(facts.get("device_type")), str(facts.get("distributed_backend")), name)
 
 
 def _fact(value: object, source: Source) -> Fact | None:

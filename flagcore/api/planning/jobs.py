@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import Columns, IntArray, Rule
 from flagcore.domain.spec import ClusterSpec, Job, Spec, Task, TrainSpec
 from flagcore.errors import FlagError, NotModelled, SpecError
+from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins
 from flagcore.spec import read_job
 from flagcore.stages.build import canonical
@@ -88,8 +89,7 @@ def _refused(error: FlagError) -> Answer:
     return {"status": "unknown", "reason": str(error)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Platform:
+class _Platform(NamedTuple):
     """The answers of plugins about a cluster."""
 
     group: NodeGroup
@@ -97,11 +97,8 @@ class _Platform:
     support: EngineSupport
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One job, ready to be predicted. `warnings` tell what in it does nothing and what was assumed, `noted` names the
-    settings that its source's notes tell of.
-    """
+class _Row(NamedTuple):
+    """One job, ready to be predicted. `noted` are the settings that the notes of its source mention."""
 
     place: int
     task: Task
@@ -143,7 +140,7 @@ class _Jobs:
         chip = self._loaded.find_chip(job.chip)
         if chip is None:
             hint = unknown_chip_hint(job.chip, self._loaded.chips())
-            raise NotModelled(f"no installed plugin knows the chip {job.chip!r}; {hint}")
+            raise NotModelled(_("no installed plugin lists the chip {chip!r}; {hint}", chip=job.chip, hint=hint))
         devices = min(job.devices_per_node, job.devices)
         if job.devices % devices:
             problem = f"is no multiple of cluster.devices_per_node = {job.devices_per_node}"
