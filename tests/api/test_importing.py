@@ -154,9 +154,9 @@ def test_rows_that_cannot_be_taken_are_told_with_their_lines(
     says = [
         "not in the space",
         "global_batch_size",
-        "layers of its own",
-        "of line 3 again",
-        "is no size",
+        "layers of its first or last stage",
+        "line 3",
+        "not a size",
         "valid value",
     ]
     assert len(told) == len(says)
