@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -76,22 +75,10 @@ def compare_command(
     from flagcore import api
 
     if len(two) != 2:
-        usage = _usage(two)
+        usage = "`flag compare RUN:best RUN:baseline`, `flag compare --spec SPEC 1 2`"
         raise click.UsageError(_("expected two candidates, got {count}: {usage}", count=len(two), usage=usage))
     a, b = two
     _print(api.compare(a, b, spec=spec, chip=chip, without=without), form)
-
-
-def _usage(words: tuple[str, ...]) -> str:
-    """Return the command that the user probably meant."""
-    if len(words) == 3 and Path(words[0]).exists():
-        place, a, b = words
-        return f"`flag compare {place}:{a} {place}:{b}`" if Path(place).is_dir() else _of_spec(place, a, b)
-    return f"`flag compare RUN:best RUN:baseline`, {_of_spec('SPEC', '1', '2')}"
-
-
-def _of_spec(spec: str, a: str, b: str) -> str:
-    return f"`flag compare --spec {spec} {a} {b}`"
 
 
 def _print(found: api.CandidateReport | api.Comparison, form: str) -> None:

@@ -111,7 +111,7 @@ def _estimate_spec(
     without: tuple[str, ...],
 ) -> None:
     from flagcore import api
-    from flagcore.report.text import candidate_columns, candidate_line, candidates_table, funnel
+    from flagcore.report.text import candidate_columns, candidate_line, funnel
 
     number = _number(explain)
     found = api.estimate(spec, chip=chip, top=max(top, number), without=without, data=data)
@@ -131,11 +131,9 @@ def _estimate_spec(
         else:
             options.say(_("Candidates with the least memory on {hardware}:", hardware=where))
     figures = SERVED_COLUMNS if any("objective" in each for each in found.candidates) else PREDICTED_COLUMNS
-    if form != "table":
-        columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
-        options.show_records(found.candidates, form, columns)
-    else:
-        options.show(candidates_table(found.candidates, figures, found.knobs))
+    columns = {"#": "number", **candidate_columns(found.candidates, found.knobs), **figures}
+    options.show_records(found.candidates, form, columns)
+    if form == "table":
         options.say("\n" + candidate_line(_("baseline"), found.baseline, found.knobs) + "\n\n" + funnel(found.counts))
         options.say("\n" + _("Predicted {for_what}.", for_what=found.runs))
         if found.untimed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,15 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from flagcore.i18n import N_, _
-from flagcore.i18n.width import columns, wrapped
+from flagcore.i18n.width import wrapped
 
 if TYPE_CHECKING:
     from flagcore.contracts import ImportNote
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LEAD = re.compile(r" *(?P<mark>[-*] )?")
-"""Indent and bullet of a line."""
 FORMATS = ("table", "json", "jsonl", "yaml", "csv")
 
 
@@ -170,19 +167,11 @@ def show(text: str, form: str = "table") -> None:
 
 
 def _fitted(text: str) -> str:
+    """Wrap long lines to the width of the terminal; a path is never cut."""
     from flagcore.report.formats import WIDTH
 
     width = WIDTH.get()
     if width is None:
         return text
-    return "\n".join(each for line in text.split("\n") for each in _wrapped(line, width))
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """Wrap a line with a hanging indent; a path is never cut."""
-    if columns(line) <= width:
-        return [line]
-    lead = LEAD.match(line)
-    start = len(lead[0]) if lead else 0
-    indent = " " * (start if lead and lead["mark"] else start + 2 if start else 4)
-    return wrapped(line, max(width, 2 * len(indent)), indent, cut=False)
+    lines = text.split("\n")
+    return "\n".join(each for line in lines for each in wrapped(line, max(width, 8), "    ", cut=False))

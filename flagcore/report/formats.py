@@ -62,16 +62,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n\n".join(parts)
 
 
-def fits(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> bool:
-    """Return whether `records` fit as one table without cutting a word of a heading."""
-    most = WIDTH.get()
-    if most is None:
-        return True
-    with fitted(None):
-        whole = render(records, "table", columns)
-    return max(map(columns_of, whole.splitlines()), default=0) <= most
-
-
 def _lines(headings: Sequence[str], rows: Sequence[Sequence[str]], figures: Sequence[bool], most: int | None) -> str:
     """Return a table of width `most`, or wider where its numbers need it."""
     widths = [max(columns_of(str(row[place])) for row in (headings, *rows)) for place in range(len(headings))]

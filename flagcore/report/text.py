@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +14,7 @@ from flagcore.domain.serving import LATENCIES, RATES
 from flagcore.domain.trial import PROBE, RUN, Measurement, Trial, TrialState
 from flagcore.i18n import N_, _, ngettext
 from flagcore.i18n.width import columns, left
-from flagcore.report.formats import WIDTH, fits, lookup, render, shown
+from flagcore.report.formats import lookup, shown
 
 Removed: TypeAlias = "tuple[str, str, int]"
 """A stage of the funnel: its rule or nothing, its text, and how many it removed."""
@@ -168,28 +167,6 @@ def _has_column(knob: Knob, values: Sequence[Any]) -> bool:
 def _is_set(knob: Knob, value: object) -> bool:
     """Return whether a value is not the neutral one; False is that of a knob without any."""
     return value is not None and value != (False if knob.neutral is None else knob.neutral)
-
-
-def candidates_table(records: Sequence[Mapping[str, Any]], figures: Mapping[str, str], knobs: Knobs) -> str:
-    """Return a table of numbered records with columns for their knobs and `figures`.
-
-    If it does not fit, knobs go to separate lines below it.
-    """
-    number, width = {"#": "number"}, WIDTH.get()
-    whole = {**number, **candidate_columns(records, knobs), **figures}
-    if width is None or fits(records, whole):
-        return render(records, "table", whole)
-    indent = len(str(len(records))) + 2
-    lines = [
-        textwrap.fill(
-            f"{record['number']:<{indent}}{values_text(record['candidate'], knobs)}",
-            width,
-            subsequent_indent=" " * indent,
-            break_long_words=False,
-        )
-        for record in records
-    ]
-    return "\n".join([render(records, "table", {**number, **figures}), "", *lines])
 
 
 SHORT_RATES = {

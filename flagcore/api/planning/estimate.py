@@ -19,8 +19,8 @@ from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
 from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
-from flagcore.report.formats import Notebook, lookup
-from flagcore.report.text import candidate_line, candidates_table
+from flagcore.report.formats import Notebook, lookup, render
+from flagcore.report.text import candidate_columns, candidate_line
 from flagcore.stages.missing_costs import no_time
 from flagcore.stages.predict import model_table
 
@@ -52,7 +52,8 @@ class Estimate(Notebook):
 
     def __str__(self) -> str:
         shown = {name: key for name, key in FIGURES.items() if any(lookup(each, key) for each in self.candidates)}
-        return candidates_table(self.candidates, shown, self.knobs)
+        columns = {"#": "number", **candidate_columns(self.candidates, self.knobs), **shown}
+        return render(self.candidates, "table", columns)
 
 
 FIGURES = {
