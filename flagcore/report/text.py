@@ -115,6 +115,12 @@ def candidate_text(candidate: Candidate, knobs: Knobs) -> str:
     return values_text(candidate.as_dict(), knobs)
 
 
+def best_text(best: Trial | None, gain: float | None, knobs: Knobs) -> str:
+    """Return the best trial of a run with its gain in one line of English."""
+    text = f"best trial {best.number}: {candidate_text(best.candidate, knobs)}" if best else "no best"
+    return text if gain is None else f"{text}, gain {gain:+.1%}"
+
+
 def values_text(values: Mapping[str, Any], knobs: Knobs) -> str:
     """Return knobs and their values in one line, see `candidate_text`."""
     parts: list[str] = []

@@ -11,7 +11,7 @@ import numpy as np
 from flagcore.api.common.candidate_parser import as_candidate, values_of
 from flagcore.api.common.context import Snapshot, load_snapshot
 from flagcore.api.common.inputs import SpecLike
-from flagcore.api.common.runs import Run
+from flagcore.api.common.runs import RESULT, Run, unreadable
 from flagcore.api.explaining.neighbors import differing
 from flagcore.api.planning.estimate import before_trials, knob_record, plugin_notes
 from flagcore.domain.candidate import Candidate
@@ -20,7 +20,7 @@ from flagcore.domain.plan import Counts, count, failed_repeats
 from flagcore.domain.search_state import DOES_NOT_FIT
 from flagcore.domain.space import Columns
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
-from flagcore.errors import NothingFits, RunError
+from flagcore.errors import NothingFits
 from flagcore.i18n import N_, _
 from flagcore.problem import Problem, fastest, require_candidate
 from flagcore.report.candidate_report import differs_text, seconds_text
@@ -245,6 +245,5 @@ def _saved_counts(run: Run) -> Counts | None:
         if not counts.balanced:
             raise ValueError("its counts do not add up")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        message = f"{run.folder / 'result.json'} cannot be read ({error!r}); `flag tune` writes it when it ends"
-        raise RunError(message) from None
+        raise unreadable(run.folder / RESULT, error) from None
     return counts

@@ -89,8 +89,7 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     home, found, notes = run_home(run), run.data, list[str]()
     held = json_file(home / INSIGHT)
     usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
-    ended = len(run.trials) + len(run.repeats) + len(run.probes)
-    more = ended - count_trials(found) if run.fidelity != ESTIMATE else 0
+    more = run.ended - count_trials(found) if run.fidelity != ESTIMATE else 0
     if not found or not usable or more > 0:
         understood, why = _understood(folder, without)
         if not found and understood is None:

@@ -31,7 +31,7 @@ from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml
 from flagcore.report.page.markdown import result_text
 from flagcore.report.result import result
-from flagcore.report.text import candidate_text
+from flagcore.report.text import best_text, candidate_text
 from flagcore.stages.launch import planned_launch
 from flagcore.store.directory import writable, write
 
@@ -55,10 +55,7 @@ class Outcome(Notebook):
         return result_text(self.data, self.plan.knobs)
 
     def __repr__(self) -> str:
-        best = self.plan.best
-        message = f"best trial {best.number}: {candidate_text(best.candidate, self.plan.knobs)}" if best else "no best"
-        gain = "" if self.plan.gain is None else f", gain {self.plan.gain:+.1%}"
-        return f"<Outcome in {self.run_dir}: {message}{gain}>"
+        return f"<Outcome in {self.run_dir}: {best_text(self.plan.best, self.plan.gain, self.plan.knobs)}>"
 
 
 def save(ending: TuneResult, workload: Workload, run_dir: Path, spec: Mapping[str, Any]) -> Outcome:
