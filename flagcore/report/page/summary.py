@@ -153,7 +153,7 @@ def _gain(run: RunData, best: Record) -> Cell:
         predicted = run.fidelity == ESTIMATE
         text = _("this is the baseline: no candidate is predicted to be faster")
         return Cell(text if predicted else _("this is the baseline: no trial was faster"), gain)
-    return Cell(_("{gain} vs baseline: {baseline}", gain=gain_cell(run, gain).text, baseline=values), gain)
+    return Cell(_("{gain} (baseline: {baseline})", gain=gain_cell(run, gain).text, baseline=values), gain)
 
 
 def _load_of(run: RunData, best: Record) -> str:
