@@ -112,13 +112,23 @@ def _ended(snapshot: Snapshot, trial: Trial) -> str:
     if measured.broken:
         line += "; " + _("over a limit: {limits}", limits=", ".join(measured.broken))
     if best is not None and best.candidate != trial.candidate:
-        step = 1.0 / snapshot.search_state.speed_of(best.candidate)
-        share = measured.step_time_s / step - 1.0
-        line += ", " + _("{share:+.1%} in time vs the best (trial {number})", share=share, number=best.number)
+        step, value = _best_step(snapshot, best)
+        share, shown = measured.step_time_s / step - 1.0, f"{_('trial')} {best.number}: {value}"
+        line += ", " + _("{share:+.1%} in time vs the best ({trial})", share=share, trial=shown)
     elif best is not None and len(snapshot.search_state.runs_of(best.candidate)) == 1:
         line += "; " + _("it is the best")
     stopped = trial.state is TrialState.STOPPED and trial.reason
     return line + ("; " + _("stopped early: {reason}", reason=trial.reason) if stopped else "")
+
+
+def _best_step(snapshot: Snapshot, best: Trial) -> tuple[float, str]:
+    """Return the seconds of a step of the best, and their text: the median if it ran more than once."""
+    runs, step = (
+        len(snapshot.search_state.runs_of(best.candidate)),
+        1.0 / snapshot.search_state.speed_of(best.candidate),
+    )
+    text = seconds_text(snapshot.task.spec.objective, step)
+    return step, text if runs == 1 else text + ", " + _("median of {count} runs", count=runs)
 
 
 def _of_all_runs(snapshot: Snapshot, candidate: Candidate) -> list[str]:
