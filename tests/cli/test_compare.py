@@ -140,10 +140,8 @@ def test_illegal_candidate_and_unknown_run_are_told(compared: Callable[..., Any]
 
 
 def test_candidates_given_without_their_run_are_answered_with_what_to_type(flag: Flag, project: Project) -> None:
-    spec = project.spec()
-    assert "`flag compare --spec SPEC 1 2`" in flag("compare", spec, "1", "2").err
-    folder = str(project.folder)
-    wrong = flag("compare", folder, "best", "baseline")
-    assert (wrong.code, wrong.out) == (2, "")
-    assert f"`flag compare {folder}:best {folder}:baseline`" in wrong.err
-    assert "`flag compare RUN:best RUN:baseline`" in flag("compare", "first").err
+    for words in ((project.spec(), "1", "2"), (str(project.folder), "best", "baseline"), ("first",)):
+        wrong = flag("compare", *words)
+        assert (wrong.code, wrong.out) == (2, "")
+        assert "`flag compare RUN:best RUN:baseline`" in wrong.err
+        assert "`flag compare --spec SPEC 1 2`" in wrong.err
