@@ -77,7 +77,7 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     assert "| Made up | 4 | 3 |" in page
     assert "| Made up (from model flops) | 1 | 1 |" in page
     assert "| Made up, dense: static memory | 1 | 1 |" in page
-    assert "| strange | Made up | no installed plugin knows the chip" in page
+    assert "| strange | Made up | no installed plugin lists the chip" in page
     assert "| Made up | 3 | 10.0% | 25.0% | 0.90 to 1.10 |" in page
     assert {name for name in ("one", "two", "three") if f"| {name} | tiny, 4 x cpu |" in page} == {
         "one",

@@ -115,7 +115,9 @@ def test_a_job_that_is_not_there_and_one_that_is_not_known_are_told_apart(flag: 
     assert flag("estimate", "--jobs", file, "--explain", "nobody").code == 2
     assert "Did you mean 'moe'?" in flag("estimate", "--jobs", file, "--explain", "mo").err
     told = flag("estimate", "--jobs", file, "--explain", "moe").out
-    assert told.startswith("unknown: no installed plugin knows the chip 'X1'; `flag plugins chips` lists all ")
+    assert told.startswith("unknown: ")
+    assert "'X1'" in told
+    assert "`flag plugins chips`" in told
 
 
 def test_jobs_of_several_tasks_are_answered_in_their_order_as_if_alone(flag: Flag, tmp_path: Path) -> None:

@@ -63,16 +63,11 @@ class Run(Notebook):
         return knobs_of_spec(self.spec)
 
     @property
-    def ended(self) -> int:
-        """How many trials have ended."""
-        return len(self.trials) + len(self.repeats) + len(self.probes)
-
-    @property
     def in_progress(self) -> bool:
         """Whether the result lacks trials that have ended: the run is in progress, or was killed."""
         if self.engines or self.fidelity == ESTIMATE:
             return False
-        return not self.data or self.ended > count_trials(self.data)
+        return not self.data or ended_trials(self) > count_trials(self.data)
 
     @property
     def stopped_because(self) -> str | None:
@@ -169,6 +164,11 @@ def _of_several(path: Path, data: Mapping[str, Any]) -> Run:
     return replace(runs[won], folder=path, data=data, engines=runs)
 
 
+def ended_trials(run: Run) -> int:
+    """Return how many trials have ended."""
+    return len(run.trials) + len(run.repeats) + len(run.probes)
+
+
 def count_trials(data: Mapping[str, Any]) -> int:
     """Return how many trials a result has. Raises TypeError if it is not a result."""
     return sum(len(data.get(name) or ()) for name in ("trials", "repeats", "probes"))
@@ -180,8 +180,8 @@ def _require_complete_journal(run: Run) -> None:
         expected = count_trials(run.data)
     except TypeError as error:
         raise unreadable(run.folder / RESULT, error) from None
-    if run.ended < expected:
-        counts = {"folder": run.folder, "count": run.ended, "expected": expected}
+    if ended_trials(run) < expected:
+        counts = {"folder": run.folder, "count": ended_trials(run), "expected": expected}
         lost = _("{folder}: the journal has {count} of the {expected} trials of result.json", **counts)
         raise RunError(lost + "; " + _("restore it, or read result.json and report.html"))
 

@@ -12,7 +12,7 @@ import yaml
 
 from flagcore.api.common.context import Snapshot, load_snapshot, run_home
 from flagcore.api.common.inputs import knobs_of_spec, warn
-from flagcore.api.common.runs import SPEC, count_trials, read_run
+from flagcore.api.common.runs import SPEC, count_trials, ended_trials, read_run
 from flagcore.contracts import Workload
 from flagcore.domain.plan import summarize
 from flagcore.domain.secrets import secrets_in_data, secrets_in_environment
@@ -89,7 +89,7 @@ def _data(folder: Path, without: Collection[str]) -> RunData:
     home, found, notes = run_home(run), run.data, list[str]()
     held = json_file(home / INSIGHT)
     usable = held if held.get("schema_version") == SCHEMA_VERSION else {}
-    more = run.ended - count_trials(found) if run.fidelity != ESTIMATE else 0
+    more = ended_trials(run) - count_trials(found) if run.fidelity != ESTIMATE else 0
     if not found or not usable or more > 0:
         understood, why = _understood(folder, without)
         if not found and understood is None:

@@ -35,7 +35,7 @@ def trials(run: RunData) -> Section:
 
 
 def trial_table(run: RunData, *, whole: bool = False) -> Table:
-    """Return a row per trial, without empty columns; durations and reasons only in the `whole` table."""
+    """Return a row per trial; the `whole` table has durations and reasons, and no empty columns."""
     if run.serves:
         figures = [run.unit, _("spread"), f"~{run.unit}", _("vs base"), *LATENCIES]
     else:
@@ -46,7 +46,7 @@ def trial_table(run: RunData, *, whole: bool = False) -> Table:
         row = [trial_cell(run, trial), Cell(configuration(run, trial)), Cell(_state(trial))]
         row += _served(run, trial) if run.serves else _trained(run, trial)
         rows.append(row + [cell(number(trial["duration_s"]) or None), cell(trial["reason"])] * whole)
-    used = [place for place in range(len(headings)) if any(row[place].text != "-" for row in rows)]
+    used = [place for place in range(len(headings)) if not whole or any(row[place].text != "-" for row in rows)]
     return table(
         _("All trials, probes and repeats; ~ is predicted"),
         [headings[place] for place in used],
