@@ -140,4 +140,4 @@ def test_a_command_that_is_misspelt_is_answered_with_the_nearest(flag: Callable[
     assert (ran.code, ran.out) == (2, "")
     assert "'estimat'" in ran.err
     assert "'estimate'?" in ran.err
-    assert "Did you mean" not in flag("zzz").err
+    assert "?" not in flag("zzz").err
