@@ -319,8 +319,8 @@ def test_books_without_trials_and_what_runs_a_prediction(flag: Flag, project: Pr
     assert "untried" in told
     assert "measured" not in told
     assert "failed" not in told
-    assert "Predicted with train.settings, for the rest as flagcore's own trial program runs it" in told
-    assert "Predicted as flagcore's own trial program" in flag("estimate", project.spec(train={"command": None})).err
+    assert "; with train.settings." in told
+    assert "train.implementation" in flag("estimate", project.spec(train={"command": None})).err
 
 
 def test_knobs_of_a_record_that_do_nothing_and_a_second_use_of_its_id_are_told(flag: Flag, tmp_path: Path) -> None:

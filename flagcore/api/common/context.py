@@ -18,6 +18,7 @@ from flagcore.domain.search_state import Pruned, SearchState
 from flagcore.domain.space import Columns
 from flagcore.domain.spec import Spec, Task
 from flagcore.errors import RunError, UsageError
+from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem
 from flagcore.stages.learn import learn
 from flagcore.stages.missing_costs import no_time
@@ -89,7 +90,7 @@ def load_snapshot(where: SpecLike, chip: str | None, without: Collection[str]) -
         return _snapshot(place, problem, workload, learn(()), Past.empty())
     run = load_run(place)
     if chip is not None:
-        raise UsageError(f"--chip {chip} goes with a spec; the run {place} has a chip of its own")
+        raise UsageError(_("--chip {chip} needs a spec; {run} is a run", chip=chip, run=place))
     home = run_home(run)
     stored = RunDirectory(home).known() or {"run": "", "task": {}, "fixed": {}}
     spec = _with_its_hardware(_spec(home / SPEC, None, without), stored)
@@ -127,8 +128,9 @@ def _require_known_values(run: Run, problem: Problem) -> None:
             try:
                 axis.encode(value)
             except ValueError:
-                message = f"trial {trial.number} has {axis.knob} = {value}, a value that this version does not know"
-                raise RunError(f"{run.folder} cannot be read: {message}") from None
+                names = {"folder": run.folder, "number": trial.number, "knob": axis.knob, "value": value}
+                text = _("{folder} is of another version: trial {number} has {knob} = {value}", **names)
+                raise RunError(text) from None
 
 
 def _snapshot(where: Path, problem: Problem, workload: Workload, search_state: SearchState, past: Past) -> Snapshot:
@@ -147,5 +149,5 @@ def _spec(asked: SpecLike, chip: str | None, without: Collection[str], data: Map
     if chip is None:
         return spec
     if spec.cluster.groups:
-        raise UsageError(f"--chip {chip} goes with a spec of one chip, but {file} gives cluster.groups")
+        raise UsageError(_("--chip {chip} needs a spec of one chip; {file} has cluster.groups", chip=chip, file=file))
     return replace(spec, cluster=replace(spec.cluster, chip=chip))

@@ -18,6 +18,7 @@ from flagcore.domain.secrets import secrets_in_data
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import Spec
 from flagcore.errors import FlagError
+from flagcore.i18n import _
 from flagcore.plugins import LoadedPlugins, engines, load_plugins
 from flagcore.problem import Problem, sizes_held_at_one
 from flagcore.report.formats import as_yaml
@@ -155,9 +156,18 @@ def warn_about_problem(problem: Problem, workload: Workload) -> None:
     support, task = problem.platform.support, problem.platform.task
     if support.support is Support.UNKNOWN:
         chip = task.cluster.chips
-        warn([f"{task.spec.work.engine} on {chip}: untested; {support.reason}"])
+        warn(
+            [
+                _(
+                    "{engine} on {chip}: untested; {reason}",
+                    engine=task.spec.work.engine,
+                    chip=chip,
+                    reason=support.reason,
+                )
+            ]
+        )
     if untested := untested_reason(workload):
-        warn([f"engine {task.spec.work.engine} is untested: {untested}"])
+        warn([_("engine {name} is untested: {reason}", name=task.spec.work.engine, reason=untested)])
     warn(problem.platform.conflicts)
     warn(sizes_held_at_one(problem))
     warn(problem.pruned.broken_rules)

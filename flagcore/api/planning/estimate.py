@@ -18,6 +18,7 @@ from flagcore.domain.search_state import SearchState
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.space import IntArray
 from flagcore.domain.spec import Task
+from flagcore.i18n import _
 from flagcore.problem import Problem, fastest, no_launch_reason, require_candidate
 from flagcore.report.formats import Notebook, lookup, render
 from flagcore.report.text import candidate_columns, candidate_line
@@ -104,21 +105,18 @@ def estimate(
 
 
 def _runs(task: Task) -> str:
-    """Return what a prediction of a spec is of: the user's own command, or what stands in for one."""
+    """Return what runs the job that a prediction is of: the user's own command, the engine, or the trial program."""
     if isinstance(task.spec.work, ServeSpec):
-        return f"as {task.spec.work.engine} serves the load of serve.profile"
+        return _("as {engine} serves the load of serve.profile", engine=task.spec.work.engine)
     train = task.spec.train
     if train.command is not None:
-        return "as train.command runs it"
-    if train.implementation not in (None, "local"):
-        how = f"as {train.engine} runs it with the layers of {train.implementation}"
-        return (
-            f"with train.settings, for the rest {how}" if train.settings else f"{how}; train.settings plan another run"
-        )
-    how = "as flagcore's own trial program runs it: the engine's own layers, nothing"
-    if train.settings:
-        return f"with train.settings, for the rest {how} else overlaps; train.implementation plans another run"
-    return f"{how} overlaps; train.implementation and train.settings plan another run"
+        return _("as train.command runs it")
+    if train.implementation in (None, "local"):
+        how = _("as flagcore's trial program runs it, without overlap (see train.implementation)")
+    else:
+        names = {"engine": train.engine, "implementation": train.implementation}
+        how = _("as {engine} runs it with the layers of {implementation}", **names)
+    return _("{how}; with train.settings", how=how) if train.settings else how
 
 
 def before_trials(problem: Problem) -> Counts:

@@ -18,8 +18,9 @@ from flagcore.domain.knob import Knobs
 from flagcore.domain.probe import Probe, RankProbe
 from flagcore.domain.spec import Spec
 from flagcore.errors import EveryTrialFailed, Interrupted, UsageError
+from flagcore.i18n import _
 from flagcore.problem import Problem, build_problem, fastest, require_candidate, require_launchable
-from flagcore.report.text import candidate_text
+from flagcore.report.text import candidate_text, state_name
 from flagcore.spec import spec_as_data
 from flagcore.stages.combine import combine
 from flagcore.stages.discover import present, side_by_side
@@ -66,7 +67,7 @@ def probe(
     file = Path(spec_file)
     spec = parsed(spec_as_data(file), file=str(file), base=file.parent, without=without)
     if spec.cluster.groups:
-        raise UsageError(f"{spec_file} gives cluster.groups, but a probe plays ranks of one kind of chip")
+        raise UsageError(_("{file} has cluster.groups: a probe needs a cluster of one chip", file=spec_file))
     if chip is not None:
         spec = replace(spec, cluster=replace(spec.cluster, chip=chip))
     workload, launcher = plugins.workload_of(spec.work), plugins.launcher("local")
@@ -85,7 +86,7 @@ def probe(
         world = problem.platform.task.cluster.devices
         wrong = [rank for rank in ranks if not 0 <= rank < world]
         if wrong:
-            raise UsageError(f"--rank {wrong[0]}: the ranks of {world} devices are 0 to {world - 1}")
+            raise UsageError(_("--rank {rank}: the last rank is {last}", rank=wrong[0], last=world - 1))
         place = Path(folder) if folder else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagcore-")))
         found = []
         for number, each in enumerate(_chosen(problem, candidate, top)):
@@ -95,17 +96,18 @@ def probe(
                 several = problem.platform, workload, launcher, each, where, limit, ranks, on_start
                 probed = probe_candidate(*several, devices=devices)
             except KeyboardInterrupt:
-                raise Interrupted("interrupted") from None
+                raise Interrupted(_("interrupted")) from None
             found.append((each, probed))
         if not any(probed.measured or probed.out_of_memory for _, probed in found):
             last = found[-1][1].ranks[-1]
-            raise EveryTrialFailed(f"no rank gave a result; the last one: {last.state.value}: {last.reason}")
+            why = f"{state_name(last.state.value)}: {last.reason}"
+            raise EveryTrialFailed(_("no rank gave a result; the last one: {reason}", reason=why))
         return [_probed_record(problem, *pair) for pair in found]
 
 
 def _with_baseline(spec: Spec, candidate: str, problem: Problem, workload: Workload) -> Spec:
     """Return a spec with a candidate that was typed by its knobs as the baseline, which is in every space."""
-    columns, _ = parse_candidate(candidate, problem, workload)
+    columns, _named = parse_candidate(candidate, problem, workload)
     return replace(spec, baseline=as_candidate(problem.space.axes, columns).as_dict())
 
 
@@ -117,7 +119,7 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
     if candidate is not None:
         number = int(candidate)
         if not 1 <= number <= order.size:
-            raise UsageError(f"--candidate {candidate}: there are {order.size} candidates")
+            raise UsageError(_("--candidate {id}: there are {count} candidates", id=candidate, count=order.size))
         order = order[number - 1 : number]
     return [problem.space.candidate(int(row)) for row in order[:top]]
 
@@ -125,7 +127,7 @@ def _chosen(problem: Problem, candidate: str | None, top: int) -> list[Candidate
 def _reporter(on_rank: Callable[[str], object] | None, candidate: str, world: int) -> Callable[[int], object]:
     def report(rank: int) -> None:
         if on_rank is not None:
-            on_rank(f"probing rank {rank} of {world}: {candidate}")
+            on_rank(_("probing rank {rank} of {world}: {candidate}", rank=rank, world=world, candidate=candidate))
 
     return report
 

@@ -26,6 +26,7 @@ from flagcore.domain.secrets import (
 )
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN
 from flagcore.errors import NoDevice, RunError, SpecError, UsageError
+from flagcore.i18n import _
 from flagcore.loop import TuneResult
 from flagcore.problem import Problem, no_launch_reason
 from flagcore.report.formats import Notebook, as_yaml
@@ -104,24 +105,31 @@ def run_best(
         ready = tuple(map(str, launch.get("ready", ())))
         lacking = [str(name) for name in launch.get("needs", ()) if not os.environ.get(str(name))]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({type(error).__name__})"
-        raise RunError(f"{file} {reason}; `flag tune` writes it when it has measured a best configuration") from None
+        reason = _("missing") if isinstance(error, FileNotFoundError) else type(error).__name__
+        problem = _("{file} cannot be read ({reason}); `flag tune` writes it with the best", file=file, reason=reason)
+        raise RunError(problem) from None
     if lacking:
-        raise UsageError(f"{', '.join(lacking)} must be set: secrets of a shell are not saved")
+        raise UsageError(_("set {names} first: secrets are not saved", names=", ".join(lacking)))
     sys.stdout.flush()
     if ready:
         server = Launch(argv=tuple(map(str, argv)), environment=environment, folder=folder, ready=ready)
         sys.exit(serve(server, 1 if stdout is None else stdout, on_ready or str))
     if stdout is not None:
         os.dup2(stdout, 1)
-    goes = f"output comes here, files go to {launch.get('folder', folder)}"
     try:
         os.chdir(folder)
         program, variables = argv[0], {**MEETING_PLACE, **os.environ, **environment}
-        warn([f"training the best of {run_dir}, the command of best.sh there; {goes}"])
+        warn([_("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
-        raise UsageError(f"{' '.join(map(str, argv[:1]))} cannot be started in {folder}: {error}") from None
+        raise UsageError(
+            _(
+                "cannot start {program} in {folder}: {reason}",
+                program="".join(map(str, argv[:1])),
+                folder=folder,
+                reason=error,
+            )
+        ) from None
 
 
 def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str | None:
@@ -137,7 +145,9 @@ def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str 
     except NoDevice:
         pass  # the engine is not installed on this machine
     if platform.task.spec.work.command is None and platform.support.device_type is None:
-        return f"no installed plugin supports {workload.name} on {platform.task.cluster.chips}"
+        return _(
+            "no installed plugin supports {engine} on {chip}", engine=workload.name, chip=platform.task.cluster.chips
+        )
     return None
 
 

@@ -34,6 +34,7 @@ from flagcore.domain.secrets import redact_data, redact_text
 from flagcore.domain.spec import Control, Spec
 from flagcore.domain.trial import FIDELITIES, PROBE, RUN
 from flagcore.errors import EveryTrialFailed, FlagError, Interrupted, NothingFits, RunError
+from flagcore.i18n import _
 from flagcore.loop import Dependencies, TuneResult
 from flagcore.loop import tune as run_loop
 from flagcore.plugins import LoadedPlugins
@@ -127,7 +128,13 @@ class _EngineRun:
         fixed = known["fixed"]
         if fixed.get("storage") != self.storage:
             where = redact_text(fixed.get("storage") or "its own journal")
-            raise RunError(f"{self.directory.path} has its trials in {where}: use the same --storage, or --new")
+            raise RunError(
+                _(
+                    "{folder} has its trials in {storage}: use the same --storage, or --new",
+                    folder=self.directory.path,
+                    storage=where,
+                )
+            )
         same_spec = known["task"].get("spec") == redact_data(with_fidelity(self.data))
         baseline: Mapping[str, KnobValue] | None = fixed.get("baseline")
         return baseline if same_spec else self.spec.baseline
@@ -154,7 +161,7 @@ class _EngineRun:
         store = OptunaStore(directory.path, choices, run=self.name, objective=objective, url=storage)
         _require_no_higher_fidelity(store, self.spec.control, directory.path)
         if done := len(store.trials()):
-            warn([f"resuming {directory.path}: {done} trial{'s' if done > 1 else ''} done; --new starts over"])
+            warn([_("resuming {folder}: trials done: {count}; --new starts over", folder=directory.path, count=done)])
         write_spec(directory.path, self.data, self.base)
         return store
 
@@ -165,7 +172,7 @@ class _EngineRun:
         try:
             self.experience.save(self.name, result.problem.platform.task, result.plan.trials)
         except RunError as error:
-            warn([f"later runs will not learn from this one: {error}"])
+            warn([_("later runs will not learn from this one: {reason}", reason=error)])
         return replace(outcome, reported=save_report(folder, result, self.workload, outcome.data))
 
 
@@ -181,14 +188,16 @@ def _require_no_higher_fidelity(store: TrialStore, control: Control, run_dir: Pa
     """Raise RunError if the folder has trials of a higher fidelity: their result would be overwritten."""
     highest = max((FIDELITIES.index(trial.fidelity) for trial in store.trials() if not trial.source), default=0)
     if highest > FIDELITIES.index(control.fidelity):
-        problem = f"has trials of fidelity {FIDELITIES[highest]}, which is higher than {control.fidelity}"
-        raise RunError(f"{run_dir} {problem}: use another --run-dir, or --new")
+        names = {"folder": run_dir, "higher": FIDELITIES[highest], "fidelity": control.fidelity}
+        raise RunError(
+            _("{folder} has trials of fidelity {higher}, not {fidelity}: use another --run-dir, or --new", **names)
+        )
 
 
 def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
     plan, run_dir = outcome.plan, outcome.run_dir
     if isinstance(result.error, Interrupted):
-        raise Interrupted(f"interrupted; finished trials are in {run_dir}")
+        raise Interrupted(_("interrupted; finished trials are in {folder}", folder=run_dir))
     if result.error:
         raise result.error
     if plan.best is None and plan.fastest is not None:
@@ -196,8 +205,8 @@ def _raise_failure(result: TuneResult, outcome: Outcome) -> None:
     if plan.best is None:
         last = plan.trials[-1] if plan.trials else None
         logs = f" (logs in {(run_dir / last.log).parent})" if last else ""
-        why = f"; the last one: {last.state.value}: {last.reason}{logs}" if last else ""
-        raise EveryTrialFailed(f"none of {len(plan.trials)} trials gave a measurement{why}")
+        why = f"; {_('trial')} {last.number}: {last.state.value}: {last.reason}{logs}" if last else ""
+        raise EveryTrialFailed(_("none of {count} trials gave a measurement", count=len(plan.trials)) + why)
 
 
 WINNERS = ("best", "best.sh", "best.yaml")
