@@ -122,14 +122,8 @@ def run_best(
         warn([_("training the best of {run}; files go to {folder}", run=run_dir, folder=launch.get("folder", folder))])
         os.execvpe(program, argv, variables)
     except (OSError, ValueError, TypeError, IndexError) as error:
-        raise UsageError(
-            _(
-                "cannot start {program} in {folder}: {reason}",
-                program="".join(map(str, argv[:1])),
-                folder=folder,
-                reason=error,
-            )
-        ) from None
+        names = {"program": "".join(map(str, argv[:1])), "folder": folder, "reason": error}
+        raise UsageError(_("cannot start {program} in {folder}: {reason}", **names)) from None
 
 
 def _cannot_start(problem: Problem, workload: Workload, best: Candidate) -> str | None:
