@@ -7,6 +7,8 @@ A catalogue is loaded by the first message, for another language than English on
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import cache
 from gettext import GNUTranslations, NullTranslations
 from pathlib import Path
@@ -54,6 +56,13 @@ def ngettext(one: str, many: str, count: int, /, **values: object) -> str:
 def N_(message: str) -> str:
     """Mark a message for translation where it is defined; `_` translates it where it is used."""
     return message
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question with the known name that is most like `name`, whatever its case; empty if none is."""
+    names = {each.casefold(): each for each in known}
+    near = get_close_matches(name.casefold(), names, n=1, cutoff=cutoff)
+    return _("did you mean {name!r}?", name=names[near[0]]) if near else ""
 
 
 @cache

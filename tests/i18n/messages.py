@@ -91,7 +91,7 @@ def update() -> None:
 def untranslated() -> None:
     """Print the messages without a translation, and how many have one."""
     known, messages = translations(), [each for each in sources() if each.id]
-    missing = [each for each in messages if (found := known.get(each.id)) is None or not found.string]
+    missing = [each for each in messages if (found := known.get(each.id)) is None or not any(found.string)]
     for message in missing:
         print(f"{message.locations[0][0]}: {message.id!r}")
     print(f"{len(messages) - len(missing)} of {len(messages)} messages are translated")

@@ -38,7 +38,7 @@ def test_an_unknown_language_changes_nothing() -> None:
 def test_messages_are_translated_and_their_fields_filled() -> None:
     choose("zh")
     assert _("Saved to {folder}.", folder="a") == "已保存到 a。"
-    assert ngettext("{count} trial, not measured.", "{count} trials, none measured.", 2).startswith("2 个试验")
+    assert ngettext("{count} trial, not measured", "{count} trials, none measured", 2).startswith("2 个试验")
     choose("en")
     assert _("Saved to {folder}.", folder="a") == "Saved to a."
     assert ngettext("{count} trial, not measured.", "{count} trials, none measured.", 1) == "1 trial, not measured."
