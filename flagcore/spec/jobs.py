@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +14,11 @@ from flagcore.domain.knob import Knob
 from flagcore.domain.serving import Load, ServeSpec
 from flagcore.domain.spec import AUTO, Job, TrainSpec
 from flagcore.errors import SpecError
+from flagcore.spec.convert import check_devices
+from flagcore.spec.data_file import load_json
 from flagcore.spec.knobs import Engines, candidate_of, candidate_section, knobs_of, settings_of, settings_section
-from flagcore.spec.limits import MAX_DEVICES, Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
-from flagcore.spec.models import model_from, model_of_shape
+from flagcore.spec.limits import Devices, Fraction, ModelPath, Precision, Rate, Size, Text, Word
+from flagcore.spec.models import model_from
 from flagcore.spec.plain_data import plain, spec_error
 from flagcore.spec.schema import Shape
 from flagcore.spec.serve_schema import Clients, KnobInput, NoTokens, PerSecond, Requests, Scalar, Tokens
@@ -132,11 +133,11 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
 
 def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
     """Return the fields of a job that all kinds of records have."""
-    model, cluster = record.model, record.cluster
+    cluster = record.cluster
     return {
         "id": record.id,
         "kind": record.kind,
-        "model": model_from(model, base=Path()) if isinstance(model, str) else model_of_shape(model),
+        "model": model_from(record.model, base=Path()),
         "chip": cluster.chip,
         "devices": _devices(cluster),
         "devices_per_node": cluster.devices_per_node,
@@ -224,9 +225,7 @@ def _devices(cluster: _Cluster) -> int:
     if cluster.devices is None:
         if nodes is None:
             raise spec_error("cluster.devices", "is missing", fix="give the number of devices in all nodes")
-        if nodes * per_node > MAX_DEVICES:
-            problem = f"times devices_per_node = {per_node} must be at most {MAX_DEVICES} devices"
-            raise spec_error("cluster.nodes", problem, value=nodes, fix=f"use {MAX_DEVICES // per_node}")
+        check_devices(nodes, per_node, ("cluster",))
         return nodes * per_node
     right = -(-cluster.devices // per_node)
     if nodes is not None and nodes != right:
@@ -257,32 +256,16 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _record(line: bytes, where: str) -> Line:
-    problem, fix = "", "write one JSON object a line"
+    fix = "write one JSON object a line"
     try:
-        record = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_without_duplicates)
-        if isinstance(record, dict):
-            if isinstance(record.get("id"), str):
-                return record
-            problem, fix = "has no id that is text", "give each record an id of its own, as text"
-        else:
-            problem = f"is no JSON object, but of type {type(record).__name__}"
-    except json.JSONDecodeError as error:
-        problem = f"cannot be read as JSON: {error.msg} (column {error.colno})"
-        if len(line) >= LONGEST_LINE:
-            problem = f"is longer than {LONGEST_LINE >> 20} MiB"
+        record = load_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text (byte {error.start})"
-    except RecursionError:
-        problem = "is nested too deep"
+        return spec_error(where, f"is not UTF-8 text (byte {error.start})", fix=fix)
     except ValueError as error:
-        problem, fix = str(error), "remove one of them"
-    return spec_error(where, problem, fix=fix)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"gives the key {twice[:64]!r} twice")
-    return found
+        problem = f"is longer than {LONGEST_LINE >> 20} MiB" if len(line) >= LONGEST_LINE else str(error)
+        return spec_error(where, problem, fix=fix)
+    if not isinstance(record, dict):
+        return spec_error(where, f"is no JSON object, but of type {type(record).__name__}", fix=fix)
+    if not isinstance(record.get("id"), str):
+        return spec_error(where, "has no id that is text", fix="give each record its own id, as text")
+    return record

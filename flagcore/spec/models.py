@@ -24,6 +24,8 @@ def model_from(source: object, *, base: Path, file: str = "") -> Model:
 
     if isinstance(source, (str, os.PathLike)):
         return _model_at(str(source), base, file)
+    if isinstance(source, Shape):
+        return model_of_shape(source, file=file)
     if not isinstance(source, Mapping):
         problem = "must be the path of a Hugging Face directory or config.json, or an inline shape"
         raise spec_error("model", problem, value=plain({"model": source}, file=file)["model"], file=file)

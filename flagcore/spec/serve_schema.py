@@ -16,7 +16,6 @@ from flagcore.spec.limits import (
     Factor,
     Folder,
     Fraction,
-    ModelPath,
     NoSize,
     Precision,
     Seconds,
@@ -24,7 +23,7 @@ from flagcore.spec.limits import (
     Value,
     Word,
 )
-from flagcore.spec.schema import BudgetSection, ClusterSection, SearchSection, Shape, document_of
+from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, document_of
 from flagcore.spec.validate import Section
 
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -161,21 +160,13 @@ class ServeTunerSection(SearchSection):
     """The figure to optimise: more of a rate, or less of a latency (its mean, unless a statistic is named)."""
 
 
-class ServeDocument(Section):
+class ServeDocument(CommonSection):
     """What flagcore shall tune: a model, a cluster, a server with its load, and a search."""
 
-    model: ModelPath | Shape
-    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
-    cluster: ClusterSection = ClusterSection()
-    """What hardware is wanted; absent: what is found on this machine."""
     serve: ServeSection
-    """What is served, how it is asked, and what must be kept."""
+    """What is served, the requests of a trial, and the limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()
     """The search: absent, the engine runs as it is."""
-    envs: dict[str, Value | int] = Field(default={})
-    """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
-    action: Literal["auto_tune"] | None = None
-    """What to do; it has one value and may be left out."""
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:

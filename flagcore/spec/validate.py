@@ -18,34 +18,17 @@ MAX_PROBLEMS = 20
 Schema = Mapping[str, Any]
 M = TypeVar("M", bound=BaseModel)
 ALIASES = {
-    "num_hidden_layers": "num_layers",
-    "n_layer": "num_layers",
-    "n_embd": "hidden_size",
-    "d_model": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "d_ff": "ffn_hidden_size",
-    "n_head": "num_attention_heads",
-    "num_heads": "num_attention_heads",
-    "heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "num_kv_heads": "num_query_groups",
-    "kv_heads": "num_query_groups",
-    "num_experts": "num_moe_experts",
-    "num_local_experts": "num_moe_experts",
-    "num_experts_per_tok": "moe_router_topk",
-    "device": "chip",
-    "gpu": "chip",
-    "accelerator": "chip",
-    "type": "chip",
-    "gpus": "devices_per_node",
-    "num_gpus": "devices_per_node",
-    "num_devices": "devices_per_node",
-    "ngpus": "devices_per_node",
-    "nproc_per_node": "devices_per_node",
-    "dtype": "precision",
-    "torch_dtype": "precision",
-    "backend": "engine",
-    "framework": "engine",
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("n_embd", "d_model"),
+    "ffn_hidden_size": ("intermediate_size", "d_ff"),
+    "num_attention_heads": ("n_head", "num_heads", "heads"),
+    "num_query_groups": ("num_key_value_heads", "num_kv_heads", "kv_heads"),
+    "num_moe_experts": ("num_experts", "num_local_experts"),
+    "moe_router_topk": ("num_experts_per_tok",),
+    "chip": ("device", "gpu", "accelerator", "type"),
+    "devices_per_node": ("gpus", "num_gpus", "num_devices", "ngpus", "nproc_per_node"),
+    "precision": ("dtype", "torch_dtype"),
+    "engine": ("backend", "framework"),
 }
 """Names of keys in other tools and model files, where spelling alone does not find them."""
 
@@ -213,9 +196,8 @@ def _nearest(root: Schema, path: KeyPath, at: KeyPath) -> str:
     elsewhere = [key for key in known if key[-1] == name]
     if elsewhere:
         return "it belongs under " + " or ".join(key_text((*at, *key[:-1])) for key in elsewhere[:2])
-    if ALIASES.get(name.lower()) in here:
-        return f"did you mean {ALIASES[name.lower()]}?"
-    if close := [key for key in here if name.lower() in _initials(key)] or difflib.get_close_matches(name, here, n=1):
+    short = [key for key in here if name.lower() in (*ALIASES.get(key, ()), *_initials(key))]
+    if close := short or difflib.get_close_matches(name, here, n=1):
         return f"did you mean {close[0]}?"
     if close := difflib.get_close_matches(name, [str(key[-1]) for key in known], n=1, cutoff=0.8):
         right = next(key for key in known if key[-1] == close[0])
