@@ -112,7 +112,6 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
         name = data["train"]["engine"]
         knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
     _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
-    _whole_cluster(data.get("cluster"))
     record = checked(_record_of(knobs), data)
     devices = _devices(record.cluster)
     if record.rank is not None and record.rank >= devices:
@@ -160,7 +159,6 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
     _no_slips(line, _ServeRecord, knobs | dict.fromkeys(absent, "serve"))
     if isinstance(serve, dict) and serve.get("precision") == "fp4":  # as sources call the only format of 4 bits
         data["serve"] = {**serve, "precision": "nvfp4"}
-    _whole_cluster(data.get("cluster"))
     record = checked(_ServeRecord, data)
     serve = record.serve
     if (serve.concurrency is None) == (serve.request_rate is None):
@@ -192,7 +190,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
 def _no_slips(line: Mapping[str, object], record: type[_Any], belongs: Mapping[str, str]) -> None:
     """Raise SpecError for a key that was meant to be one of a record's: it would be taken for one of its source's.
 
-    `belongs` tells under which key of the record a name belongs.
+    `belongs` has the key of the record under which a name belongs.
     """
     known = list(record.model_fields)
     for key in line:
@@ -204,23 +202,10 @@ def _no_slips(line: Mapping[str, object], record: type[_Any], belongs: Mapping[s
             raise spec_error((key,), "is not a known key", value=line[key], fix=f"did you mean {close[0]}?")
 
 
-def _whole_cluster(cluster: object) -> None:
-    """Raise SpecError for a cluster that only a spec may have, and for one without any number of devices."""
-    if not isinstance(cluster, dict):
-        return
-    if "groups" in cluster:
-        problem, fix = "is not for job records: clusters of several chips are planned in specs only", "name one chip"
-        raise spec_error("cluster.groups", problem, fix=fix)
-    if cluster.get("chip") == AUTO:
-        problem, fix = "is not for job records: a record must name a chip", "`flag plugins chips` lists them"
-        raise spec_error("cluster.chip", problem, value=AUTO, fix=fix)
-    if all(cluster.get(key) is None for key in ("devices", "devices_per_node", "nodes")):
-        fix = "give the number of devices in all nodes, and in one"
-        raise spec_error("cluster.devices and cluster.devices_per_node", "are missing", fix=fix)
-
-
 def _devices(cluster: _Cluster) -> int:
-    """Return the number of devices of a cluster, which may also be told by nodes. Raises SpecError."""
+    """Return the number of devices of a cluster, which may be given by its nodes. Raises SpecError."""
+    if cluster.chip == AUTO:
+        raise spec_error("cluster.chip", "must name a chip", value=AUTO, fix="`flag plugins chips` lists them")
     per_node, nodes = cluster.devices_per_node, cluster.nodes
     if cluster.devices is None:
         if nodes is None:

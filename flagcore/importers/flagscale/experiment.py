@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.errors import SpecError
+from flagcore.importers.flagscale.engines import TABLES
 from flagcore.importers.flagscale.source import Source
-from flagcore.importers.flagscale.tables import TABLES
 from flagcore.spec.plain_data import spec_error
 
 _RUNNER, _TUNER = "experiment.runner", "experiment.auto_tuner"
@@ -101,7 +101,7 @@ def control(source: Source, *, seconds: float) -> dict[str, Any]:
         found["max_time"] = most
     run_best = source.take(f"{at}.run_best")
     if not isinstance(run_best, (bool, type(None))):
-        raise spec_error(f"{at}.run_best", "must be true or false", value=run_best, file=source.file)
+        raise source.error(f"{at}.run_best", "must be true or false", value=run_best)
     found["run_best"] = bool(run_best)
     if run_best is None:
         text = "unless this is false FlagScale runs the best at the end; in flagcore set it to true, or use `flag run`"
@@ -116,7 +116,7 @@ def _first_number(source: Source, key: str, default: int) -> int:
     given = source.take(key, default)
     first = str(given).partition(":")[0]
     if isinstance(given, bool) or not first.isdecimal() or int(first) < 1:
-        raise spec_error(key, "must be a whole number from 1", value=given, fix=f"use {default}", file=source.file)
+        raise source.error(key, "must be a whole number from 1", value=given, fix=f"use {default}")
     if first != str(given):
         source.note(key, f"of {given} the first number counts, as for FlagScale", "cluster")
     return int(first)

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from flagcore.engines.megatron.settings import SETTINGS
 from flagcore.errors import SpecError
-from flagcore.importers.flagscale.flags import Flags
-from flagcore.importers.flagscale.tables import TABLES
+from flagcore.importers.flagscale.engines import TABLES
+from flagcore.importers.flagscale.source import Flags
 from flagcore.spec.knobs import settings_of, settings_section
 
 _RENAMED_SETTINGS = {
