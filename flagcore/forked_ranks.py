@@ -37,8 +37,6 @@ class _Rank:
 
 
 class _Stopped(BaseException):
-    """This process was asked to end."""
-
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
@@ -133,7 +131,6 @@ def _wait_for_failure(ranks: list[_Rank]) -> _Rank | None:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Kill the ranks that still run and wait for them."""
     running = [rank for rank in ranks if rank.status is None]
     for rank in running:
         os.kill(rank.pid, signal.SIGKILL)

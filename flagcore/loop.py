@@ -192,7 +192,6 @@ class _Search:
         fidelity: str | None = None,
         search_ended: str | None = None,
     ) -> None:
-        """Run or probe one trial, store it and learn from it. An interrupted trial is stored, too."""
         row = self.problem.space.find(candidate)
         assert row is not None, "every candidate that runs is in the space"
         planned = Trial(

@@ -142,7 +142,6 @@ def no_launch_reason(task: Task, knob: Knob, value: KnobValue) -> str:
 
 
 def _check_knob(spec: Spec, knob: Knob) -> None:
-    """Raise SpecError for an invalid value of a knob, and for what the spec sets a second time elsewhere."""
     asked, baseline = spec.space.get(knob.name, ()), spec.baseline or {}
     for value in () if isinstance(asked, str) else asked:
         knob.parse(value, f"auto_tuner.space.{knob.name}")
@@ -220,7 +219,6 @@ def _baseline(platform: Platform, workload: Workload, legal: Legality) -> Candid
 
 
 def _nothing_legal(space: Space, legal: Legality) -> str:
-    """Return one line: how many combinations each rule removed, and its message."""
     messages = {rule.name: rule.message for rule in legal.rules}
     removed = sorted(space.illegal.items(), key=lambda pair: -pair[1])
     counts = ", ".join(f"{name} {number:,} ({messages[name]})" for name, number in removed) or "the space is empty"

@@ -89,7 +89,6 @@ def variance(scales: Scales, here: Points) -> FloatArray:
 
 
 def _near(here: FloatArray, there: FloatArray, length: float) -> FloatArray:
-    """Return exp(-d^2 / 2 length^2) of the distances d between rows."""
     squares = (here**2).sum(axis=1)[:, None] + (there**2).sum(axis=1) - 2.0 * (here @ there.T)
     near: FloatArray = np.exp(np.maximum(squares, 0.0) * (-0.5 / length**2))
     return near

@@ -120,7 +120,6 @@ def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
 
 
 def _groups(cluster: ClusterSection, groups: Sequence[GroupSection], file: str) -> ClusterSpec:
-    """Return a cluster of node groups; one group is a cluster of equal nodes."""
     others = [key for key in ClusterSection.model_fields if key in cluster.model_fields_set and key != "groups"]
     if others:
         problem, fix = "is of a cluster of equal nodes, but groups are given", "give it to each group, or leave it out"

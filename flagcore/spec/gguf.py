@@ -74,8 +74,6 @@ def _latent(header: _Header, found: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Header:
-    """The metadata and the names of tensors."""
-
     def __init__(self, path: str, reader: Any) -> None:
         self.path, self._fields = path, reader.fields
         self.tensors = {tensor.name for tensor in reader.tensors}

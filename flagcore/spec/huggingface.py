@@ -159,7 +159,6 @@ def model_of_config(config: Mapping[str, Any], *, name: str, file: str) -> Model
 
 
 def _of_family(config: Mapping[str, Any], family: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a family has, with its defaults."""
     defaults = {**family}
     always = defaults.pop("always", {})
     names = {key: ALIASES.get(key, key) for key in config}

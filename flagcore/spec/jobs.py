@@ -131,7 +131,6 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
 
 
 def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
-    """Return the fields of a job that all kinds of records have."""
     cluster = record.cluster
     return {
         "id": record.id,

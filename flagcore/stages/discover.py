@@ -142,7 +142,6 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
 
 
 def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
-    """Return how the engine runs on a chip. Raises NoDevice if it does not."""
     support = plugins.engine_support(chip, engine, engine_version)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
         raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
@@ -150,7 +149,6 @@ def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | 
 
 
 def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
-    """Yield a line for each variable to which plugins and the user give different values."""
     for name, value in environment.items():
         for own, where in ((spec.envs.get(name), "envs of the spec"), (os.environ.get(name), "this shell")):
             if own is not None:

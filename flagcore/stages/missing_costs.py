@@ -44,7 +44,6 @@ def no_time(task: Task, costs: Costs) -> str:
 
 
 def _known_precisions(costs: Costs) -> list[str]:
-    """Return the precisions in which the rate of matrix products is known."""
     size = np.array([1024.0])
     return [each for each in PRECISIONS if not np.isnan(costs.kernels.gemm_seconds(size, size, size, each)).any()]
 

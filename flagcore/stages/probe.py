@@ -25,8 +25,6 @@ POLL_OF_SEVERAL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _RunningRank:
-    """A rank that is running, and its folder."""
-
     blank: RankProbe
     process: Running
     folder: str
@@ -122,7 +120,6 @@ def _start(
 
 
 def _first(running_ranks: Sequence[_RunningRank]) -> tuple[_RunningRank, Exit]:
-    """Wait until one of several has ended, and return it."""
     patience = POLL_SECONDS if len(running_ranks) == 1 else POLL_OF_SEVERAL_SECONDS
     while True:
         for each in running_ranks:

@@ -144,7 +144,6 @@ def _same(columns: Columns, axes: Sequence[Axis], candidate: Candidate) -> BoolA
 
 
 def _remove(pruned: Pruned, name: str, rows: IntArray, mask: BoolArray, trial: int = -1) -> Pruned:
-    """Return `pruned` without those of `rows` where `mask` is True."""
     gone = rows[mask]
     if not gone.size:
         return pruned

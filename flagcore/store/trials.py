@@ -126,7 +126,6 @@ class OptunaStore:
                 raise RunError(f"{message}; repair it, or use --new to start over") from None
 
     def _close_in_optuna(self, trial: Trial) -> None:
-        """Close the trial for optuna's own tools."""
         identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
         measured = trial.measurement
         state = STATES.get(trial.state, OptunaState.FAIL)

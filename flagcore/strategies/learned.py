@@ -12,7 +12,7 @@ from scipy.special import ndtr
 from flagcore.contracts import Choice, SearchContext, Strategy
 from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
-from flagcore.domain.trial import Trial, TrialState
+from flagcore.domain.trial import TrialState
 from flagcore.learning import MEMORY, TIME, Belief, Ratios, chance_to_gain, expected_gain
 from flagcore.learning.chances import chance_to_end, chance_to_keep
 from flagcore.learning.trials import (
@@ -67,9 +67,9 @@ class Learned:
     name = "learned"
 
     def next(self, context: SearchContext) -> Choice:
-        """Return the trial with the most expected gain for its expected cost, or none if hardly any gain is left."""
         view = _view(context)
-        ran = [trial.measurement for trial in context.trials if _counts(trial) and trial.measurement]
+        trials = [trial for trial in context.trials if trial.state is TrialState.MEASURED]
+        ran = [trial.measurement for trial in trials if trial.measurement]
         measured = [measurement.step_time_s for measurement in ran if not measurement.broken]
         if not measured:
             likely = view.fits * view.ends * view.keeps
@@ -144,10 +144,6 @@ def _belief(view: _View, place: int) -> Mapping[str, object]:
     middle, spread = view.log_time[place], TAIL * view.ratio.deviation[place]
     step = {"value": math.exp(middle), "low": math.exp(middle - spread), "high": math.exp(middle + spread)}
     return {"step_time_s": step, "chance_to_fit": float(view.fits[place])}
-
-
-def _counts(trial: Trial) -> bool:
-    return trial.state is TrialState.MEASURED
 
 
 STRATEGY: Strategy = Learned()

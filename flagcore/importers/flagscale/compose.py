@@ -90,7 +90,6 @@ def _of_hydra(own: object, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain_references(value: Any) -> Any:
-    """Write `${key:??}` as `${key}` everywhere."""
     if isinstance(value, dict):
         return {str(key): _plain_references(each) for key, each in value.items()}
     if isinstance(value, list):

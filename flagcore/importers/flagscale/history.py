@@ -131,7 +131,6 @@ def _row(line: int, heading: Sequence[str], values: Sequence[str]) -> HistoryRow
 
 
 def _refused(heading: Sequence[str], values: Sequence[str], cells: Mapping[str, str]) -> str:
-    """Return why a row cannot be used; empty if it can."""
     if len(values) != len(heading):
         return f"it has {len(values)} cells, the heading {len(heading)}; quote lists"
     if _value(cells.get("pruned", "")) is True:

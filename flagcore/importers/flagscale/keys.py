@@ -33,17 +33,6 @@ _RENAMED = {
     "num_layers_in_first_pipeline_stage": ("decoder_first_pipeline_num_layers",),
     "num_layers_in_last_pipeline_stage": ("decoder_last_pipeline_num_layers",),
 }
-_SECTIONS = (
-    ("auto_tuner.space.", f"{_TUNER}.space"),
-    ("auto_tuner.control.", f"{_TUNER}.control"),
-    ("auto_tuner.baseline.", "train"),
-    ("train.settings.", "train"),
-    ("train.", "train"),
-    ("model.", "train"),
-    ("serve.engine_args.", "serve"),
-    ("serve.profile.", f"{_ITEM}.profile"),
-)
-"""Sections of the spec, and of the tree where their keys come from, at any depth."""
 _PLACE = re.compile(r"(\[\d+\])+$")
 
 
@@ -64,14 +53,17 @@ def _key_of(tree: Mapping[str, Any], key: str) -> str:
     if re.match(r"envs\b", key):
         return f"experiment.{key}"
     bare = _PLACE.sub("", key)
-    for section, above in _SECTIONS:
-        if not bare.startswith(section):
-            continue
-        name = bare.rpartition(".")[2]
-        names = _names(name)
-        there = [path for path in _leaves(tree) if path.startswith(above) and path.rpartition(".")[2] in names]
-        return f"{there[-1]}{key[len(bare) :]}" if there else key
-    return key
+    if bare.startswith(("auto_tuner.space.", "auto_tuner.control.")):
+        above = f"experiment.{'.'.join(bare.split('.')[:2])}"
+    elif bare.startswith(("auto_tuner.baseline.", "train.", "model.")):
+        above = "train"
+    elif bare.startswith("serve."):
+        above = f"{_ITEM}.profile" if bare.startswith("serve.profile.") else "serve"
+    else:
+        return key
+    names = _names(bare.rpartition(".")[2])
+    there = [path for path in _leaves(tree) if path.startswith(above) and path.rpartition(".")[2] in names]
+    return f"{there[-1]}{key[len(bare) :]}" if there else key
 
 
 def _names(name: str) -> set[str]:
@@ -83,7 +75,6 @@ def _names(name: str) -> set[str]:
 
 
 def _leaves(data: Any, at: str = "") -> Iterator[str]:
-    """Yield the paths of all values, such as `serve[0].engine_args.model`."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from _leaves(value, f"{at}.{key}" if at else str(key))

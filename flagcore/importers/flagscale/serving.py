@@ -107,7 +107,7 @@ def _engines(source: Source, item: dict[str, Any]) -> list[str]:
 
 
 def _model(source: Source, item: dict[str, Any], engines: list[str]) -> str:
-    """Return the path of the model and its weights; for llama.cpp the first GGUF file of a folder, as FlagScale does."""
+    """Return the path of the weights, for llama.cpp the first GGUF file of a folder, as FlagScale does."""
     args = item.get("engine_args")
     if not isinstance(args, (dict, type(None))):
         raise source.error("serve[0].engine_args", "must be a mapping", value=args, fix="write its keys below it")

@@ -178,7 +178,6 @@ def _objective(source: Source) -> str:
 
 
 def _memory(source: Source, machines: dict[str, Any]) -> None:
-    """Set the memory of a device from FlagScale's memory model."""
     at = f"{_TUNER}.memory_model"
     given = source.section(at)
     size, share = given.pop("gpu_memory", None), given.pop("gpu_utilization", None)
