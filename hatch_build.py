@@ -29,6 +29,7 @@ CORE = (
     "rich>=13",
     "scipy>=1.14",
     "stevedore>=5.1",
+    "threadpoolctl>=3.5",
     "tomli>=2; python_version < '3.11'",
 )
 VENDORS = ("nvidia", "metax", "iluvatar", "cambricon")
