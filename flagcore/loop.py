@@ -19,6 +19,7 @@ from flagcore.domain.spec import Spec
 from flagcore.domain.trial import ESTIMATE, PROBE, RUN, Role, Trial, TrialState
 from flagcore.dry_run import dry_run, require_predicted_time
 from flagcore.errors import FlagError, Interrupted, LaunchError, UsageError
+from flagcore.i18n import N_, _
 from flagcore.problem import Problem, build_problem, require_candidate, require_launchable
 from flagcore.stages.combine import combine, trial_of_probe
 from flagcore.stages.discover import present, side_by_side
@@ -83,7 +84,7 @@ def tune(spec: Spec, uses: Dependencies) -> TuneResult:
         stopped = search.run()
         search.repeat(stopped)
     except KeyboardInterrupt:
-        stopped, error = "interrupted", Interrupted("interrupted")
+        stopped, error = N_("interrupted"), Interrupted(_("interrupted"))
     except LaunchError as failure:
         stopped, error = str(failure), failure
     plan = summarize(problem.platform.task, problem.space, search.pruned, search.state, stopped, problem.knobs)
@@ -212,7 +213,7 @@ class _Search:
         try:
             done = self._measure(trial) if trial.fidelity == RUN else self._probe(trial)
         except (KeyboardInterrupt, LaunchError) as error:
-            reason = str(error) or "interrupted by the user"
+            reason = str(error) or N_("interrupted by the user")
             self._finish(
                 replace(trial, state=TrialState.INTERRUPTED, reason=reason, duration_s=time.monotonic() - began)
             )

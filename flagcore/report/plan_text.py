@@ -27,7 +27,7 @@ def plan_text(plan: Plan) -> str:
     ]
     notes = serving_text.notes(plan) if serving_text.serves(plan) else []
     parts += [_("Note: {note}.", note=note) for note in notes]
-    return "\n\n".join([*filter(None, parts), _("Stopped: {reason}.", reason=plan.stopped_because)])
+    return "\n\n".join([*filter(None, parts), _("Stopped: {reason}.", reason=_(plan.stopped_because))])
 
 
 def slow_text(plan: Plan) -> str:

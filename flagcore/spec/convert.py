@@ -10,6 +10,7 @@ from typing import Any
 
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, ClusterSpec, Control, Spec, TrainSpec
+from flagcore.i18n import N_, _
 from flagcore.spec.data_file import read_text
 from flagcore.spec.knobs import Engines, candidate_of, knobs_of, settings_of, space_of
 from flagcore.spec.limits import MAX_DEVICES, MAX_MEMORY, MIN_MEMORY, parse_bytes
@@ -34,7 +35,7 @@ Parts = Mapping[str, Callable[[], object]]
 def document_as_spec(data: Any, *, file: str, base: Path, engines: Engines, plugin_knobs: Sequence[Knob] = ()) -> Spec:
     """Return plain data as a spec, whose space and baseline may name `plugin_knobs`, too. Raises SpecError."""
     if not isinstance(data, dict):
-        raise spec_error((), "must be a mapping with the keys model, cluster and train", value=data, file=file)
+        raise spec_error((), _("must be a mapping with the keys model, cluster and train"), value=data, file=file)
     document: Document | ServeDocument
     if "serve" in data:
         document, parts = _serving(data, file, base)
@@ -69,12 +70,12 @@ def _training(
 
 def _serving(data: dict[str, Any], file: str, base: Path) -> tuple[ServeDocument, Parts]:
     if "train" in data:
-        raise spec_error("serve", "is given beside train", fix="give one of the two", file=file)
+        raise spec_error("serve", _("is given beside train"), fix=_("give one of the two"), file=file)
     document = checked(ServeDocument, data, file=file)
     tuner, serve, engine = document.auto_tuner, document.serve, document.serve.engine
     if isinstance(engine, list):
         if len(engine) > 1:
-            problem, fix = "are several, and this takes one", "give one of them; `flag tune` takes several"
+            problem, fix = _("are several, and this takes one"), _("give one of them; `flag tune` takes several")
             raise spec_error("serve.engine", problem, value=engine, fix=fix, file=file)
         engine = engine[0]
 
@@ -114,8 +115,8 @@ def _cluster(cluster: ClusterSection, file: str, base: Path) -> ClusterSpec:
     for key, number in counted.items():
         value = getattr(cluster, key)
         if key in cluster.model_fields_set and value not in (number, AUTO):
-            problem = f"must be {number}, as {cluster.hostfile} has it"
-            raise spec_error(("cluster", key), problem, value=value, fix="leave it out", file=file)
+            problem = _("must be {number}, as in {file}", number=number, file=cluster.hostfile)
+            raise spec_error(("cluster", key), problem, value=value, fix=_("leave it out"), file=file)
     return replace(_nodes(cluster.model_copy(update=counted), ("cluster",), file), hosts=hosts)
 
 
@@ -150,8 +151,11 @@ def _nodes(group: GroupSection, at: KeyPath, file: str) -> ClusterSpec:
 def check_devices(nodes: int, per_node: int, at: KeyPath, file: str = "") -> None:
     """Raise SpecError for a section with too many devices."""
     if nodes * per_node > MAX_DEVICES:
-        problem = f"times devices_per_node = {per_node} must be at most {MAX_DEVICES} devices"
-        raise spec_error((*at, "nodes"), problem, value=nodes, fix=f"use {MAX_DEVICES // per_node}", file=file)
+        text = N_("times devices_per_node = {count} must be at most {most} devices")
+        problem = _(text, count=per_node, most=MAX_DEVICES)
+        raise spec_error(
+            (*at, "nodes"), problem, value=nodes, fix=_("use {values}", values=MAX_DEVICES // per_node), file=file
+        )
 
 
 def _memory(amount: int | str | None, at: KeyPath, file: str) -> int | None:
@@ -166,14 +170,15 @@ def _memory(amount: int | str | None, at: KeyPath, file: str) -> int | None:
 
 def _control(control: ControlSection, file: str) -> Control:
     if control.warmup_iters >= control.train_iters:
-        key, problem = "auto_tuner.control.warmup_iters", f"must be below train_iters = {control.train_iters}"
-        fix = f"use {control.train_iters - 1} or fewer"
+        key, text = "auto_tuner.control.warmup_iters", N_("must be below {name} = {value}")
+        problem = _(text, name="train_iters", value=control.train_iters)
+        fix = _("use {number} or fewer", number=control.train_iters - 1)
         raise spec_error(key, problem, value=control.warmup_iters, fix=fix, file=file)
     return Control(**control.model_dump())
 
 
 def _environment(envs: dict[str, str | int], file: str) -> dict[str, str]:
-    problem, fix = "is not the name of an environment variable", "use letters, digits and underscores"
+    problem, fix = _("is not the name of an environment variable"), _("use letters, digits and underscores")
     if wrong := [name for name in envs if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)]:
         raise joined([spec_error(("envs", name), problem, fix=fix, file=file) for name in wrong])
     return {name: str(value) for name, value in envs.items()}

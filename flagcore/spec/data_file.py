@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from flagcore.errors import SpecError
+from flagcore.i18n import _
 from flagcore.spec.plain_data import MAX_DEPTH, plain, spec_error
 
 MAX_BYTES = 1 << 20
@@ -38,9 +39,9 @@ def read_mapping(path: Path, *, file: str, key: str = "file") -> dict[str, Any]:
     else:
         data = plain(parse_yaml(text, file=file), file=file)
     if data is None:
-        raise spec_error(key, "is empty", fix="write a mapping of keys and values", file=file)
+        raise spec_error(key, _("is empty"), fix=_("write a mapping of keys and values"), file=file)
     if not isinstance(data, dict):
-        raise spec_error((), "must be a mapping of keys and values", value=data, file=file)
+        raise spec_error((), _("must be a mapping of keys and values"), value=data, file=file)
     return data
 
 
@@ -50,28 +51,28 @@ def read_text(path: Path, *, file: str, key: str) -> str:
     def error_of(problem: str, fix: str) -> SpecError:
         return spec_error(key, problem, value=str(path) if str(path) != file else None, fix=fix, file=file)
 
-    content, problem, fix = b"", "", "give the path of a file that can be read"
+    content, problem, fix = b"", "", _("give the path of a file that can be read")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(handle, "rb") as stream:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                problem = "is not a regular file"
+                problem = _("is not a regular file")
             else:
                 content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        problem = "does not exist"
-        fix = f"did you mean {near}?" if (near := _near(path)) else fix
+        problem = _("does not exist")
+        fix = _("did you mean {name}?", name=near) if (near := _near(path)) else fix
     except (OSError, ValueError) as error:
-        problem = f"cannot be read ({getattr(error, 'strerror', None) or 'not a path'})"
+        problem = _("cannot be read ({why})", why=getattr(error, "strerror", None) or "not a path")
     if problem:
         raise error_of(problem, fix)
     if len(content) > MAX_BYTES:
-        raise error_of(f"is larger than {MAX_BYTES >> 20} MiB", "it should be a few kilobytes")
+        raise error_of(_("is larger than {size} MiB", size=MAX_BYTES >> 20), _("it should be a few kilobytes"))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.start
-    raise error_of(f"is not UTF-8 text (byte {place})", "save it as UTF-8")
+    raise error_of(_("is not UTF-8 text (byte {place})", place=place), _("save it as UTF-8"))
 
 
 def _near(path: Path) -> Path | None:
@@ -130,7 +131,7 @@ def parse_yaml(text: str, *, file: str) -> Any:
     finally:
         if loader is not None:
             loader.dispose()
-    raise spec_error(place, f"cannot be read as YAML: {problem}", file=file)
+    raise spec_error(place, _("cannot be read as YAML: {why}", why=problem), file=file)
 
 
 class _Loader(yaml.SafeLoader):

@@ -17,6 +17,7 @@ from flagcore.domain.engine import EngineSupport
 from flagcore.domain.serving import ServeSpec
 from flagcore.domain.spec import AUTO, ClusterSpec, Spec, Task, TrainSpec
 from flagcore.errors import NoDevice
+from flagcore.i18n import _
 from flagcore.physics.collectives.costs import Collectives
 from flagcore.physics.collectives.topology import topology_of
 from flagcore.physics.cost_stack import ROOFLINE, KernelCostStack
@@ -129,22 +130,40 @@ def present(platform: Platform, devices: tuple[Device, ...], *, needed: int | No
     cluster, support, work = platform.task.cluster, platform.support, platform.task.spec.work
     where = "serve" if isinstance(work, ServeSpec) else "train"
     if work.command is None and (support.device_type is None or support.distributed_backend is None):
-        raise NoDevice(f"no installed plugin says how {work.engine} runs on {cluster.chips}; give a {where}.command")
+        raise NoDevice(
+            _(
+                "no installed plugin says how {engine} runs on {chip}; give a {where}.command",
+                engine=work.engine,
+                chip=cluster.chips,
+                where=where,
+            )
+        )
     found = ((group, [each for each in devices if group.chip.has_name(each.chip)]) for group in cluster.groups)
     group, here = max(found, key=lambda pair: bool(pair[1]))
     if not here:
-        without = "`flag estimate`, or `flag tune --fidelity estimate`, plans without it"
-        raise NoDevice(f"no {cluster.chips} on this machine, so nothing can be run; {without}")
+        raise NoDevice(
+            _(
+                "no {chip} on this machine, so nothing can be run; `flag estimate` and `flag tune --fidelity estimate` "
+                "plan without it",
+                chip=cluster.chips,
+            )
+        )
     if len(here) < (needed or group.devices_per_node) and not support.shared_devices:
         raise NoDevice(
-            f"cluster.devices_per_node = {group.devices_per_node}, but this machine has {len(here)} {group.chip.name}"
+            _(
+                "cluster.devices_per_node = {wanted}, but this machine has {count} {chip}",
+                wanted=group.devices_per_node,
+                count=len(here),
+                chip=group.chip.name,
+            )
         )
 
 
 def _supported(chip: Chip, plugins: Plugins, engine: str, engine_version: str | None) -> EngineSupport:
     support = plugins.engine_support(chip, engine, engine_version)
     if support.support in (Support.IMPOSSIBLE, Support.NOT_YET):
-        raise NoDevice(f"{engine} does not run on {chip.name}: {support.support.value}; {support.reason}".rstrip("; "))
+        why = f"{support.support.value}; {support.reason}".rstrip("; ")
+        raise NoDevice(_("{engine} does not run on {chip}: {why}", engine=engine, chip=chip.name, why=why))
     return support
 
 
@@ -191,7 +210,8 @@ def _named(name: str, key: str, plugins: Plugins) -> Chip:
     for chip in known:
         if chip.has_name(name):
             return chip
-    raise NoDevice(f"{key} = {name!r} is not known to any installed plugin; {unknown_chip_hint(name, known)}")
+    hint = unknown_chip_hint(name, known)
+    raise NoDevice(_("{key} = {chip!r} is not known to any installed plugin; {hint}", key=key, chip=name, hint=hint))
 
 
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
@@ -202,20 +222,26 @@ def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chi
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]
     if not known:
-        strange = ", ".join(counts) or "no device at all"
         raise NoDevice(
-            f"no usable device: found {strange}; install the vendor's plugin (`flag plugins list` shows what is "
-            "installed), measure it with `flag calibrate`, or name a chip to plan for"
+            _(
+                "no usable device: found {devices}; install the vendor's plugin (`flag plugins list` shows what is "
+                "installed), measure it with `flag calibrate`, or name a chip to plan for",
+                devices=", ".join(counts) or _("no device at all"),
+            )
         )
-    own, _, chip = max(
+    own, _count, chip = max(
         ((not plugins.engine_support(chip, engine).shared_devices, count, chip) for chip, count in known),
         key=lambda found: found[:2],
     )
     if not own and plugins.undetected():
         why = "; ".join(f"plugin {name}: {reason}" for name, reason in plugins.undetected().items())
         raise NoDevice(
-            f"no usable device: only {chip.name} is left, as devices could not be asked ({why}); fix that, or give "
-            f"cluster.chip: {chip.name} to use it"
+            _(
+                "no usable device: only {chip} is left, as devices could not be detected ({why}); fix that, or give "
+                "cluster.chip: {chip} to use it",
+                chip=chip.name,
+                why=why,
+            )
         )
     return chip
 

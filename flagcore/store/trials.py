@@ -22,6 +22,7 @@ from flagcore.domain.objective import is_rate, objective_value
 from flagcore.domain.trial import NOTES, RUN, Measurement, Role, Trial, TrialState
 from flagcore.errors import RunError
 from flagcore.files import open_regular, read_regular
+from flagcore.i18n import _
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
@@ -122,8 +123,9 @@ class OptunaStore:
             except (OSError, RunError):
                 raise
             except Exception as error:
-                message = f"{self._where} cannot be used ({_line(error)})"
-                raise RunError(f"{message}; repair it, or use --new to start over") from None
+                where, why = self._where, _line(error)
+                text = _("{file} cannot be used ({why}); repair it, or use --new to start over", file=where, why=why)
+                raise RunError(text) from None
 
     def _close_in_optuna(self, trial: Trial) -> None:
         identifier = self._storage.get_trial_id_from_study_id_trial_number(self._identifier, trial.number)
@@ -163,9 +165,10 @@ def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, 
     except KeyError:
         if url is None:
             return ()
-        raise RunError(f"{url} holds no trials of this run; a relative path there starts where it was tuned") from None
+        text = _("{url} has no trials of this run; a relative path in it starts where the run was tuned", url=url)
+        raise RunError(text) from None
     except Exception as error:
-        raise RunError(f"{url or file} cannot be read ({_line(error)})") from None
+        raise RunError(_("{file} cannot be read ({why})", file=url or file, why=_line(error))) from None
 
 
 def _finished(study: optuna.Study) -> tuple[Trial, ...]:

@@ -27,7 +27,7 @@ def summary(run: RunData) -> Section:
     if "engines" in run.result:
         blocks.append(_engines(run))
     if run.result["stopped_because"]:
-        blocks.append(Text(_("Stopped: {reason}.", reason=run.result["stopped_because"])))
+        blocks.append(Text(_("Stopped: {reason}.", reason=_(run.result["stopped_because"]))))
     return Section(anchor="summary", title=_("Summary"), blocks=tuple(blocks))
 
 
