@@ -108,7 +108,8 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
     knobs: tuple[Knob, ...] = ()
     if isinstance(data.get("train"), dict):
-        data["train"] = {"engine": _default_engine(engines), **data["train"]}
+        default = next((name for name, engine in engines.items() if engine.kind == "train"), "")
+        data["train"] = {"engine": default, **data["train"]}
         name = data["train"]["engine"]
         knobs = knobs_of(name, engines, "train.engine") if isinstance(name, str) else ()
     _no_slips(line, _Record, {"settings": "train", **dict.fromkeys((knob.name for knob in knobs), "candidate")})
@@ -141,11 +142,6 @@ def _common(record: _Record | _ServeRecord) -> dict[str, Any]:
         "devices_per_node": cluster.devices_per_node,
         "nic_bytes_per_second": cluster.nic_bytes_per_second,
     }
-
-
-def _default_engine(engines: Engines) -> str:
-    """Return the training engine of records that name none: the first of those that are installed."""
-    return next((name for name, engine in engines.items() if engine.kind == "train"), "")
 
 
 def _served(line: Mapping[str, object], engines: Engines) -> Job:

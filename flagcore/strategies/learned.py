@@ -15,8 +15,9 @@ from flagcore.domain.experience import Features, Observed
 from flagcore.domain.space import FloatArray, IntArray
 from flagcore.domain.trial import TrialState
 from flagcore.i18n import Message
-from flagcore.learning import MEMORY, TIME, Belief, Ratios, chance_to_gain, expected_gain
-from flagcore.learning.chances import chance_to_end, chance_to_keep
+from flagcore.learning.chances import chance_to_end, chance_to_gain, chance_to_keep, expected_gain
+from flagcore.learning.prior import MEMORY, TIME
+from flagcore.learning.ratios import Belief, Ratios
 from flagcore.learning.trials import (
     expected_seconds,
     observed_memory,

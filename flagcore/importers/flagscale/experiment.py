@@ -126,15 +126,9 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int
     """Return the absolute path of the host file, its hosts and slots; None where it has other than `nodes` hosts."""
     from flagcore.spec.convert import UNEQUAL, read_hosts
 
-    key, at = f"{_RUNNER}.hostfile", "cluster"
-    if not path.is_file():
-        text = (
-            f"dropped: {path} is not in {os.getcwd()}: nnodes and nproc_per_node count; FlagScale takes one node then"
-        )
-        source.note(key, text, at)
-        return None
+    key, text = f"{_RUNNER}.hostfile", ""
     try:
-        hosts, slots = read_hosts(path, file=source.file)
+        hosts, slots = read_hosts(path, file=source.file) if path.is_file() else ((), None)
     except SpecError as error:
         if error.problem != UNEQUAL:
             at = key if error.key.startswith("cluster.") else error.key
@@ -143,10 +137,13 @@ def _hosts(source: Source, path: Path, nodes: int | None) -> tuple[str, int, int
             f"dropped: {error.key} of {path} differs from the first host, so nnodes and nproc_per_node count; "
             "cluster.groups has nodes of several chips"
         )
-        source.note(key, text, at)
-        return None
-    if nodes not in (None, len(hosts)):
+    if not text and not hosts:
+        text = (
+            f"dropped: {path} is not in {os.getcwd()}: nnodes and nproc_per_node count; FlagScale takes one node then"
+        )
+    elif not text and nodes not in (None, len(hosts)):
         text = f"dropped: it names {len(hosts)} hosts, but nnodes is {nodes}, so nnodes and nproc_per_node count"
-        source.note(key, text, at)
+    if text:
+        source.note(key, text, "cluster")
         return None
     return str(path.resolve()), len(hosts), slots

@@ -7,23 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from flagcore.importers.flagscale import arguments, layouts
-from flagcore.importers.flagscale.engines import DEFAULT_ENGINES, ENGINES, KNOB_NAMES, KNOBS, OWN_SPACE, flagscale_name
+from flagcore.importers.flagscale.engines import (
+    DEFAULT_ENGINES,
+    ENGINES,
+    KNOB_NAMES,
+    KNOBS,
+    OWN_SPACE,
+    TABLES,
+    flagscale_name,
+)
 from flagcore.importers.flagscale.experiment import check_experiment, cluster, control, drop_launcher_keys, environment
 from flagcore.importers.flagscale.source import Source, leaves
 
 _TUNER, _PERFORMANCE = "experiment.auto_tuner", "experiment.auto_tuner.performance"
-_OBJECTIVES = {
-    "e2e_latency": "e2e_s",
-    "request_throughput": "requests_per_s",
-    "token_throughput": "total_tokens_per_s",
-    "total_token_throughput": "total_tokens_per_s",
-    "ttft": "ttft_s",
-    "itl": "itl_s",
-    "topt": "tpot_s",
-    "tpot": "tpot_s",
-}
-_PROFILE = {"prefix_len": 0, "input_len": 1024, "output_len": 1024, "num_prompts": 200, "range_ratio": 0.5}
-"""FlagScale's default load."""
+_OBJECTIVES: dict[str, str] = TABLES["objectives"]
+_PROFILE: dict[str, Any] = TABLES["own_profile"]
 _UNSUPPORTED_BLOCK = 8
 
 
