@@ -274,7 +274,7 @@ def _budget_from(task: Task) -> str:
     if task.spec.cluster.memory_bytes_per_device:
         return "cluster.memory_per_device"
     here = _("what this machine has for each of {count} {chip}", count=group.devices_per_node, chip=group.chip.name)
-    return here if group.memory_bytes is not None else group.chip.name
+    return here if group.memory_bytes is not None else _("that of {chip}", chip=group.chip.name)
 
 
 def _other_hardware(task: Task) -> str:
