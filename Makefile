@@ -6,9 +6,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PLUGINS := nvidia metax iluvatar cambricon
 # The CPU build of torch; what depends on torch is installed in the same command, or pip fetches another build.
 TORCH := torch==2.13.0
-# What to test, as arguments of pytest: `make test TESTS=tests/cli`. With JOBS=0 pytest starts no further process.
+# What to test, as arguments of pytest: `make test TESTS=tests/cli`. JOBS processes run the tests: one more than cores,
+# because many tests wait for trials and servers. With JOBS=0 pytest starts no further process.
 TESTS ?=
-JOBS ?= 2
+JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: setup setup-vllm tune tune-serve lint test test-fast test-all test-long test-browser coverage mutations \
