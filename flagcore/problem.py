@@ -78,9 +78,9 @@ def candidate_columns(task: Task, workload: Workload, values: Mapping[str, KnobV
 
 
 def engine_version(spec: Spec, workload: Workload) -> str | None:
-    """Return the release of the engine that trials of `spec` run: what it says, or what is installed here.
+    """Return the release of the engine that trials of `spec` run: the given one, or what is installed here.
 
-    None for a command of the user's own of which it does not say, and where nothing is installed.
+    None for the user's own command without a given release, and where nothing is installed.
     """
     work = spec.work
     if work.engine_version or work.command is not None:
@@ -122,7 +122,7 @@ def with_plugin_knobs(platform: Platform, workload: Workload) -> Platform:
 
 
 def require_launchable(problem: Problem) -> None:
-    """Raise SpecError if no trial can use a value of a plugin's knob, or if this shell sets a variable of its own."""
+    """Raise SpecError if no trial can use a value of a plugin's knob, or if this shell sets one of its variables."""
     task = problem.platform.task
     for knob in task.knobs:
         key = f"auto_tuner.space.{knob.name}"

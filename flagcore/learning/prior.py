@@ -67,7 +67,7 @@ class Points:
 
 
 def covariance(scales: Scales, here: Points, there: Points) -> FloatArray:
-    """Return the covariance of each of `here` with each of `there`, errors of their own left out."""
+    """Return the covariance of each of `here` with each of `there`, their own errors left out."""
     same = here.task == there.task.T
     found: FloatArray = scales.chip**2 + scales.task**2 * same
     if here.parts.shape[1] and scales.part:

@@ -38,7 +38,7 @@ more than predicted at the most, or longer than believed: beyond, something else
 def observed_times(context: SearchContext) -> Observed:
     """Return measured over predicted step times. Without a prediction the ratio is to a second.
 
-    What a trial measured that failed, or ran other values than it was to, says nothing. One that timed out is a bound:
+    What a trial measured that failed, or ran other values than it was to, is ignored. One that timed out is a bound:
     its steps took at least what the limit left for each of them. It counts as that, or as what is believed of it
     without, whichever is the larger; one that would have to be much slower than believed hung, and is no bound.
     """
@@ -54,7 +54,7 @@ def observed_times(context: SearchContext) -> Observed:
 
 
 def _bounds_of_time(context: SearchContext, known: Observed) -> Observed:
-    """Return what trials that timed out say. That of a probe says nothing: it runs few micro-batches of a step."""
+    """Return the bounds of trials that timed out, probes aside: a probe runs few micro-batches of a step."""
     control, beside = context.task.spec.control, overhead_seconds(context)
     out = [
         (trial, row) for trial, row in seen(context) if trial.state is TrialState.TIMED_OUT and trial.fidelity == RUN
@@ -119,7 +119,7 @@ def _observed_values(
 
 
 def unit_where_unknown(context: SearchContext) -> FloatArray:
-    """Return the predicted step times; where none is known, one second for all, so that trials alone tell them."""
+    """Return the predicted step times; where none is known, one second for all, so that only trials decide."""
     step = context.predictions.step_time_s
     known = np.isfinite(step)
     return np.where(known, step, np.median(step[known])) if known.any() else np.ones_like(step)

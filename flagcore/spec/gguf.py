@@ -92,7 +92,7 @@ class _Header:
         return int(max(numbers))
 
     def vocabulary(self) -> int:
-        """Return the number of tokens: as told, else of the list."""
+        """Return the number of tokens, from the header or else from the list."""
         tokens = self._fields.get("tokenizer.ggml.tokens")
         return self.size("vocab_size", len(tokens.data) if tokens is not None else None)
 

@@ -102,7 +102,7 @@ def job_from(line: Mapping[str, object], engines: Engines) -> Job:
     kind = line.get("kind")
     if kind not in ("train", "serve"):
         problem = "is missing" if kind is None else "must be train or serve"
-        raise spec_error("kind", problem, value=kind, fix="say which of the two the record is")
+        raise spec_error("kind", problem, value=kind, fix="write train or serve")
     if kind == "serve":
         return _served(line, engines)
     data = plain({key: line[key] for key in _Record.model_fields if key in line})
@@ -160,7 +160,7 @@ def _served(line: Mapping[str, object], engines: Engines) -> Job:
         fix = "give one of the two"
         raise spec_error("serve.concurrency and serve.request_rate", "are both given, or both missing", fix=fix)
     if serve.weights is not None and not Path(serve.weights).is_file():
-        fix = "give a GGUF file, which tells how narrow weights are, or leave it out"
+        fix = "give a GGUF file, or leave it out"
         raise spec_error("serve.weights", "is no file", value=serve.weights, fix=fix)
     rate = serve.request_rate
     load = Load(

@@ -61,7 +61,7 @@ class Shape(Section):
     gated_linear_unit: bool = True
     """Whether the feed-forward network has a gate (SwiGLU, GeGLU)."""
     untie_embeddings_and_output_weights: bool = True
-    """Whether the output head has weights of its own."""
+    """Whether the output head has its own weights."""
     qk_layernorm: bool = False
     """Whether queries and keys are normalised."""
     add_qkv_bias: bool = False
@@ -188,7 +188,7 @@ class TunerSection(SearchSection):
     space: Any = Field(default={})
     """What may be tried."""
     baseline: Any = None
-    """The configuration that the gain is told against; null: an expert's rule of thumb."""
+    """The configuration that the gain is relative to; null: an expert's rule of thumb."""
     control: ControlSection = ControlSection()
     """How long to look."""
     objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"

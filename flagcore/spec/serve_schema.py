@@ -33,7 +33,7 @@ Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
-"""A value of an engine's knob; what is legal is the engine's to say."""
+"""A value of an engine's knob; the engine decides what is legal."""
 Scalar = bool | int | float | Value | None
 
 _LOAD = Load()
@@ -45,7 +45,7 @@ class ProfileSection(Section):
     input_len: Tokens = _LOAD.input_len
     """Length of a prompt, its shared prefix aside."""
     output_len: Tokens = _LOAD.output_len
-    """Length of an answer; the engine is told to ignore the end-of-text token."""
+    """Length of an answer; the engine ignores the end-of-text token."""
     prefix_len: NoTokens = _LOAD.prefix_len
     """Tokens before the prompt that are the same in all requests."""
     range_ratio: Fraction = _LOAD.range_ratio
@@ -153,7 +153,7 @@ class ServeTunerSection(SearchSection):
     space: ServeSpace = Field(default={})
     """What may be tried: for each knob a value, a list of values, or auto; a knob that is absent is the engine's."""
     baseline: dict[str, KnobInput | dict[str, KnobInput]] | None = None
-    """The configuration that the gain is told against; null: the engine's own defaults."""
+    """The configuration that the gain is relative to; null: the engine's own defaults."""
     control: ServeControlSection = ServeControlSection()
     """How long to look."""
     objective: Literal[SERVING] = SERVING[0]  # type: ignore[valid-type]

@@ -115,7 +115,7 @@ def _network(group: NodeGroup, plugins: Plugins) -> Level:
 
 def side_by_side(platform: Platform, devices: tuple[Device, ...]) -> int:
     """Return how many devices can each play a rank at once: 1 where they share memory and time, as a plain CPU's do,
-    and where somebody says which of them a trial sees.
+    and where a variable selects the devices that a trial sees.
     """
     here = [each for each in devices if platform.task.cluster.groups[0].chip.has_name(each.chip)]
     selected = any(name.endswith("_VISIBLE_DEVICES") for name in (*platform.environment, *platform.task.spec.envs))
@@ -177,7 +177,7 @@ def _conflicts(environment: Mapping[str, str], spec: Spec) -> Iterator[str]:
 
 
 def _with_forced(spec: Spec, support: EngineSupport) -> Spec:
-    """Return `spec` with the settings that plugins force, where it says nothing of them. flagcore's own trial program
+    """Return `spec` with the settings that plugins force, where it does not set them. flagcore's own trial program
     takes no settings from them: it has no flags."""
     for forced in support.forced:
         where, _, name = forced.setting.partition(".")
@@ -217,7 +217,7 @@ def _named(name: str, key: str, plugins: Plugins) -> Chip:
 def best_chip(devices: tuple[Device, ...], plugins: Plugins, engine: str) -> Chip:
     """Return the chip that most devices here have; chips that are no plain CPU go first.
 
-    Raises NoDevice if there is none, or only a plain CPU where a plugin could not tell of its vendor's devices.
+    Raises NoDevice if there is none, or only a plain CPU where a plugin could not detect its vendor's devices.
     """
     counts = Counter(device.chip for device in devices)
     known = [(chip, count) for name, count in counts.items() for chip in plugins.chips() if chip.has_name(name)]

@@ -46,9 +46,9 @@ def probe(
 ) -> Probe:
     """Probe `ranks` of `candidate`, by default those of `Prober.probe_ranks`, on several `devices` at once.
 
-    Each has a folder of its own in `folder`; all together are ended after `seconds`. `on_rank` is told each rank before
-    it starts. What ended well in the folders of `earlier` probes of the same is not probed again. A rank that fails is
-    a result, and unless `to_the_end` the last one: those beside it are ended, and left out. Raises FlagError if one
+    Each has its own folder in `folder`; all together are ended after `seconds`. `on_rank` is called with each rank
+    before it starts. Ranks that ended well in the folders of `earlier` probes are not probed again. A rank that fails
+    is a result, and unless `to_the_end` the last one: those beside it are ended, and left out. Raises FlagError if one
     cannot be started, and lets exceptions pass; either ends the processes.
     """
     task = platform.task

@@ -123,7 +123,7 @@ def _by_memory(
 
 
 def _not_less(predicted: FloatArray, rows: IntArray, row: int | None) -> BoolArray:
-    """Return which rows the model, too, gives as much as the row of the trial; all where it says nothing."""
+    """Return which rows the model, too, gives as much as the row of the trial; all where it has no prediction."""
     if row is None or not np.isfinite(predicted[row]):
         return np.ones(rows.shape, dtype=np.bool_)
     less: BoolArray = predicted[rows] < predicted[row]

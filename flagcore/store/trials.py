@@ -52,7 +52,7 @@ class OptunaStore:
     ) -> None:
         """Open or create the study called `run`; `choices` are all values that a knob can have in it.
 
-        It is kept in the journal of the folder `path`, or in the optuna storage that `url` names.
+        It is stored in the journal of the folder `path`, or in the optuna storage that `url` names.
         """
         optuna.logging.set_verbosity(logging.ERROR)
         self._path, self._objective = path, objective
@@ -149,7 +149,7 @@ class OptunaStore:
 
 
 def stored_trials(path: Path, run: str, url: str | None = None) -> tuple[Trial, ...]:
-    """Return every finished trial of the study called `run`, kept in the folder `path` or in the storage `url`.
+    """Return every finished trial of the study called `run`, stored in the folder `path` or in the storage `url`.
 
     Nothing is written, so the run may still go on. Empty before its first trial. Raises RunError.
     """
