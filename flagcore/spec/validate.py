@@ -242,7 +242,7 @@ def _hint(value: object, options: list[Schema]) -> str:
         return _("write {value} without quotes", value="true" if value.lower() in ("true", "yes", "on") else "false")
     if re.fullmatch(r"\d+(\.\d+)? ?[KMGT]i?", value, re.IGNORECASE) and BYTES_PATTERN in patterns:
         number, letter = re.sub("[ iI]", "", value)[:-1], value.rstrip("iI")[-1].upper()
-        return _(DID_YOU_MEAN, name=f"{number}{letter}iB, {number}{letter}B")
+        return _(DID_YOU_MEAN, name=_joined([f"{number}{letter}iB", f"{number}{letter}B"]))
     words = [word for option in options for word in option.get("enum", [option.get("const")]) if word]
     close = difflib.get_close_matches(value[:64].lower(), words, n=1)
     return _(DID_YOU_MEAN, name=close[0]) if close else ""
