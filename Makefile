@@ -99,8 +99,6 @@ test-browser: setup
 docs: setup
 	$(PIP) $$($(BIN)/python -c 'from hatch_build import DOCS; print(*DOCS)')
 	$(BIN)/flag schema > examples/spec.schema.json
-	$(BIN)/python docs/site/cli_page.py
-	$(BIN)/python docs/site/engine_tables.py
 	$(BIN)/python docs/site/vendor_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo build/site/index.html

@@ -1,9 +1,9 @@
-"""What flagcore predicts of runs that somebody measured: writes the page of accuracy and its figures.
+"""Compares predictions with measured runs, and writes docs/accuracy.md with its figures.
 
     python benchmarks/accuracy.py FOLDER [--docs docs]
 
 FOLDER holds job records with a `measured` part, `train_jobs.jsonl` and `rank_jobs.jsonl`; either may be missing. Each
-record is predicted by `flagcore.api.estimate_jobs`, none is left out.
+record is predicted by `flagcore.api.estimate_jobs`; none is omitted.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
         ranks=_ranks(ranks, rank_answers),
         verdicts=_verdicts((*train, *ranks), (*answers, *rank_answers)),
         refused=_refused((*train, *ranks), (*answers, *rank_answers)),
-        worst={source: _worst(rows) for source, rows in (*steps.items(), *of_memory.items())},
+        worst={source: bad for source, rows in (*steps.items(), *of_memory.items()) if (bad := _worst(rows))},
         pictures={source: f"accuracy/{name}" for source, name in drawn.items() if name},
         fitted=fitted,
     )
@@ -128,9 +128,11 @@ def _peaks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any
     return dict(sorted(found.items()))
 
 
-def _ranks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[page.Summary]:
-    """Return the figures of single ranks, by source and kind of model."""
-    found: dict[str, list[Row]] = defaultdict(list)
+def _ranks(
+    jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, page.Summary]]:
+    """Return the figures of single ranks, by source and kind of model, and by name."""
+    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for kind in ("dense", "MoE"):
         for figure, (name, key) in RANK_FIGURES.items():
             for job, answer in zip(jobs, answers, strict=True):
@@ -138,8 +140,10 @@ def _ranks(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any
                     measured := job["measured"].get(key)
                 ):
                     row = Row(job=job, measured=measured, predicted=answer.get("rank", {}).get(figure))
-                    found[f"{job['source']}, {kind}: {name}"].append(row)
-    return [_summary(name, rows, {}) for name, rows in found.items()]
+                    found[f"{job['source']}, {kind}"][name].append(row)
+    return {
+        source: {name: _summary(name, rows, {}) for name, rows in figures.items()} for source, figures in found.items()
+    }
 
 
 def _groups(rows: Iterable[Row]) -> dict[object, list[Pair]]:
@@ -164,27 +168,27 @@ def _summary(source: str, rows: Sequence[Row], groups: Mapping[object, Sequence[
     )
 
 
-def _worst(rows: Iterable[Row]) -> list[page.Bad]:
-    answered = [(row, row.predicted) for row in rows if row.predicted]
-    answered.sort(key=lambda pair: (-abs(pair[1] / pair[0].measured - 1.0), pair[0].job["id"]))
-    return [page.Bad(job=row.job, predicted=value, measured=row.measured) for row, value in answered[: page.WORST]]
+def _worst(rows: Iterable[Row]) -> page.Bad | None:
+    """Return the run with the largest error, the first one of several; None if nothing was predicted."""
+    bad = [page.Bad(job=row.job, predicted=row.predicted, measured=row.measured) for row in rows if row.predicted]
+    return min(bad, key=lambda each: (-abs(each.predicted / each.measured - 1.0), each.job["id"]), default=None)
 
 
 def _verdicts(jobs: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]) -> list[page.Verdict]:
-    """Return by source how many verdicts on what fits there are, and the jobs of which they are wrong.
+    """Return by source the number of memory verdicts, and the jobs with wrong ones.
 
-    Where nothing but memory was published the run may never have been.
+    A job with a published memory only may never have run, so it is not judged.
     """
-    told: Counter[str] = Counter()
+    judged: Counter[str] = Counter()
     wrong: dict[str, list[str]] = defaultdict(list)
     for job, answer in zip(jobs, answers, strict=True):
         fits = None if set(job["measured"]) == {"peak_gib"} else answer.get("memory", {}).get("fits")
-        told[job["source"]] += fits is not None
+        judged[job["source"]] += fits is not None
         if fits is not None and fits == bool(job["measured"].get("oom")):
             wrong[job["source"]].append(job["id"])
     return [
-        page.Verdict(source=source, told=number, wrong=wrong[source])
-        for source, number in sorted(told.items())
+        page.Verdict(source=source, judged=number, wrong=wrong[source])
+        for source, number in sorted(judged.items())
         if number
     ]
 

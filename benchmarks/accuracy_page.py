@@ -10,9 +10,7 @@ from typing import Any
 from scores import Errors, Ranking
 
 WORST = 3
-"""Rows per source that are shown: those with the largest errors."""
-ABREAST = 3
-"""Figures beside each other."""
+"""Jobs with wrong verdicts that are listed per source."""
 SHORT = {
     "data_parallel_size": "DP",
     "tensor_model_parallel_size": "TP",
@@ -28,9 +26,8 @@ SHORT = {
 
 HEAD = """# Accuracy
 
-Predictions compared with measured training runs, by source, including the worst predictions. `make accuracy`
-(`benchmarks/accuracy.py`) generates this page from job records with a `measured` part. Each record is predicted by
-`flag estimate --jobs`; none is omitted. [Training model](physics.md) describes the formulas.
+Predictions compared with measured training runs, by source. `make accuracy` generates this page from job records with a
+`measured` part. Each record is predicted by `flag estimate --jobs`; none is omitted.
 
 - **error** of a run: predicted / measured - 1. **MAPE** is the mean of the absolute errors; median, p90 and worst refer
   to the same errors. **Bias** is the geometric mean of predicted / measured, minus one.
@@ -54,6 +51,9 @@ class Summary:
     ranking: Ranking | None
 
 
+NOTHING = Summary(source="", runs=0, errors=None, inside=None, ranking=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bad:
     """A run that is off."""
@@ -65,10 +65,10 @@ class Bad:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Of how many jobs of a source it was told whether they fit, and of which it was told wrong."""
+    """How many jobs of a source have a memory verdict, and which verdicts are wrong."""
 
     source: str
-    told: int
+    judged: int
     wrong: Sequence[str]
 
 
@@ -76,10 +76,10 @@ def text(
     *,
     steps: Sequence[Summary],
     peaks: Sequence[Summary],
-    ranks: Sequence[Summary],
+    ranks: Mapping[str, Mapping[str, Summary]],
     verdicts: Sequence[Verdict],
     refused: Sequence[tuple[str, str, str]],
-    worst: Mapping[str, Sequence[Bad]],
+    worst: Mapping[str, Bad],
     pictures: Mapping[str, str],
     fitted: Mapping[str, Any],
 ) -> str:
@@ -91,17 +91,18 @@ def text(
         _section("Step time", [*_steps(steps), *_gallery(pictures, of_time)]) if steps else "",
         _section("Fitted and left out", _fitted(fitted)) if fitted else "",
         _section("Peak memory", [PEAK, *_plain(peaks), *_gallery(pictures, of_memory)]) if peaks else "",
-        _section("Single ranks", [RANKS, *_plain(ranks)]) if ranks else "",
+        _section("Single ranks", [RANKS, *_ranks(ranks)]) if ranks else "",
         _section("Memory verdicts", _verdicts(verdicts)) if verdicts else "",
         _section("Rejected records", _refused(refused)),
-        _section("Largest errors by source", _worst(worst)),
+        _section("Largest error of each source", _worst(worst)),
     ]
     return "\n".join(section for section in sections if section)
 
 
 PEAK = """Largest memory of tensors on any rank, as printed by the source, compared with `peak_allocated_gib`.
 """
-RANKS = """One rank of a larger job without communication: compute and memory only.
+RANKS = """One rank of a larger job without communication: compute and memory only. MAPE, and the worst error in
+parentheses.
 """
 FITTED = """\
 The errors above include sources that the parameters were fitted to. The parameters of a family's curve (the shares of
@@ -141,6 +142,19 @@ def _plain(summaries: Sequence[Summary]) -> list[str]:
     return _table(head, [_errors(each) for each in summaries])
 
 
+def _ranks(ranks: Mapping[str, Mapping[str, Summary]]) -> list[str]:
+    """Return a row per source with all figures of a rank."""
+    figures = list(dict.fromkeys(figure for found in ranks.values() for figure in found))
+    rows = []
+    for source, found in ranks.items():
+        cells = [
+            f"{_percent(each.errors.mape)} ({_percent(each.errors.worst)})" if each.errors else ""
+            for each in (found.get(figure, NOTHING) for figure in figures)
+        ]
+        rows.append([source, str(max(each.runs for each in found.values())), *cells])
+    return _table(["source", "ranks", *figures], rows)
+
+
 def _errors(each: Summary) -> list[str]:
     found = each.errors
     if found is None:
@@ -157,24 +171,31 @@ def _ranking(found: Ranking | None) -> list[str]:
 
 def _fitted(fitted: Mapping[str, Any]) -> list[str]:
     lines = [FITTED]
-    for family, told in fitted.items():
+    for family, fit in fitted.items():
         head = ["source", "runs", "fitted", "left out", "measured / predicted, 10% to 90%"]
         rows = []
-        for source, each in told["sources"].items():
+        for source, each in fit["sources"].items():
             spread = each.get("left_out_measured_over_predicted")
             between = f"{spread[0]:.2f} to {spread[-1]:.2f}" if spread else ""
             errors = [_percent(each["fitted_mape"]), _percent(each.get("left_out_mape")) or "the only one"]
             rows.append([source, str(each.get("runs", "")), *errors, between])
         lines += [f"**{family}**\n", *_table(head, rows)]
-        if given := told.get("parameters"):
+        if given := fit.get("parameters"):
             lines.append(", ".join(f"`{name}` {value:g}" for name, value in given.items()) + "\n")
     return lines
 
 
 def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
-    rows = [[each.source, str(each.told), str(len(each.wrong)), ", ".join(each.wrong[:WORST])] for each in verdicts]
-    head = ["source", "judged", "wrong", "wrong jobs (at most three)"]
-    return ["A run that finished fits; a run that ran out of memory does not.\n", *_table(head, rows)]
+    judged, wrong = sum(each.judged for each in verdicts), sum(len(each.wrong) for each in verdicts)
+    lines = [
+        f"A run that finished fits; a run that ran out of memory does not. {wrong} of {judged} verdicts are wrong.\n"
+    ]
+    rows = [
+        [each.source, str(each.judged), str(len(each.wrong)), ", ".join(each.wrong[:WORST])]
+        for each in verdicts
+        if each.wrong
+    ]
+    return [*lines, *(_table(["source", "judged", "wrong", "wrong jobs (at most three)"], rows) if rows else [])]
 
 
 def _refused(refused: Sequence[tuple[str, str, str]]) -> list[str]:
@@ -183,24 +204,20 @@ def _refused(refused: Sequence[tuple[str, str, str]]) -> list[str]:
     return _table(["job", "source", "reason"], [list(each) for each in refused])
 
 
-def _worst(worst: Mapping[str, Sequence[Bad]]) -> list[str]:
-    lines = []
-    for source, rows in worst.items():
-        cells = [
-            [
-                bad.job["id"],
-                f"{bad.job['model'].get('name', '')}, {bad.job['cluster']['devices']} x {bad.job['cluster']['chip']}",
-                _candidate(bad.job["candidate"]),
-                f"{bad.predicted:.4g}",
-                f"{bad.measured:.4g}",
-                f"{bad.predicted / bad.measured - 1:+.1%}",
-            ]
-            for bad in rows
+def _worst(worst: Mapping[str, Bad]) -> list[str]:
+    rows = [
+        [
+            source,
+            bad.job["id"],
+            f"{bad.job['model'].get('name', '')}, {bad.job['cluster']['devices']} x {bad.job['cluster']['chip']}",
+            _candidate(bad.job["candidate"]),
+            f"{bad.predicted:.4g}",
+            f"{bad.measured:.4g}",
+            f"{bad.predicted / bad.measured - 1:+.1%}",
         ]
-        if cells:
-            head = ["job", "model", "candidate", "predicted", "measured", "error"]
-            lines += [f"**{source}**\n", *_table(head, cells)]
-    return lines
+        for source, bad in worst.items()
+    ]
+    return _table(["source", "job", "model", "candidate", "predicted", "measured", "error"], rows)
 
 
 def _candidate(values: Mapping[str, Any]) -> str:
@@ -210,13 +227,8 @@ def _candidate(values: Mapping[str, Any]) -> str:
 
 
 def _gallery(pictures: Mapping[str, str], sources: Sequence[str]) -> list[str]:
-    """Return figures side by side, each under its source."""
-    lines: list[str] = []
-    for start in range(0, len(sources), ABREAST):
-        row = [*sources[start : start + ABREAST]]
-        cells = [f"![{source}]({pictures[source]})" for source in row]
-        lines += _table(row, [cells])
-    return lines
+    """Return figures side by side; each figure shows its source."""
+    return [*(f"![{source}]({pictures[source]})" for source in sources), ""]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

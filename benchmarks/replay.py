@@ -53,7 +53,7 @@ OTHERS = {
 class Score:
     """One search on one sweep. `trials` and `seconds` are by tolerance, `untried` is by what it is a share of.
 
-    What holds when a search is done is None, or empty, if it never says so.
+    Figures of a finished search are None, or empty, if it never stops by itself.
     """
 
     trials: Mapping[str, float]
@@ -67,14 +67,18 @@ def main() -> None:
     """Print a table, and one JSON object at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--strategy", action="append", help="one of flagcore's; may be given again; the first counts")
+    parser.add_argument(
+        "--strategy",
+        action="append",
+        help="strategy (repeatable); the first one is `flagcore` in the summary",
+    )
     parser.add_argument("--fitting", type=float, help="shrink memory until this share of a sweep's candidates fits")
-    parser.add_argument("--seeds", type=int, default=5, help="of TPE; chance has its own")
-    parser.add_argument("--by-sweep", action="store_true", help="print a line of every sweep, too")
-    parser.add_argument("--every", type=int, default=1, help="replay every so-manieth sweep; all still teach")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds of TPE")
+    parser.add_argument("--by-sweep", action="store_true", help="also print one line per sweep")
+    parser.add_argument("--every", type=int, default=1, help="replay every Nth sweep; all provide experience")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--ablations", action="store_true", help="compare the search with itself, a part taken away")
-    kinds.add_argument("--wrong", action="store_true", help="mislead the search by models wrong about a sweep")
+    kinds.add_argument("--ablations", action="store_true", help="compare the search with variants that lack one part")
+    kinds.add_argument("--wrong", action="store_true", help="distort the predictions of each sweep")
     kinds.add_argument("--subsets", action="store_true", help="replay parts of the sweeps only")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -186,7 +190,7 @@ def _figures(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 HEADS = ("search", "trials to 5%", "1%", "best", "trial seconds to 1%", "regret at 5")
-HEADS_WHEN_DONE = ("never tried of measured", "of candidates", "of combinations", "best kept")
+HEADS_WHEN_DONE = ("never tried of measured", "of candidates", "of combinations", "best found")
 
 
 def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapping[str, Any]]) -> None:
@@ -197,7 +201,7 @@ def _print_table(title: str, sweeps: Sequence[Sweep], figures: Mapping[str, Mapp
     for name, told in figures.items():
         trials = (f"{told[f'trials_to_within_{tol}']:.2f}" for tol in TOLERANCES)
         done = (*(told[f"never_tried_of_{of}"] for of in SPACES), told["best_kept_within_1pct"])
-        shares = ("never says" if share is None else f"{share:.1%}" for share in done)
+        shares = ("never stops" if share is None else f"{share:.1%}" for share in done)
         cells = (*trials, f"{told['trial_seconds_to_within_1pct']:.1f}", f"{told['regret_at_5_trials']:.2%}", *shares)
         print(f"| {name} | {' | '.join(cells)} |")
 

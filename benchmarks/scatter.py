@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-SIZE, MARGIN = 300, 44
+SIZE, MARGIN, TITLE = 300, 44, 18
 TICKS = (1, 2, 5)
 NEAR = 1.25
 """Dashed lines are drawn where the prediction is off by this factor."""
@@ -35,11 +35,13 @@ def scatter(title: str, unit: str, points: Sequence[Point]) -> str:
         return f'<path d="{path}" stroke="{colour}" stroke-width="4" stroke-linecap="round" opacity=".6"/>'
 
     says = f"{len(points)} runs, predicted over measured {unit} on logarithmic axes; dashed: {NEAR} times off"
+    height = SIZE + TITLE
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" width="{SIZE}" height="{SIZE}"',
-        ' font-family="sans-serif" font-size="10">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-TITLE} {SIZE} {height}" width="{SIZE}"',
+        f' height="{height}" font-family="sans-serif" font-size="10">',
         f"<title>{escape(title)}</title><desc>{escape(says)}</desc>",
-        f'<rect width="{SIZE}" height="{SIZE}" fill="#fff"/>',
+        f'<rect y="{-TITLE}" width="{SIZE}" height="{height}" fill="#fff"/>',
+        f'<text x="{SIZE / 2}" y="-5" text-anchor="middle">{escape(title)}</text>',
         f'<path d="M{MARGIN} 8V{SIZE - MARGIN}H{SIZE - 8}" stroke="#333" fill="none"/>',
         *(_tick(value, x(value), y(value)) for value in _ticks(low, high)),
         line(1.0, ""),

@@ -1,6 +1,6 @@
-"""Prints docs/portability.md with its tables made anew: one spec on six chips, and each winner on the others.
+"""Prints docs/portability.md with current tables: one spec on six chips, and each winner on the others.
 
-Needs no hardware: `python examples/portability.py`, and with `--write` it brings the page up to date.
+Needs no hardware. `python examples/portability.py --write` updates the page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ SPEC = Path(__file__).with_name("portability.yaml")
 PAGE = Path(__file__).parents[1] / "docs" / "portability.md"
 MARKS = ("<!-- examples/portability.py -->\n", "<!-- end -->\n")
 CHIPS = ("A800-80GB", "C500", "C550", "BI-V150", "MLU370-X8", "H100-SXM")
-LAYOUTS = ("TP 2, MBS 1, SP", "TP 4, MBS 1, SP", "TP 8, MBS 1, SP")
 
 
 def winners() -> dict[str, api.Estimate]:
@@ -24,7 +23,7 @@ def winners() -> dict[str, api.Estimate]:
 
 
 def named(found: api.Estimate) -> str:
-    """Return the winner in few words, without the data parallel size, which follows from the number of devices."""
+    """Return the short name of the winner without the data parallel size, which follows from the number of devices."""
     values = dict(found.candidates[0]["candidate"])
     del values["data_parallel_size"], values["use_distributed_optimizer"]
     return values_text(values, found.knobs)
@@ -37,7 +36,7 @@ def table(*rows: list[str]) -> list[str]:
 
 
 def of_winners(found: dict[str, api.Estimate]) -> list[str]:
-    """Return the table of what is fastest on each chip."""
+    """Return the table of the fastest candidate on each chip."""
     rows = [["chip", "devices", "fastest", "~step", "~tokens/s/device", "~MFU", "~memory", "limited by"]]
     for chip, estimate in found.items():
         best = estimate.candidates[0]
@@ -60,8 +59,8 @@ def of_winners(found: dict[str, api.Estimate]) -> list[str]:
 
 
 def of_others(found: dict[str, api.Estimate]) -> list[str]:
-    """Return what each winner would take on each chip, and the tool's words of why it cannot be taken there."""
-    rows, words = [["fastest on", *(f"on {chip}" for chip in CHIPS)]], {}
+    """Return the step time of each winner on each chip, with the rule that removes it there."""
+    rows = [["fastest on", *(f"on {chip}" for chip in CHIPS)]]
     for chip, estimate in found.items():
         row = [chip]
         for other in CHIPS:
@@ -69,22 +68,7 @@ def of_others(found: dict[str, api.Estimate]) -> list[str]:
             step = account.predicted["step_time_s"]["value"] if account.predicted else None
             row.append(f"{step:.1f} s" if step else "-")
             if account.state == "removed":
-                row[-1] += " (removed)"
-                words.setdefault((named(estimate), other), account.because[0])
-        rows.append(row)
-    return [*table(*rows), *(f"- {what} on {chip}: {why}" for (what, chip), why in words.items()), ""]
-
-
-def of_layouts() -> list[str]:
-    """Return the step time of wider tensor parallelism, and the share of its exchange, on each chip."""
-    rows = [["", *(f"on {chip}" for chip in CHIPS)]]
-    for layout in LAYOUTS:
-        row = [layout]
-        for chip in CHIPS:
-            account = api.explain_candidate(SPEC, f"{layout}, dist-opt", chip=chip)
-            assert account.predicted is not None
-            step, exchange = account.predicted["step_time_s"]["value"], account.predicted["time"]["tp_comm_s"]
-            row.append(f"{step:.1f} s, {exchange / step:.0%}")
+                row[-1] += f", `{account.because[0].partition(':')[0]}`"
         rows.append(row)
     return table(*rows)
 
@@ -92,7 +76,7 @@ def of_layouts() -> list[str]:
 def page(text: str) -> str:
     """Return `text` with new tables, each between its marks."""
     found, done = winners(), ""
-    for lines in (of_winners(found), of_others(found), of_layouts()):
+    for lines in (of_winners(found), of_others(found)):
         before, _, rest = text.partition(MARKS[0])
         text = rest.partition(MARKS[1])[2]
         done += "\n".join([f"{before}{MARKS[0]}", *lines, MARKS[1]])

@@ -76,14 +76,12 @@ def test_page_of_accuracy_holds_every_record_bad_ones_included(tmp_path: Path) -
     page = (docs / "accuracy.md").read_text()
     assert "| Made up | 4 | 3 |" in page
     assert "| Made up (from model flops) | 1 | 1 |" in page
-    assert "| Made up, dense: static memory | 1 | 1 |" in page
+    assert "| source | ranks | static memory | compute time |" in page
+    assert "| Made up, dense | 1 |" in page
     assert "| strange | Made up | no installed plugin knows the chip" in page
     assert "| Made up | 3 | 10.0% | 25.0% | 0.90 to 1.10 |" in page
-    assert {name for name in ("one", "two", "three") if f"| {name} | tiny, 4 x cpu |" in page} == {
-        "one",
-        "two",
-        "three",
-    }
+    (worst,) = [line for line in page.splitlines() if line.startswith("| Made up | ") and " | tiny, 4 x cpu | " in line]
+    assert worst.split(" | ")[1] in ("one", "two", "three")
     assert [file.name for file in docs.glob("accuracy/*")] == ["made-up.svg"]
     once = page, (docs / "accuracy" / "made-up.svg").read_text()
     run("accuracy.py", str(data), "--docs", str(docs), "--fitted", str(fitted))

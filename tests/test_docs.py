@@ -20,7 +20,6 @@ import flagcore
 from docs.site import cli_page
 from flagcore import errors
 from flagcore.cli.main import COMMANDS, flag
-from flagcore.domain.prediction import Passes
 from flagcore.engines.megatron.knobs import SPACE_KNOBS
 from flagcore.engines.megatron.reading import METRICS, STEPS
 from flagcore.physics.schedules.catalogue import SCHEDULES
@@ -30,6 +29,8 @@ from tests.pages import PAGES, ROOT, TEXT, prose
 REFERENCE, RESULTS, PYTHON = TEXT["docs/cli.md"], TEXT["docs/results.md"], TEXT["docs/python.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PATH = re.compile(r"`((?:flagcore|plugins|tests|examples|benchmarks|docs)/[\w./-]*)`")
+INTERNAL = {"Run": {"knobs", "search_state"}, "Explanation": set()}
+"""Fields of results that only the package itself uses; elsewhere `knobs`."""
 OTHER_PATHS = ("docs/write-a-plugin.md", "CHANGELOG.md")
 """Pages with paths of another distribution, and of earlier releases."""
 
@@ -47,20 +48,23 @@ def test_paths_that_a_page_names_exist(page: str) -> None:
     } == set()
 
 
-def test_generated_parts_of_the_command_line_page_are_current() -> None:
-    assert cli_page.page(REFERENCE) == REFERENCE, "run `python docs/site/cli_page.py`"
-
-
 def test_command_line_page_has_a_section_for_each_command() -> None:
+    commands = {" ".join(("flag", *path)): command for path, command in cli_page.commands(flag)}
     headings = set(re.findall(r"^#+ (flag .*)$", REFERENCE, re.MULTILINE))
-    assert headings == {" ".join(("flag", *path)) for path, _ in cli_page.commands(flag) if path}
+    assert headings == set(commands) - {"flag"}
+    assert set(re.findall(cli_page.MARK, REFERENCE)) == {*commands, "common options"}
+
+
+def test_site_describes_every_option() -> None:
+    page = cli_page.fill(REFERENCE)
+    options = {max(each.opts, key=len) for _, command in cli_page.commands(flag) for each in command.params}
+    assert {name for name in options if name.startswith("--") and name not in page} == set()
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_extras_and_commands_that_a_page_names_exist(page: str) -> None:
     extras = set(re.findall(r"(?:flagcore|\.)\[(\w+)\]", TEXT[page]))
-    known = set(re.findall(r'"(\w+)"', (ROOT / "hatch_build.py").read_text()))
-    assert extras <= known
+    assert extras <= set(re.findall(r'"(\w+)"', (ROOT / "hatch_build.py").read_text()))
     assert set(re.findall(r"`flag ([a-z]+)", TEXT[page])) <= set(COMMANDS)
 
 
@@ -79,6 +83,7 @@ def test_python_page_has_every_field_of_a_result_and_every_argument_of_a_functio
     if is_dataclass(found):
         public = {field.name for field in fields(found)}
         public |= {key for key, value in vars(found).items() if isinstance(value, property)}
+        public -= INTERNAL.get(name, {"knobs"})
         section = PYTHON.split(f"\n### {name}\n")[1].split("\n##")[0]
         rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
         assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == public
@@ -92,19 +97,6 @@ def test_reference_has_every_environment_variable() -> None:
     assert {name for name in _variables() if f"`{name}`" not in section} == set()
     table = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     assert {name for row in table for name in re.findall(r"`(\w+)`", row)} <= _variables() | {"COLUMNS", "NO_COLOR"}
-
-
-def test_reference_has_every_field_of_an_insight(workshop: Path) -> None:
-    data = json.loads((workshop / "runs" / "own" / "insight.json").read_text())
-    section = RESULTS.split("## insight.json")[1]
-    rows = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
-    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(data)
-    lists = [each for name in ("chips", "stages", "knobs") for each in data[name]]
-    lists += [each for chip in data["chips"] for each in chip["facts"]]
-    lists += [each for knob in data["knobs"] for each in knob["values"]]
-    lists += [each["nearest"] for knob in data["knobs"] for each in knob["values"]]
-    inner = {name for each in lists for name in each} | {field.name for field in fields(Passes)}
-    assert {name for name in inner if f"`{name}`" not in section} == set()
 
 
 def test_readme_states_the_errors_of_the_accuracy_page() -> None:
@@ -121,10 +113,9 @@ def test_readme_states_the_errors_of_the_accuracy_page() -> None:
 
 
 def test_spec_page_lists_every_schedule() -> None:
-    listed = re.findall(
-        r"^- `([\w-]+)`: ", TEXT["docs/spec.md"].split("`pipeline_schedule` is one of")[1], re.MULTILINE
-    )
-    assert listed == list(SCHEDULES)
+    section = TEXT["docs/spec.md"].split("`pipeline_schedule` is one of")[1].split("\n## ")[0]
+    rows = re.findall(r"^- (`.*?): ", section, re.MULTILINE)
+    assert [name for row in rows for name in re.findall(r"`([\w-]+)`", f"{row}")] == list(SCHEDULES)
 
 
 def test_reference_has_every_exit_code_and_no_other() -> None:
@@ -216,11 +207,10 @@ def _kinds(kind: type[errors.FlagError]) -> Iterator[type[errors.FlagError]]:
 
 
 def _variables() -> set[str]:
-    """Return the names of environment variables that code of the core reads or marks trials with; those whose names
-    are worked out are plugins' and specs' own."""
+    """Return the environment variables that the core reads or sets in trials, if their names are constants."""
     found: set[str] = set()
     for file in (ROOT / "flagcore").rglob("*.py"):
-        if "testing" in file.parts:  # its checks set and restore what plugins are given
+        if "testing" in file.parts:  # its checks set and restore variables
             continue
         text = file.read_text(encoding="utf-8")
         if "os.environ" not in text and "FLAGCORE_" not in text:
@@ -233,15 +223,15 @@ def _variables() -> set[str]:
             for target in each.targets
             if isinstance(target, ast.Name)
         }
-        asked = [name for node in ast.walk(tree) for name in _asked(node)]
-        found |= {str(name.value) for name in asked if isinstance(name, ast.Constant)}
-        found |= {str(constants[name.id]) for name in asked if isinstance(name, ast.Name) and name.id in constants}
+        read = [name for node in ast.walk(tree) for name in _variables_of(node)]
+        found |= {str(name.value) for name in read if isinstance(name, ast.Constant)}
+        found |= {str(constants[name.id]) for name in read if isinstance(name, ast.Name) and name.id in constants}
         found |= {str(value) for value in constants.values() if re.fullmatch(r"FLAGCORE_[A-Z_]+", str(value))}
     return found
 
 
-def _asked(node: ast.AST) -> list[ast.expr]:
-    """Return what a piece of code asks the environment for."""
+def _variables_of(node: ast.AST) -> list[ast.expr]:
+    """Return the names of environment variables that a piece of code reads."""
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     if isinstance(node, ast.Call) and re.fullmatch(r"os\.environ\.\w+|os\.getenv", called):
         return node.args[:1]

@@ -19,7 +19,7 @@ UNSEEN = {
 OPTION = re.compile(r"`flag ([a-z][^`]*)`")
 KEY = re.compile(r"`((?:auto_tuner|train|serve|cluster|model)\.\w+(?:\.\w+)*)")
 FOREIGN = ("docs/flagscale.md", "CHANGELOG.md")
-"""Pages that tell of FlagScale's keys beside ours."""
+"""Pages that also contain FlagScale's keys."""
 FILES = (".yaml", ".json", ".py")
 KEYS = sorted(
     {(page, key) for page in PAGES if page not in FOREIGN for key in KEY.findall(TEXT[page]) if not key.endswith(FILES)}
@@ -44,8 +44,8 @@ def test_option_that_a_sentence_names_exists(page: str, line: str) -> None:
     words, command = line.split(), flag
     while words and isinstance(command, click.Group):
         command = command.get_command(click.Context(command), words.pop(0))
-    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+    options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options
 
 
 @pytest.mark.parametrize(("page", "key"), KEYS)

@@ -41,19 +41,19 @@ def test_the_examples_of_all_hooks_work_as_one_plugin(monkeypatch: pytest.Monkey
     assert set(plugin.hooks) == set(SPECS)
     chip = loaded.find_chip("ACME A1")
     assert chip is not None
-    for known in (chip, FOREIGN_CHIP):
-        group, task = NodeGroup(chip=known, nodes=1, devices_per_node=8), task_on(known)
-        mine = known is chip
+    for each in (chip, FOREIGN_CHIP):
+        group, task = NodeGroup(chip=each, nodes=1, devices_per_node=8), task_on(each)
+        mine = each is chip
         assert bool(loaded.topology(group)) == mine
         assert bool(loaded.memory_model(group, "megatron")) == mine
-        assert bool(loaded.kernel_costs(known, "megatron")) == mine
+        assert bool(loaded.kernel_costs(each, "megatron")) == mine
         assert bool(loaded.collective_costs(group, "megatron")) == mine
-        assert bool(loaded.environment(known, "megatron")) == mine
-        assert bool(loaded.failure_patterns(known, "megatron")) == mine
-        assert bool(loaded.knobs(known, "megatron")) == mine
+        assert bool(loaded.environment(each, "megatron")) == mine
+        assert bool(loaded.failure_patterns(each, "megatron")) == mine
+        assert bool(loaded.knobs(each, "megatron")) == mine
         assert bool(loaded.pruning_rules(task)) == mine
         assert bool(loaded.prepare_launch(Launch(argv=("train",), folder="/x"), task).environment) == mine
-        assert loaded.engine_support(known, "megatron").device_type == ("acme" if mine else None)
+        assert loaded.engine_support(each, "megatron").device_type == ("acme" if mine else None)
     (rule,) = loaded.pruning_rules(task_on(chip))
     assert rule.prunes({"tensor_model_parallel_size": np.array([4, 8])}, _nothing()).tolist() == [False, True]
     assert loaded.devices() == ()

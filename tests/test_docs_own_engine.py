@@ -25,7 +25,8 @@ def folder(tmp_path: Path) -> Path:
     info = tmp_path / "acme_train-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-train\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[flagcore.engines]\nacme = acme_train:WORKLOAD\n")
+    (target,) = re.findall(r'^acme = "(.*)"$', FILES["pyproject.toml"], re.MULTILINE)
+    (info / "entry_points.txt").write_text(f"[flagcore.engines]\nacme = {target}\n")
     return tmp_path
 
 

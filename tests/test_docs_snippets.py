@@ -163,14 +163,14 @@ def test_commands_work(block: Block, folder_of: Callable[[str], Path], monkeypat
 
 
 def follow(line: str) -> None:
-    """Do what a line says, or as much of it as takes seconds."""
+    """Run a command line, or a shorter form of it."""
     program, *arguments = shlex.split(line, comments=True)
     if line in NOT_RUN or line == ". .venv/bin/activate":
         return
     if arguments == ["calibrate"] and CALIBRATED:
         return
     follower = FOLLOWERS.get(Path(program).name)
-    assert follower, f"{line}: no rule tells how a test follows this"
+    assert follower, f"{line}: no rule for this program"
     follower(arguments)
 
 
@@ -179,7 +179,7 @@ def _flag(arguments: list[str]) -> None:
         pytest.importorskip(module, reason="the page plans for a chip of this plugin")
     for name in [arguments[place + 1] for place, word in enumerate(arguments) if word in ("-o", "--output")]:
         Path(name).unlink(missing_ok=True)  # another page's file
-    if arguments[0] == "run":  # replaces the process that asks for it
+    if arguments[0] == "run":  # replaces its own process
         code = "from flagcore.cli import main; main()"
         subprocess.run([sys.executable, "-c", code, *arguments], check=True, timeout=60, stdout=subprocess.DEVNULL)
         return
@@ -238,8 +238,7 @@ def _pip(arguments: list[str]) -> None:
     extras = (ROOT / "hatch_build.py").read_text() + (ROOT / "pyproject.toml").read_text()
     for word in (word for word in arguments[1:] if not word.startswith("-")):
         name, _, extra = word.rstrip("]").partition("[")
-        known = name in (".", "flagcore", "optuna-dashboard", "wheels") or name.partition("==")[0] in extras
-        assert known, word
+        assert name in (".", "flagcore", "optuna-dashboard", "wheels") or name.partition("==")[0] in extras, word
         assert not extra or all(f'"{each}"' in extras for each in extra.split(",")), word
 
 

@@ -17,7 +17,7 @@ from tests.pages import BLOCKS, ROOT, TEXT, Block
 
 TREE = ROOT / "tests" / "importers" / "flagscale" / "trees" / "train_dense"
 TREES = ("conf", "examples/my-model/conf")
-"""Where pages say that a tree of FlagScale's lies."""
+"""Paths of FlagScale configurations on the pages."""
 SMALLER = {
     "nproc_per_node: 8": "nproc_per_node: 2",
     '"1:2"': "1",
@@ -27,9 +27,9 @@ MEASURED = {"idx": 1, "tensor_model_parallel_size": 2, "micro_batch_size": 1, "p
 OWN = "own"
 """The run of the tutorial's `own.yaml`, with a script that prints Megatron's log lines in place of the tutorial's."""
 OWN_FILES = ("docs/write-a-plugin.md", "docs/write-an-engine.md", "docs/hooks.md")
-"""Pages whose files tests of their own write."""
+"""Pages with their own tests, which write the files."""
 ALSO = ("train-cpu", "node")
-"""Runs of other pages, which the same run stands for."""
+"""Further names of the same run on other pages."""
 
 
 def build(folder: Path) -> Path:

@@ -1,30 +1,24 @@
-"""Writes the synopsis and the options of every command into docs/cli.md.
-
-Usage: `python docs/site/cli_page.py`. The text between `<!-- flag NAME -->` and `<!-- end -->` comes from click; all
-other text of the page is written by hand.
-"""
+"""The synopsis and the options of every command, from click."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
 from flagcore.cli.main import flag
 
-PAGE = Path(__file__).parents[1] / "cli.md"
-BLOCK = re.compile(r"<!-- (flag[ \w-]*|common options) -->\n.*?<!-- end -->", re.DOTALL)
+MARK = re.compile(r"^<!-- (flag(?: [\w-]+)*|common options) -->$", re.MULTILINE)
 COMMON = ("format", "json", "wide", "no-plugin", "quiet", "chip", "config-path", "config-name")
 """Options that several commands share. They are described once."""
 SHARED_FROM = ("tune", "estimate")
 """Commands whose help describes the shared options; the first one that has the option is used."""
 
 
-def page(text: str) -> str:
-    """Return the page with its generated parts made again."""
-    return BLOCK.sub(lambda found: _block(found[1]), text)
+def fill(text: str) -> str:
+    """Return the text with the options below each mark `<!-- flag COMMAND -->` and `<!-- common options -->`."""
+    return MARK.sub(lambda found: _block(found[1]), text)
 
 
 def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -40,12 +34,9 @@ def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tup
 
 def _block(name: str) -> str:
     if name == "common options":
-        lines = [_table(_shared().values())]
-    else:
-        path = tuple(name.split()[1:])
-        command = dict(commands(flag))[path]
-        lines = [*_command(path, command)]
-    return "\n".join([f"<!-- {name} -->", "", *lines, "", "<!-- end -->"])
+        return _table(_shared().values())
+    path = tuple(name.split()[1:])
+    return "\n".join(_command(path, dict(commands(flag))[path]))
 
 
 def _command(path: tuple[str, ...], command: click.Command) -> Iterator[str]:
@@ -110,7 +101,3 @@ def _table(rows: object, heads: tuple[str, str] = ("option", "meaning")) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "&#124;") if "`" in text else text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

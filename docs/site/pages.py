@@ -1,7 +1,11 @@
-"""mkdocs hook: pages of the repository's root join the site, where links from and to docs/ have one folder less."""
+"""mkdocs hook: adds the pages of the repository's root to the site, and the generated parts to all pages.
+
+Links between docs/ and the root have one folder less on the site.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ from markdown.extensions.toc import slugify_unicode
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 JOINED = ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 
 
@@ -27,7 +32,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page with its links to the root's pages as the site has them. Called once a page."""
+    """Return the page as the site has it. Called once a page."""
+    from docs.site.tables import filled
+
     for name in JOINED:
         markdown = markdown.replace(f"](../{name}", f"]({name}")
-    return markdown
+    return filled(markdown)

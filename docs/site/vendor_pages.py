@@ -50,13 +50,12 @@ def _overview(text: str) -> str:
     rows = [
         [
             f"[{shown}](vendors/{name}.md)",
-            _known(f"flagcore_{name}").word,
+            _maturity_of(f"flagcore_{name}").word,
             str(len(chips(f"flagcore_{name}"))),
-            ", ".join(each.name for each in chips(f"flagcore_{name}")),
         ]
         for name, shown in VENDORS.items()
     ]
-    made = table(["vendor", "maturity", "chips", "names"], rows)
+    made = table(["vendor", "maturity", "chips"], rows)
     return TABLE.sub(lambda _: f"<!-- maturity -->\n\n{made}\n\n<!-- end -->", text)
 
 
@@ -69,7 +68,7 @@ def _page(name: str) -> str:
     )
     package = f"flagcore_{name}"
     sources = Sources()
-    parts = [head, *_maturity(_known(package)), *_vendor(package, sources.number)]
+    parts = [head, *_maturity(_maturity_of(package)), *_vendor(package, sources.number)]
     parts += ["\n## Sources\n", *(f"{number}. {text}" for text, number in sources.numbers.items())]
     return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -86,16 +85,16 @@ class Sources:
         return f"{source.kind} [{self.numbers.setdefault(text, len(self.numbers) + 1)}]"
 
 
-def _known(package: str) -> Maturity:
+def _maturity_of(package: str) -> Maturity:
     return read_maturity(package) or Maturity()
 
 
-def _maturity(known: Maturity) -> Iterator[str]:
+def _maturity(found: Maturity) -> Iterator[str]:
     yield "## Maturity\n"
-    rows = [["run on hardware", text] for text in _claims(known.run_on_hardware)]
-    rows += [["checked on transcripts", text] for text in _claims(known.checked_on_transcripts)]
-    rows += [["from documents", text] for text in _claims(known.from_documents)]
-    rows += [["not checked", each] for each in known.not_checked]
+    rows = [["run on hardware", text] for text in _claims(found.run_on_hardware)]
+    rows += [["checked on transcripts", text] for text in _claims(found.checked_on_transcripts)]
+    rows += [["from documents", text] for text in _claims(found.from_documents)]
+    rows += [["not checked", each] for each in found.not_checked]
     yield table(["level", "what"], rows)
 
 

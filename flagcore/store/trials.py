@@ -26,6 +26,8 @@ from flagcore.i18n import _
 from flagcore.store.directory import writable
 
 JOURNAL = "journal.log"
+LISTS = ("step_times_s", "losses", "points", "broken", "devices", "slow")
+MAPPINGS = ("effective", "versions", "telemetry", "figures")
 OPTIONAL_FIGURES = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "modelled_s", "low_s", "high_s")
 FIGURES = ("step_time_s", "spread_s", "tokens_per_second_per_device", *OPTIONAL_FIGURES)
 """Fields with a single figure."""
@@ -213,9 +215,8 @@ def _from_frozen(frozen: FrozenTrial) -> Trial:
     if state is TrialState.MEASURED and not measured:
         raise ValueError(f"trial {frozen.number} was measured, but has no figures")
     if measured:
-        given = {name: value for name, value in measured.items() if value is not None}
-        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-        measured = Measurement(**fields)
+        several = {name: tuple(measured.get(name, ())) for name in LISTS}
+        measured = Measurement(**measured | several | {name: dict(measured.get(name) or {}) for name in MAPPINGS})
         for name in FIGURES:
             figure = getattr(measured, name)
             if not (name in OPTIONAL_FIGURES and figure is None) and not _finite(figure):

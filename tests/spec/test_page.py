@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,18 +7,16 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.site import spec_tables
 from flagcore.spec import json_schema, parse_spec
-from flagcore.spec.schema import document_of
-from flagcore.spec.serve_schema import ServeDocument
-from flagcore.spec.validate import describe, keys_of
+from flagcore.spec.validate import keys_of
 from tests.small import ENGINES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, SERVE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("spec.md", "spec-serve.md"))
-SCHEMA = document_of("megatron", ENGINES["megatron"].knobs).model_json_schema()
-SERVE_SCHEMA = ServeDocument.model_json_schema()
-SECTIONS = {"The file": (), "model: an inline shape": ("model",)}
-LATENCIES = [("ttft_s",), ("tpot_s",), ("itl_s",), ("e2e_s",)]
+SCHEMA, SERVE_SCHEMA = (spec_tables.schema(kind) for kind in ("train", "serve"))
+EXAMPLES = yaml.safe_load(Path(__file__).with_name("examples.yaml").read_text(encoding="utf-8"))
+LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 """Keys whose tables are the same: the page has one for all."""
 SHARED = ("model", "cluster")
 """Sections that the page of training describes for both."""
@@ -57,58 +54,59 @@ def keys(schema: Any, but: tuple[str, ...] = ()) -> dict[tuple[str | int, ...], 
 KEYS, SERVE_KEYS = keys(SCHEMA), keys(SERVE_SCHEMA, SHARED)
 
 
-def rows(page: str) -> dict[tuple[str | int, ...], list[str]]:
-    found: dict[tuple[str | int, ...], list[str]] = {}
-    section: tuple[str | int, ...] = ()
-    for line in page.splitlines():
-        if line.startswith("## "):
-            name = line.removeprefix("## ")
-            section = SECTIONS.get(name, tuple(name.split(".")))
-        elif line.startswith("| `"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            for each in LATENCIES if section[-1:] == ("LATENCY",) else [section[-1:]]:
-                found[(*section[:-1], *each, cells[0].strip("`"))] = cells[1:]
-    return found
+def sections(page: str) -> list[tuple[str, ...]]:
+    """Return the sections of the spec whose keys the site lists on a page."""
+    return [tuple(filter(None, name.split("."))) for _, name in spec_tables.MARK.findall(page)]
 
 
-ROWS, SERVE_ROWS = rows(PAGE), rows(SERVE_PAGE)
+def test_site_has_a_table_for_every_section_of_the_spec() -> None:
+    train, serve = ({path[:-1] for path in keys} for keys in (KEYS, SERVE_KEYS))
+    assert sorted(sections(PAGE)) == sorted(train)
+    assert sorted(sections(SERVE_PAGE)) == sorted(serve - {("serve", "slo", name) for name in LATENCIES[1:]})
 
 
-def test_page_has_a_row_for_every_key_and_no_other() -> None:
-    assert set(ROWS) == set(KEYS) | {("auto_tuner", "baseline")}
-    assert set(SERVE_ROWS) == set(SERVE_KEYS) | {("auto_tuner", "baseline")}
+@pytest.mark.parametrize("kind", ["train", "serve"])
+def test_site_describes_every_key(kind: str) -> None:
+    page, keys = (PAGE, KEYS) if kind == "train" else (SERVE_PAGE, SERVE_KEYS)
+    table = spec_tables.fill(page)
+    assert {path for path, key in keys.items() if f"| `{path[-1]}` |" not in table} == set()
+    assert {path for path, key in keys.items() if f" | {key['description']} |" not in table} == set()
 
 
-@pytest.mark.parametrize("path", KEYS, ids=lambda path: ".".join(map(str, path)))
-def test_row_tells_rule_default_meaning_and_a_valid_example(path: tuple[str, ...], tmp_path: Path) -> None:
-    check_row(path, ROWS[path], KEYS[path], SCHEMA, BASE, tmp_path)
+@pytest.mark.parametrize("path", EXAMPLES["train"])
+def test_example_of_a_key_is_valid(path: str, tmp_path: Path) -> None:
+    parse_example(path, EXAMPLES["train"][path], BASE, tmp_path)
 
 
-@pytest.mark.parametrize("path", SERVE_KEYS, ids=lambda path: ".".join(map(str, path)))
-def test_row_of_serving_tells_rule_default_meaning_and_a_valid_example(path: tuple[str, ...], tmp_path: Path) -> None:
-    check_row(path, SERVE_ROWS[path], SERVE_KEYS[path], SERVE_SCHEMA, SERVE_BASE, tmp_path)
+@pytest.mark.parametrize("path", EXAMPLES["serve"])
+def test_example_of_a_serving_key_is_valid(path: str, tmp_path: Path) -> None:
+    parse_example(path, EXAMPLES["serve"][path], SERVE_BASE, tmp_path)
 
 
-def check_row(
-    path: tuple[str, ...], row: list[str], schema: Any, root: Any, base: dict[str, Any], tmp_path: Path
-) -> None:
-    rule, default, _unit, meaning, example = row
-    assert rule == describe(schema, root)
-    assert meaning == schema["description"]
-    value = schema.get("default", "required")
-    if isinstance(value, dict):
-        value = "absent"
-    assert default.strip("`") == (value if isinstance(value, str) else json.dumps(value))
+@pytest.mark.parametrize("knob", [path[-1] for path in KEYS if path[:-1] == ("auto_tuner", "space")])
+def test_auto_is_a_value_of_every_knob(knob: str, tmp_path: Path) -> None:
+    parse_example(f"auto_tuner.space.{knob}", "auto", BASE, tmp_path)
+
+
+def test_every_key_but_knobs_has_an_example() -> None:
+    for kind, keys in (("train", KEYS), ("serve", SERVE_KEYS)):
+        paths = {".".join(map(str, path)) for path in keys if path[:-1] != ("auto_tuner", "space")}
+        named = {path.replace("LATENCY", name) for path in EXAMPLES[kind] for name in LATENCIES}
+        assert paths <= named
+
+
+def parse_example(key: str, example: object, base: dict[str, Any], tmp_path: Path) -> None:
+    path = key.replace("LATENCY", "ttft_s").split(".")
     data: dict[str, Any] = yaml.safe_load(yaml.safe_dump(base))
-    if path[:-1] == ("cluster", "groups"):
+    if path[:-1] == ["cluster", "groups"]:
         data["cluster"] = {"groups": {"chip": "C550"}}
-    if path[:2] == ("serve", "client"):
+    if path[:2] == ["serve", "client"]:
         data["serve"]["client"] = {"command": ["x"]}
     place = data
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = yaml.safe_load(example.strip("`"))
-    if path[:-1] == ("cluster", "groups"):
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = example
+    if path[:-1] == ["cluster", "groups"]:
         data["cluster"]["groups"] = [place]
     (tmp_path / "hosts.txt").write_text("a slots=8\n")
     (tmp_path / "Qwen3-8B").mkdir()

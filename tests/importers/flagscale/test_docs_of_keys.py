@@ -1,4 +1,4 @@
-"""docs/flagscale.md speaks for every key that the trees have, and for none that the importer has not."""
+"""docs/flagscale.md describes every key of the trees, and no key that the importer does not read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs.site import tables
 from flagcore.engines.megatron.knobs import BY_NAME
 from flagcore.importers.flagscale import engines, experiment, history, layouts, options, shape, training
 from tests.importers.flagscale.accounting import leaves
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "flagscale.md").read_text(encoding="utf-8")
+PAGE = tables.filled((ROOT / "docs" / "flagscale.md").read_text(encoding="utf-8"))
 KEYS = PAGE[PAGE.index("## Conversion of keys") :]
 TREES = Path(__file__).parent / "trees"
 WORDS = {word for quoted in re.findall(r"`([^`]+)`", KEYS) for word in re.split(r"[^\w]+", quoted) if word}

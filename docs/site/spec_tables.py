@@ -1,0 +1,48 @@
+"""Tables of the keys of a spec, from its JSON Schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+from flagcore.engines.megatron.knobs import KNOBS
+from flagcore.spec.schema import document_of
+from flagcore.spec.serve_schema import ServeDocument
+from flagcore.spec.validate import describe, keys_of
+
+MARK = re.compile(r"^<!-- keys (train|serve):([\w.]*) -->$", re.MULTILINE)
+HEAD = "| key | values | default | meaning |\n| --- | --- | --- | --- |"
+
+
+def fill(text: str) -> str:
+    """Return the text with a table below each mark `<!-- keys KIND:SECTION -->`."""
+    return MARK.sub(lambda found: _table(found[1], tuple(filter(None, found[2].split(".")))), text)
+
+
+@lru_cache
+def schema(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of a spec that trains or serves."""
+    model = document_of("megatron", KNOBS) if kind == "train" else ServeDocument
+    return model.model_json_schema()
+
+
+def _table(kind: str, section: tuple[str, ...]) -> str:
+    root = schema(kind)
+    rows = [_row(str(path[-1]), each, root) for path, each in keys_of(root, root) if path[:-1] == section]
+    return "\n".join([HEAD, *rows])
+
+
+def _row(name: str, key: dict[str, Any], root: dict[str, Any]) -> str:
+    default = key.get("default", "required")
+    if isinstance(default, dict):
+        default = "absent"
+    shown = default if isinstance(default, str) and default in ("required", "absent") else f"`{json.dumps(default)}`"
+    cells = (f"`{name}`", _values(describe(key, root)), shown, key["description"])
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _values(text: str) -> str:
+    """Return a description of values without the limits that only guard against typing errors."""
+    return re.sub(r"(text|a whole number from \d+) (?:of 1 )?to \d{3,}(?: characters)?", r"\1", text)
