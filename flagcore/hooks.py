@@ -103,7 +103,7 @@ class CostHooks:
 
     @hookspec(firstresult=True)
     def flagcore_collective_costs(self, group: NodeGroup, engine: str) -> CollectiveCosts | CollectiveTable | None:
-        """Return measured curves, or an object with times of its own, or None for the topology's latency and bandwidth.
+        """Return measured curves, or an object with its own times, or None for the topology's latency and bandwidth.
 
         Seconds; NaN for what is unknown, for which the topology is used. Curves hold among neighbouring devices;
         the core puts them on the topology. Called once a task; an object is called with columns.

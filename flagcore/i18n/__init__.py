@@ -43,8 +43,22 @@ def language() -> str:
 
 def _(message: str, /, **values: object) -> str:
     """Return a message in the selected language, its `{name}` fields filled with `values`."""
+    if isinstance(message, Message):
+        return _(message.template, **message.values)
     text = _catalogue(language()).gettext(message) if message else ""
     return text.format(**values) if values else text
+
+
+class Message(str):
+    """English text for a record, which `_` translates where it is printed."""
+
+    def __new__(cls, template: str, /, **values: object) -> Message:
+        made = super().__new__(cls, template.format(**values) if values else template)
+        made.template, made.values = template, values
+        return made
+
+    template: str
+    values: dict[str, object]
 
 
 def ngettext(one: str, many: str, count: int, /, **values: object) -> str:

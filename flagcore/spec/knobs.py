@@ -14,7 +14,8 @@ from flagcore.domain.candidate import KnobValue
 from flagcore.domain.knob import Knob
 from flagcore.domain.spec import AUTO, SettingValue
 from flagcore.errors import SpecError
-from flagcore.spec.validate import Section
+from flagcore.i18n import _
+from flagcore.spec.validate import DID_YOU_MEAN, Section
 
 
 class Engine(Protocol):
@@ -34,10 +35,11 @@ def knobs_of(name: str, engines: Engines, key: str, file: str = "") -> tuple[Kno
     """Return the knobs of the training engine that `key` of a spec names. Raises SpecError for an unknown one."""
     if name not in engines:
         near = get_close_matches(name, engines, n=3)
-        fix = f"did you mean {' or '.join(near)}?" if near else f"installed: {', '.join(engines) or 'none'}"
-        raise SpecError(key=key, value=name, problem="is not an installed engine", fix=fix, file=file)
+        fix = _("installed: {names}", names=", ".join(engines) or _("none"))
+        fix = _(DID_YOU_MEAN, name=", ".join(near)) if near else fix
+        raise SpecError(key=key, value=name, problem=_("is not an installed engine"), fix=fix, file=file)
     if engines[name].kind != "train":
-        problem, fix = "is an engine that serves", "give an engine that trains, or a section serve"
+        problem, fix = _("is an engine that serves"), _("give an engine that trains, or a section serve")
         raise SpecError(key=key, value=name, problem=problem, fix=fix, file=file)
     return engines[name].knobs
 

@@ -61,7 +61,7 @@ class Shape(Section):
     gated_linear_unit: bool = True
     """Whether the feed-forward network has a gate (SwiGLU, GeGLU)."""
     untie_embeddings_and_output_weights: bool = True
-    """Whether the output head has weights of its own."""
+    """Whether the output head has its own weights."""
     qk_layernorm: bool = False
     """Whether queries and keys are normalised."""
     add_qkv_bias: bool = False
@@ -100,28 +100,20 @@ class GroupSection(Section):
     nodes: Devices = 1
     """Number of hosts."""
     devices_per_node: Literal["auto"] | Devices = "auto"
-    """Devices of one host; auto: what is found, or as many as a host of this chip usually has."""
+    """Devices of one host; auto: what is found, the slots of the hostfile, or as many as this chip usually has."""
     memory_per_device: Bytes | Amount | None = None
     """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
     nic_bytes_per_second: Rate | None = None
     """What one device can send to other nodes (400 Gbit/s is 5.0e+10); null: as the chip's plugin has it."""
 
 
-class ClusterSection(Section):
+class ClusterSection(GroupSection):
     """The hardware to tune for."""
 
     chip: Word = "auto"
     """Name or alias of the chip that some plugin knows; auto: what is found on this machine."""
-    nodes: Devices = 1
-    """Number of hosts. With a hostfile it is counted there."""
-    devices_per_node: Literal["auto"] | Devices = "auto"
-    """Devices of one host; auto: what is found, or the slots of the hostfile."""
     hostfile: Text | None = None
-    """File with one `host slots=8` a line. A relative path starts at the spec's folder."""
-    memory_per_device: Bytes | Amount | None = None
-    """Memory that a trial may use of one device, in bytes or with a unit; null: all that the device has."""
-    nic_bytes_per_second: Rate | None = None
-    """What one device can send to other nodes (400 Gbit/s is 5.0e+10); null: as the chip's plugin has it."""
+    """File with one `host slots=8` a line, which are counted. A relative path starts at the spec's folder."""
     groups: Annotated[list[GroupSection], Field(min_length=1)] | None = None
     """Nodes of different chips, in the order of ranks, instead of the other keys; null: all nodes are equal."""
 
@@ -196,28 +188,33 @@ class TunerSection(SearchSection):
     space: Any = Field(default={})
     """What may be tried."""
     baseline: Any = None
-    """The configuration that the gain is told against; null: an expert's rule of thumb."""
+    """The configuration that the gain is relative to; null: an expert's rule of thumb."""
     control: ControlSection = ControlSection()
     """How long to look."""
     objective: Literal["tokens_per_second_per_device", "step_time_s"] = "tokens_per_second_per_device"
     """The figure to optimise: more tokens a second and device, or fewer seconds a step."""
 
 
-class Document(Section):
-    """What flagcore shall tune: a model, a cluster, a job and a search."""
+class CommonSection(Section):
+    """What all specs have."""
 
     model: ModelPath | Shape
-    """Path of a Hugging Face directory or config.json, relative to the spec, or an inline shape."""
+    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
     cluster: ClusterSection = ClusterSection()
     """What hardware is wanted; absent: what is found on this machine."""
-    train: TrainSection
-    """What one step of training is."""
-    auto_tuner: TunerSection = TunerSection()
-    """The search: absent, everything legal is tried within the default budgets."""
     envs: dict[str, Value | int] = Field(default={})
     """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
     action: Literal["auto_tune"] | None = None
     """What to do; it has one value and may be left out."""
+
+
+class Document(CommonSection):
+    """What flagcore shall tune: a model, a cluster, a job and a search."""
+
+    train: TrainSection
+    """What one step of training is."""
+    auto_tuner: TunerSection = TunerSection()
+    """The search: absent, everything legal is tried within the default budgets."""
 
 
 @lru_cache(maxsize=64)

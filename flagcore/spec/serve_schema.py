@@ -16,7 +16,6 @@ from flagcore.spec.limits import (
     Factor,
     Folder,
     Fraction,
-    ModelPath,
     NoSize,
     Precision,
     Seconds,
@@ -24,7 +23,7 @@ from flagcore.spec.limits import (
     Value,
     Word,
 )
-from flagcore.spec.schema import BudgetSection, ClusterSection, SearchSection, Shape, document_of
+from flagcore.spec.schema import BudgetSection, CommonSection, SearchSection, document_of
 from flagcore.spec.validate import Section
 
 Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -34,7 +33,7 @@ Requests = Annotated[int, Field(ge=1, le=10_000_000)]
 NoRequests = Annotated[int, Field(ge=0, le=10_000_000)]
 PerSecond = Annotated[float, Field(gt=0, le=1_000_000)] | Literal["inf"]
 KnobInput = bool | Annotated[int, Field(ge=-1, le=2**31)] | Annotated[float, Field(gt=0, le=1)] | Word | None
-"""A value of an engine's knob; what is legal is the engine's to say."""
+"""A value of an engine's knob; the engine decides what is legal."""
 Scalar = bool | int | float | Value | None
 
 _LOAD = Load()
@@ -46,7 +45,7 @@ class ProfileSection(Section):
     input_len: Tokens = _LOAD.input_len
     """Length of a prompt, its shared prefix aside."""
     output_len: Tokens = _LOAD.output_len
-    """Length of an answer; the engine is told to ignore the end-of-text token."""
+    """Length of an answer; the engine ignores the end-of-text token."""
     prefix_len: NoTokens = _LOAD.prefix_len
     """Tokens before the prompt that are the same in all requests."""
     range_ratio: Fraction = _LOAD.range_ratio
@@ -154,28 +153,20 @@ class ServeTunerSection(SearchSection):
     space: ServeSpace = Field(default={})
     """What may be tried: for each knob a value, a list of values, or auto; a knob that is absent is the engine's."""
     baseline: dict[str, KnobInput | dict[str, KnobInput]] | None = None
-    """The configuration that the gain is told against; null: the engine's own defaults."""
+    """The configuration that the gain is relative to; null: the engine's own defaults."""
     control: ServeControlSection = ServeControlSection()
     """How long to look."""
     objective: Literal[SERVING] = SERVING[0]  # type: ignore[valid-type]
     """The figure to optimise: more of a rate, or less of a latency (its mean, unless a statistic is named)."""
 
 
-class ServeDocument(Section):
+class ServeDocument(CommonSection):
     """What flagcore shall tune: a model, a cluster, a server with its load, and a search."""
 
-    model: ModelPath | Shape
-    """Path of a Hugging Face directory, config.json or GGUF file, relative to the spec, or an inline shape."""
-    cluster: ClusterSection = ClusterSection()
-    """What hardware is wanted; absent: what is found on this machine."""
     serve: ServeSection
-    """What is served, how it is asked, and what must be kept."""
+    """What is served, the requests of a trial, and the limits."""
     auto_tuner: ServeTunerSection = ServeTunerSection()
     """The search: absent, the engine runs as it is."""
-    envs: dict[str, Value | int] = Field(default={})
-    """Environment variables of each trial, on top of what the plugins set. A number is passed as its digits."""
-    action: Literal["auto_tune"] | None = None
-    """What to do; it has one value and may be left out."""
 
 
 def json_schema(engines: Engines) -> dict[str, Any]:

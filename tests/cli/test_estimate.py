@@ -352,9 +352,9 @@ def test_layers_of_a_record_that_do_not_divide_are_told_with_the_split_that_was_
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        ({"chip": "H200"}, "cluster.devices and cluster.devices_per_node are missing"),
-        ({"chip": "auto", "devices": 8, "devices_per_node": 8}, "a record must name a chip"),
-        ({"groups": []}, "clusters of several chips are planned in specs only"),
+        ({"chip": "H200"}, "cluster.devices_per_node is missing"),
+        ({"chip": "auto", "devices": 8, "devices_per_node": 8}, "cluster.chip = 'auto'"),
+        ({"groups": []}, "cluster.groups is not a known key"),
     ],
 )
 def test_a_cluster_that_no_record_can_have_is_told(

@@ -255,9 +255,9 @@ def test_a_trial_with_a_value_that_no_knob_has_is_refused(flag: Flag, project: P
     kept = journal.read_text()
     for name, old, new, said in (
         ("recompute_method", "null", '"sometimes"', "a value that this version does not know"),
-        ("recompute_method", "null", "NaN", "no value of a knob"),
-        ("expert_model_parallel_size", "1", "1" * 30, "no value of a knob"),
-        ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is no finite figure"),
+        ("recompute_method", "null", "NaN", "not a valid value"),
+        ("expert_model_parallel_size", "1", "1" * 30, "not a valid value"),
+        ("device_used_bytes", "null", '"much"', "device_used_bytes = much, which is not a finite number"),
         ("telemetry", "{", '3, "x": {', "cannot be read ('int' object is not iterable)"),
         ("measurement", '{"step', 'null, "x": {"step', "was measured, but has no figures"),
     ):

@@ -21,7 +21,7 @@ from babel.messages.pofile import read_po, write_po
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "flagcore"
 FILE = CORE / "i18n" / "locale" / "zh" / "LC_MESSAGES" / "flagcore.po"
-MARKS = {"_": 1, "N_": 1, "ngettext": 2}
+MARKS = {"_": 1, "N_": 1, "Message": 1, "ngettext": 2}
 """The functions that mark messages, and how many of their arguments are texts."""
 
 Message = str | tuple[str, ...]

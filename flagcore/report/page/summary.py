@@ -54,7 +54,7 @@ def summary(run: RunData) -> Section:
 def stopped(run: RunData) -> list[Text]:
     """Return why the run stopped; nothing while it is in progress."""
     because = run.result["stopped_because"]
-    return [Text(_("Stopped: {reason}.", reason=because))] if because else []
+    return [Text(_("Stopped: {reason}.", reason=_(because)))] if because else []
 
 
 def no_best(run: RunData) -> str:
