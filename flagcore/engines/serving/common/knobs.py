@@ -192,7 +192,7 @@ class SizesKnob(Knob):
 
 INSTANCES_KNOB = knob(
     INSTANCES,
-    "Servers side by side, each with its own devices or CPU cores; a request goes to the least busy one.",
+    "Number of servers, each with its own devices or CPU cores; a request goes to the least busy one.",
     flags=(),
     neutral=1,
     auto=FOR_A_RATE,

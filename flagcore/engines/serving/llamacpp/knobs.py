@@ -72,7 +72,7 @@ KNOBS = (
     ),
     knob(
         PARALLEL,
-        "Slots: most sequences at once. If not set, 4 slots share one cache.",
+        "Slots: maximum number of sequences at once. If not set, 4 slots share one cache.",
         flags=("parallel", "np", "max-num-seqs"),
         aliases=("max_num_seqs", "max_running_requests"),
         auto=Auto(
@@ -103,7 +103,7 @@ KNOBS = (
     ),
     knob(
         N_BATCH,
-        "Most tokens of one iteration.",
+        "Maximum number of tokens in one iteration.",
         flags=("batch-size", "b"),
         aliases=("max_num_batched_tokens", "chunked_prefill_size"),
         auto=tries(512, 2048),
@@ -111,7 +111,7 @@ KNOBS = (
     ),
     knob(
         N_UBATCH,
-        "Most tokens of one pass through the model; an iteration may have several.",
+        "Maximum number of tokens of one pass through the model; an iteration may have several passes.",
         flags=("ubatch-size", "ub"),
         auto=tries(128, 512, 2048),
         memory_order=1,

@@ -50,7 +50,7 @@ KNOBS = (
     variant(knobs.CONTEXT_KNOB, "session-len"),
     knob(
         BATCH,
-        "Most sequences in one iteration.",
+        "Maximum number of sequences in one iteration.",
         aliases=("max_num_seqs", "max_running_requests"),
         auto=knobs.FOUR_IN_FLIGHT,
         memory_order=1,
@@ -79,13 +79,13 @@ KNOBS = (
     ),
     knob(
         PREFILL,
-        "Most prompt tokens in one iteration.",
+        "Maximum number of prompt tokens in one iteration.",
         aliases=("max_num_batched_tokens", "chunked_prefill_size"),
         auto=tries(4096, 8192, 16384),
         memory_order=1,
     ),
-    knob(PER_ITERATION, "Most tokens of one forward pass; TurboMind only."),
-    knob(ITERATIONS, "Most forward passes of one prefill; TurboMind only."),
+    knob(PER_ITERATION, "Maximum number of tokens of one forward pass; TurboMind only."),
+    knob(ITERATIONS, "Maximum number of forward passes of one prefill; TurboMind only."),
     variant(knobs.PREFIX_KNOB, "enable-prefix-caching", neutral=False, auto=tries(False, True)),
     variant(
         knobs.EAGER_KNOB,

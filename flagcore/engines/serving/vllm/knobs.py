@@ -65,14 +65,14 @@ KNOBS = (
     ),
     knob(
         SEQS,
-        "Most sequences in one iteration.",
+        "Maximum number of sequences in one iteration.",
         aliases=("max_running_requests",),
         auto=knobs.FOUR_IN_FLIGHT,
         memory_order=1,
     ),
     knob(
         TOKENS,
-        "Most tokens of prompts and answers in one iteration.",
+        "Maximum number of tokens of prompts and answers in one iteration.",
         aliases=("chunked_prefill_size",),
         auto=by_hardware(tries(256, 1024, 2048), tries(2048, 4096, 8192, 16384)),
         memory_order=1,
