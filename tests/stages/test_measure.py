@@ -15,6 +15,7 @@ from flagcore.domain.candidate import Candidate
 from flagcore.domain.chip import Support
 from flagcore.domain.engine import EngineSupport
 from flagcore.domain.launch import Exit, FailurePattern, classify
+from flagcore.domain.secrets import REDACTED
 from flagcore.domain.spec import Control, Task
 from flagcore.domain.trial import Measurement, Role, Trial, TrialState
 from flagcore.engines.megatron.adapter import WORKLOAD
@@ -146,6 +147,14 @@ def test_binary_logs_make_a_printable_reason_of_one_short_line(tmp_path: Path) -
     assert done.state is TrialState.FAILED
     assert (done.reason or "").isprintable()
     assert len(done.reason or "") < 400
+
+
+def test_a_secret_of_the_environment_is_not_in_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_TOKEN", "plain-words-7")
+    (tmp_path / "stderr.log").write_text("login as plain-words-7 failed\n")
+    reason = measured(Ran(ended(1)), tmp_path).reason or ""
+    assert "plain-words-7" not in reason
+    assert REDACTED in reason
 
 
 def test_a_reason_is_short_however_long_the_line() -> None:
