@@ -241,6 +241,16 @@ class Reader:
         return answer
 
 
+def test_devices_are_read_at_most_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 0.0, 0.5, 1.1, 1.1, 1.6))
+    monkeypatch.setattr("flagcore.stages.measure.time.monotonic", lambda: next(clock))
+    reader = Reader(*({"power_watts": watts} for watts in (100.0, 200.0, 300.0, 400.0)))
+    done = measured(Ran(ended(), polls=4), tmp_path, platform=small.platform(TASK, telemetry=(reader,)))
+    assert done.measurement is not None
+    assert done.measurement.telemetry["power_watts"] == 150.0
+    assert len(reader.samples) == 2
+
+
 def test_telemetry_is_averaged_and_a_reader_that_raises_hurts_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
