@@ -15,6 +15,7 @@ from flagcore.learning.trials import (
     BEYOND,
     FARTHEST,
     LEAST_NOISE,
+    PARTIAL_NOISE,
     PROBE_NOISE,
     observed_memory,
     observed_times,
@@ -118,6 +119,18 @@ def test_probes_count_as_less_sure_trials_until_their_candidate_runs() -> None:
     assert np.exp(memory.log_ratio[0]) == pytest.approx(2.0)
     assert len(memory) == 2
     assert memory.log_ratio[1] >= 0.5
+
+
+def test_a_trial_that_was_ended_early_or_whose_steps_spread_is_less_sure() -> None:
+    known = predictions()
+    whole, cut, rough = (ran(row, float(known.step_time_s[row]), row) for row in range(3))
+    assert cut.measurement is not None
+    assert rough.measurement is not None
+    cut = replace(cut, state=TrialState.STOPPED, measurement=replace(cut.measurement, partial=True))
+    spread = 0.4 * rough.measurement.step_time_s
+    rough = replace(rough, measurement=replace(rough.measurement, spread_s=spread))
+    noise = observed_times(search_context(known, [whole, cut, rough])).noise
+    assert noise.tolist() == pytest.approx([LEAST_NOISE, PARTIAL_NOISE, 0.4 / np.sqrt(4)])
 
 
 def test_a_trial_without_memory_needed_a_little_more_than_there_is_but_not_far_more_than_predicted() -> None:
